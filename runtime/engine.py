@@ -42,6 +42,8 @@ class Backend(Protocol):
     rows_apart: bool
     # How many passes may run at the same time.
     max_workers: int
+    # How many segments may be loaded at the same time.
+    max_loads: int
 
     def open(self, name: str, file: Path) -> Segment:
         """Load the graph or engine in `file`. Raises CanvasError if it cannot be loaded."""

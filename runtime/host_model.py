@@ -73,11 +73,13 @@ class HostModel(Model):
     def open(cls, bundle: Bundle, backend: Backend, max_context: int) -> HostModel:
         """Open every segment of a bundle with this backend."""
         manifest = bundle.manifest
-        opened = {
-            entry["name"]: backend.open(entry["name"], bundle.file(entry["file"]))
+        files = {
+            entry["name"]: bundle.file(entry["file"])
             for entry in manifest.segments
             if entry["name"] != "vision"
         }
+        with ThreadPoolExecutor(backend.max_loads, "canvasrt-load") as pool:
+            opened = dict(zip(files, pool.map(backend.open, files, files.values()), strict=True))
         bodies = [
             BodySegment(opened[entry["name"]], tuple(entry["layers"]))
             for entry in manifest.segments

@@ -44,7 +44,10 @@ class OrtBackend:
             raise CanvasError(f"threads is {threads}", "give at least 1")
         count = threads or available_cores()
         small = work is not None and work < SMALL_PASS
+        self.max_loads = count
         self._one_arena = not small
+        if self._one_arena:
+            _make_arena()
         self.threads = 1 if small else count
         self.max_workers = count if small else 1
 
@@ -62,10 +65,11 @@ class OrtBackend:
     def _options(self) -> ort.SessionOptions:
         options = _options(self.threads)
         if self._one_arena:
-            _make_arena()
             options.add_session_config_entry("session.use_env_allocators", "1")
             # A memory pattern would allocate all of a pass's memory in one piece, on top of what the first pass took.
             options.enable_mem_pattern = False
+            # The planner that shares buffers is quadratic in nodes. Tensors are freed after their last use without it, too.
+            options.enable_mem_reuse = False
         return options
 
     def _session(

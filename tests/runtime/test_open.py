@@ -1,13 +1,16 @@
-"""What is refused before a bundle is loaded."""
+"""What is refused before a bundle is loaded, and how it is loaded."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime import open as opening
+from canvasrt.runtime.backends.onnxruntime import OrtBackend, OrtSegment
 
 
 def test_weights_that_the_machine_cannot_hold_are_refused(
@@ -24,3 +27,16 @@ def test_weights_that_the_machine_cannot_hold_are_refused(
     with pytest.raises(CanvasError, match="and this machine has") as error:
         opening.open_model(tiny.bundle, threads=1)
     assert "--precision int4" in error.value.hint
+
+
+def test_segments_load_side_by_side(tiny: Any) -> None:
+    """Packing their weights takes one thread per segment, and most of the time."""
+    both = Barrier(2)
+
+    class Meeting(OrtBackend):
+        def open(self, name: str, file: Path) -> OrtSegment:
+            if name in ("body_0", "head"):
+                both.wait(timeout=10)
+            return super().open(name, file)
+
+    opening.open_model(tiny.bundle, backend=Meeting(threads=2))

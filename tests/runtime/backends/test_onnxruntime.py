@@ -45,6 +45,8 @@ def test_sessions_of_a_large_model_share_one_arena_without_patterns(
         assert found == shared
         # A memory pattern would allocate a pass's memory a second time, and the arena keeps it.
         assert options.enable_mem_pattern == (not shared)
+        # A third of the time to load three released layers.
+        assert options.enable_mem_reuse == (not shared)
 
 
 def resident(file: Path) -> int:
