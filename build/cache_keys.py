@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
-import canvasrt
-from canvasrt import extras
 from canvasrt.build.plan import Plan
-from canvasrt.cache import GraphCache, code_hash
+from canvasrt.cache import EXPORTED_BY, QUANTIZED_BY, GraphCache, versions
 from canvasrt.types import Json
-
-# Distributions whose versions affect the graphs.
-_EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
-_QUANTIZED_BY = (*_EXPORTED_BY, "nvidia-modelopt", "numpy")
-
-# Folders of canvasrt/ whose code affects graphs.
-_SHARED = ("checkpoints", "graphs", "recipes")
 
 
 def is_cached(plan: Plan) -> bool:
@@ -42,7 +30,7 @@ def exported_from(plan: Plan) -> Json:
         "layers_per_segment": plan.layers_per_segment,
         "adapters": plan.adapter_hashes,
         "calibration": own,
-        "made_by": _versions(_EXPORTED_BY, "export"),
+        "made_by": versions(EXPORTED_BY, "export"),
     }
 
 
@@ -54,16 +42,5 @@ def quantized_from(plan: Plan) -> Json:
         "graphs": plan.source.made_from if plan.source.graphs else exported_from(plan),
         "recipe": recipe.to_json(),
         "calibration": plan.calibration_hash,
-        "made_by": _versions(_QUANTIZED_BY, "export", "runtime"),
+        "made_by": versions(QUANTIZED_BY, "export", "runtime"),
     }
-
-
-def _versions(packages: tuple[str, ...], *stages: str) -> Json:
-    """Return versions, and the hash of our own sources, which change more often than their version."""
-    found = {name: version for name in packages if (version := extras.version(name))}
-    shared = Path(canvasrt.__file__).parent
-    sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]
-    for stage in stages:
-        spec = importlib.util.find_spec(f"canvasrt.{stage}")
-        sources += [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
-    return {**found, "canvasrt": canvasrt.__version__, "code": code_hash(sources)}

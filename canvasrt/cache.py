@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -12,12 +13,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import canvasrt
+from canvasrt import extras
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, staging
 
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
+
+# Distributions whose versions affect the graphs.
+EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
+QUANTIZED_BY = (*EXPORTED_BY, "nvidia-modelopt", "numpy")
+# Folders of canvasrt/ whose code affects graphs.
+_SHARED = ("checkpoints", "graphs", "recipes")
 
 
 def cache_folder() -> Path:
@@ -58,6 +67,18 @@ def code_hash(paths: Sequence[Path]) -> str:
             name = file.relative_to(path).as_posix()
             digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def versions(packages: tuple[str, ...], *stages: str) -> dict[str, Any]:
+    """Return versions, and the hash of our own sources, which change more often than their version: what `stages` and all
+    of them share."""
+    found = {name: version for name in packages if (version := extras.version(name))}
+    shared = Path(canvasrt.__file__).parent
+    sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]
+    for stage in stages:
+        spec = importlib.util.find_spec(f"canvasrt.{stage}")
+        sources += [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    return {**found, "canvasrt": canvasrt.__version__, "code": code_hash(sources)}
 
 
 class GraphCache:

@@ -75,7 +75,7 @@ def calibrate(
     Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, and for weights
     and activations that are not finite, by name.
     """
-    from canvasrt.export.quantize.network import StreamedNetwork
+    from canvasrt.export.quantize.network import StreamedNetwork, device_here
     from canvasrt.export.quantize.saved_sweeps import SavedSweeps
 
     config = weights.config
@@ -83,7 +83,8 @@ def calibrate(
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
     work = prompts.check()
     # It has what the generator asks of a `Model`, for requests without pictures.
-    network: Any = StreamedNetwork(weights, work.together, SavedSweeps(room / "sweeps"))
+    saved = SavedSweeps(room / "sweeps", device_here())
+    network: Any = StreamedNetwork(weights, work.together, saved)
     steps = _generate(Generator(network, work.together), prompts, work)
     observed = network.observed
     amax = {name: float(observed.amax[name]) for name in names}
@@ -109,7 +110,9 @@ def _generate(generator: Generator, prompts: Iterable[Request], work: Workload) 
             left[generator.add(request)] = most_passes(request, generator.model.config)
         if not left:
             return steps
-        report("calibrating", done, work.passes)
+        # Repeated sweeps take no time: the time left would be too short if they counted.
+        if not generator.model.is_repeating:
+            report("calibrating", done, work.passes)
         for event in generator.step():
             if isinstance(event, Draft):
                 steps += [0] * (event.step - len(steps))
@@ -118,4 +121,5 @@ def _generate(generator: Generator, prompts: Iterable[Request], work: Workload) 
                 done += 1
             elif isinstance(event, Finished):
                 done += left.pop(event.id)
-        report("calibrating", done, work.passes)
+        if not left:
+            report("calibrating", done, work.passes)

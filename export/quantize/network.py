@@ -49,7 +49,7 @@ class StreamedNetwork:
         self.observed = Observed()
         self.sweeps = 0
         self._weights = weights
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = torch.device(device_here())
         parts = segments(self.config, 1)
         self._layers = [ObservedPart(each, self.observed) for each in parts if each.layers]
         (head,) = (each for each in parts if each.name == "head")
@@ -72,6 +72,11 @@ class StreamedNetwork:
     @property
     def canvas_length(self) -> int:
         return self.config.canvas_length
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the next sweep is one that an earlier start has done."""
+        return self.sweeps < len(self._earlier)
 
     def check_canvas(self, length: int) -> None:
         """Accept any canvas: nothing here depends on its length."""
@@ -111,7 +116,7 @@ class StreamedNetwork:
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """Encode all waiting tokens and run one step of each request, in one sweep. A sweep that an earlier start saved is not
         run again."""
-        if self.sweeps < len(self._earlier):
+        if self.is_repeating:
             outputs = self._again()
         else:
             outputs = self._sweep(inputs)
@@ -147,8 +152,11 @@ class StreamedNetwork:
         if self.sweeps < len(self._earlier):
             return [DenoiseOutput(**each) for each in found]
         state = self._saved.state
-        self.observed.amax |= state["amax"]
-        self.observed.routed |= state["routed"]
+        for seen, kept in (
+            (self.observed.amax, state["amax"]),
+            (self.observed.routed, state["routed"]),
+        ):
+            seen |= {name: each.to(self._device) for name, each in kept.items()}
         for row in self._rows.values():
             row.caches[:] = self._saved.caches(row.number)
         pairs = zip(found, state["hidden"], strict=True)
@@ -158,8 +166,8 @@ class StreamedNetwork:
         state = {
             "outputs": self._outputs,
             "hidden": [each.next_hidden for each in outputs],
-            "amax": self.observed.amax,
-            "routed": self.observed.routed,
+            "amax": {name: each.cpu() for name, each in self.observed.amax.items()},
+            "routed": {layer: each.cpu() for layer, each in self.observed.routed.items()},
         }
         changed = {n: self._rows[n].caches for n in self._changed if n in self._rows}
         self._saved.save(self.sweeps, state, changed, set(self._rows))
@@ -188,6 +196,11 @@ class StreamedNetwork:
         )
         shown = [each[0].cpu().numpy() for each in (canvas, argmax, entropy, accepted)]
         return DenoiseOutput(shown[0], shown[1], shown[2], shown[3], next_hidden=hidden[0].cpu())
+
+
+def device_here() -> str:
+    """Return the kind of device that networks run on here."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:

@@ -15,11 +15,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-import canvasrt.export
-import canvasrt.runtime
-from canvasrt import calibration_prompts, extras
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.cache import code_hash, kept_piece, unfinished
+from canvasrt.cache import QUANTIZED_BY, kept_piece, unfinished, versions
 from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, local_names
@@ -205,13 +202,11 @@ def quantize_graphs(
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
     """Return the kind of a quantization and all that decides it, to find what an interrupted one has done."""
-    code = [*canvasrt.export.__path__, *canvasrt.runtime.__path__, calibration_prompts.__file__]
     made_from = {
         **source,
         "recipe": recipe.to_json(),
         "prompts": prompts and prompts.check() and prompts.sha256,
-        "code": code_hash([Path(each) for each in code]),
-        "packages": {name: extras.version(name) for name in PACKAGES},
+        "made_by": versions(QUANTIZED_BY, "export", "runtime"),
     }
     return "calibrations" if prompts else "quantizations", made_from
 

@@ -22,15 +22,20 @@ _STATE = "state.pt"
 class SavedSweeps:
     """One calibration's state in a folder: tensors of every sweep, and one file per request with its keys and values."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the state of an earlier start; `state` is empty if there is none."""
-        self._folder = folder
+    def __init__(self, folder: Path, device: str) -> None:
+        """Read the state of an earlier start; `state` is empty if there is none, if a file is missing or cut off, or if it
+        ran on another device, whose sums have other last bits."""
+        self._folder, self._device = folder, device
         folder.mkdir(exist_ok=True)
         self._saved = time.monotonic()
         self.state: dict[str, Any] = {}
         try:
-            self.state = torch.load(folder / _STATE, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError):
+            state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+            sizes = {name: (folder / name).stat().st_size for name in state["files"].values()}
+            if state["device"] != device or state["sizes"] != sizes:
+                raise ValueError("another device's, or incomplete")
+            self.state = state
+        except (OSError, RuntimeError, EOFError, KeyError, ValueError, UnpicklingError):
             (folder / _STATE).unlink(missing_ok=True)  # none, or a damaged one
         self._files: dict[int, str] = dict(self.state.get("files", {}))
         self._clean()
@@ -53,12 +58,15 @@ class SavedSweeps:
         files |= {number: f"row-{number}-{sweeps}.pt" for number in rows}
         try:
             for number, caches in rows.items():
-                torch.save(caches, self._folder / files[number])
-            torch.save({**state, "files": files}, self._folder / f"{_STATE}.new")
+                _write(caches, self._folder / files[number])
+            sizes = {name: (self._folder / name).stat().st_size for name in files.values()}
+            whole = {**state, "device": self._device, "files": files, "sizes": sizes}
+            _write(whole, self._folder / f"{_STATE}.new")
             os.replace(self._folder / f"{_STATE}.new", self._folder / _STATE)
         except (OSError, RuntimeError) as error:
+            is_full = is_disk_full(error, self._folder)  # before room is made
             self._clean()
-            if not is_disk_full(error, self._folder):
+            if not is_full:
                 raise
             raise CanvasError(
                 f"no space left in {self._folder}, which keeps what the calibration has done",
@@ -73,3 +81,9 @@ class SavedSweeps:
         for file in self._folder.iterdir():
             if file.name not in (_STATE, *self._files.values()):
                 file.unlink()
+
+
+def _write(value: Any, file: Path) -> None:
+    """Save tensors through a file of Python's: torch's own writer hides why a write failed."""
+    with file.open("wb") as out:
+        torch.save(value, out)

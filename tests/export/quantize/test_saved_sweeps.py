@@ -1,0 +1,49 @@
+"""What a calibration saves: which of it counts at the next start, and what a full disk leaves."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize import saved_sweeps
+
+
+@pytest.mark.parametrize("change", ["none", "lost", "emptied", "device"])
+def test_a_state_counts_only_with_all_its_files_and_on_its_device(
+    change: str, tmp_path: Path
+) -> None:
+    saved = saved_sweeps.SavedSweeps(tmp_path, "cpu")
+    saved.save(1, {"outputs": []}, {0: torch.ones(2)}, {0})
+    (row,) = tmp_path.glob("row-*")
+    if change == "lost":
+        row.unlink()
+    elif change == "emptied":
+        row.write_bytes(b"")
+    again = saved_sweeps.SavedSweeps(tmp_path, "cuda" if change == "device" else "cpu")
+    assert bool(again.state) == (change == "none")
+
+
+def test_a_full_disk_keeps_what_was_saved(tmp_path: Path) -> None:
+    """A limit on file sizes stands for the disk: the system refuses the same write with an error of the same kind."""
+    saved = saved_sweeps.SavedSweeps(tmp_path, "cpu")
+    saved.save(1, {"outputs": []}, {0: torch.ones(2)}, {0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CanvasError, match="no space left"):
+            saved.save(2, {"outputs": []}, {0: torch.ones(1 << 19)}, {0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    again = saved_sweeps.SavedSweeps(tmp_path, "cpu")
+    assert again.caches(0).tolist() == [1, 1]
+
+
+def test_a_damaged_state_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "state.pt").write_bytes(b"damaged")
+    (tmp_path / "row-0-1.pt").touch()
+    assert not saved_sweeps.SavedSweeps(tmp_path, "cpu").state
+    assert not [*tmp_path.iterdir()]
