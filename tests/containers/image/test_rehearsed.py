@@ -9,18 +9,18 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.deploy.container_engine import ContainerEngine
-from tests.containers.image.test_image_runs import (
-    _THREE_PROTOCOLS,
+from tests.helpers import container_tools as tools
+from tests.helpers.rehearsal import rehearsal
+from tests.helpers.serving import eventually, needs_triton
+from tests.helpers.standin_image import (
     STANDIN_TAG,
+    THREE_PROTOCOLS,
     _kept,
     base,
     docker,
     healthy,
     made,
 )
-from tests.helpers import container_tools as tools
-from tests.helpers.rehearsal import rehearsal
-from tests.helpers.serving import eventually, needs_triton
 
 __all__ = ["_kept", "base", "docker", "made"]
 pytestmark = [needs_triton, pytest.mark.acceptance]
@@ -56,7 +56,7 @@ def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
         gpu.forget()
         with tools.container(docker, STANDIN_TAG, *options) as name:
             healthy(docker, name)
-            said = tools.inside(docker, name, _THREE_PROTOCOLS)
+            said = tools.inside(docker, name, THREE_PROTOCOLS)
             assert said["http"] == said["grpc"] == said["openai"]
             assert "are not kept" not in json.dumps(docker.logs(name, 400))
         (compiled,) = (cache / "compiled").iterdir()
