@@ -117,7 +117,7 @@ class ILogger:
 
     ERROR = Severity.ERROR
 
-    def log(self, severity: Severity, message: str) -> None: ...
+    def log(self, severity: Severity, msg: str) -> None: ...
 
 
 class TensorIOMode(Enum):
