@@ -23,6 +23,7 @@ from canvasrt.build.options import BuildOptions
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.released import released_model
+from canvasrt.defaults import SLOTTED
 from canvasrt.pass_shapes import capacities, round_up, usual_capacity
 from canvasrt.pipeline import build_bundle
 from canvasrt.roofline.predict import Predictor
@@ -61,6 +62,7 @@ def measure(
     batches: str = "1,4,8",
     contexts: str = "1024,32768,262144",
     layers: Annotated[int, typer.Option(help="3 or 6.")] = 3,
+    experts: Annotated[str, typer.Option(help="Of `canvasrt build`.")] = SLOTTED,
     out: results.Out = None,
 ) -> None:
     """Predict milliseconds of denoising passes, with even routing and with half a canvas of padding."""
@@ -73,14 +75,14 @@ def measure(
         for batch in sizes:
             # Engines take one canvas or a full batch, whose number of canvases is fixed.
             full = min((each for each in sizes if each > 1), default=1) if batch == 1 else batch
-            predictor = Predictor(engines(recipe, layers, work, full), REPEAT[layers])
+            predictor = Predictor(engines(recipe, layers, work, full, experts), REPEAT[layers])
             rows += predictions(predictor, recipe, PLAN[recipe], batch, _numbers(contexts))
-    results.report({"passes": rows}, out)
+    results.report({"experts": experts, "passes": rows}, out)
 
 
-def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
+def engines(recipe: str, layers: int, work: Path, batch: int, experts: str = SLOTTED) -> Bundle:
     """Return a recipe's engines for that many canvases; build those that `work` lacks."""
-    out = work / f"engines-{recipe}-{batch}"
+    out = work / f"engines-{recipe}-{batch}-{experts}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
     work.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,7 @@ def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
         prepared.graphs.path,
         BUILT_FOR,
         out,
-        BuildOptions(max_context=LONGEST_CONTEXT, max_batch=batch),
+        BuildOptions(max_context=LONGEST_CONTEXT, max_batch=batch, experts=experts),
     )
 
 

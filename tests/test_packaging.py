@@ -17,6 +17,7 @@ from canvasrt.checkpoints.locate import BUNDLED
 ROOT = Path(__file__).parent.parent
 STAGES = ("export", "build", "runtime", "containers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +100,26 @@ def test_requirements_stay_small() -> None:
 
 
 def test_constraints_pin_every_requirement() -> None:
-    import re
-
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
+    pins = [line for line in CONSTRAINTS if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.!]+", pin) for pin in pins)
     pinned = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = [*PROJECT["project"]["dependencies"]]
-    for extra in ("cpu", "gpu", "export", "rtx", "serve", "sorted", "test"):
+    for extra in ("cpu", "gpu", "export", "rtx", "tensorrt", "serve", "sorted", "test"):
         wanted += extras[extra]
     for requirement in wanted:
         name = re.match(r"[\w.-]+", requirement)
         assert name is not None
         assert name.group().lower().replace("_", "-") in pinned, requirement
+
+
+def test_the_pinned_tensorrt_is_in_an_image_that_triton_runs_in() -> None:
+    """TensorRT loads only engines of exactly its own version: others could not be packaged."""
+    from canvasrt.containers.package.releases import DEFAULT_BASE, base_for
+
+    pins = dict(line.split("==") for line in CONSTRAINTS if "==" in line)
+    built = {"name": "h100", "backend": "tensorrt", "builder_version": pins["tensorrt"]}
+    assert base_for([built]) != DEFAULT_BASE
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -125,8 +132,8 @@ def test_the_lock_names_every_constraint_with_its_hashes() -> None:
     """.ci/lock writes it."""
     wanted = {
         re.sub(r"[-_.]+", "-", line).lower()
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if not line.startswith(("#", "torch==", "onnxruntime-gpu=="))
+        for line in CONSTRAINTS
+        if not line.startswith(("#", "torch==", "onnxruntime-gpu==", "tensorrt=="))
     }
     text = (ROOT / "requirements.lock").read_text().replace(" \\\n", " ")
     entries = [line.split() for line in text.splitlines() if not line.startswith("#")]

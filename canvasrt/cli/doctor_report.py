@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,14 +19,14 @@ _HIDDEN = "[removed]"
 
 
 def report() -> dict[str, Any]:
-    """Return versions, GPUs, the plan of the released model on them, variables and the ends of logs, without secrets."""
+    """Return versions, GPUs, the plan of the released model on them, variables, caches and the ends of logs."""
     packages = {each.name: each.version for each in importlib.metadata.distributions()}
     return {
         "packages": dict(sorted(packages.items())),
         "nvidia_smi": _said(["nvidia-smi"]) + _said(["nvidia-smi", "topo", "-m"]),
         "variables": _variables(os.environ),
         "plans": _plans(),
-        "compiled": _sizes(),
+        "caches": _caches(),
         "logs": _logs(),
     }
 
@@ -74,11 +75,19 @@ def _plans() -> list[dict[str, Any]]:
     ]
 
 
-def _sizes() -> dict[str, int]:
-    """Return the bytes of each file of compiled kernels."""
+def _caches() -> dict[str, dict[str, Any]]:
+    """Return, by cache folder, the bytes of each file of compiled kernels, and those free."""
     from canvasrt.cache import cache_folder
 
-    return {file.name: file.stat().st_size for file in (cache_folder() / "compiled").glob("*")}
+    # A container's own cache; `serve` hands it to the model.
+    named = os.environ.get("NIM_CACHE_PATH")
+    found = {}
+    for folder in {cache_folder(), *([Path(named).expanduser()] if named else [])}:
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            files = {file.name: file.stat().st_size for file in (folder / "compiled").glob("*")}
+            found[str(folder)] = {"free": free, "compiled": files}
+    return found
 
 
 def _logs() -> dict[str, list[str]]:

@@ -15,14 +15,16 @@ from canvasrt.roofline.dims import Dim
 HEADING = "Layers:"
 
 _KERNEL = re.compile(
-    r"^Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\],"
-    r"(?: Constants: \[(?P<constants>.*?)\],)? Outputs: \[(?P<outputs>.*?)\],"
-    r"(?=[^{}]*$)(?P<rest>.*)$"
+    r"^Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>|.*?\})\],"
+    r"(?: Constants: \[(?P<constants>|.*?\})\],)? Outputs: \[(?P<outputs>|.*?\})\](?:,(?P<rest>.*))?$"
 )
 _TENSOR = re.compile(
     r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[\d,-]*)\],"
-    r".*?Datatype: (?P<dtype>\w+)"
+    r".*?Datatype: (?P<format>[\w -]+)"
 )
+# Before TensorRT 11, a tensor's dtype is a word of its format, and before 10 it has another name.
+_OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
+_OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
 # Suffixes of names: the profile, except for the first, and the numbers of Myelin, TensorRT's compiler.
@@ -101,7 +103,8 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
             f"cannot parse a line of the builder's kernel list: {line[:120]}",
             "build with the version of TensorRT or TensorRT-RTX in constraints.txt",
         )
-    tactic = _TACTIC.search(found["rest"] + " ")
+    rest = found["rest"] or ""
+    tactic = _TACTIC.search(rest + " ")
     profile = _PROFILE.search(line)
     kernel = Kernel(
         found["name"],
@@ -110,7 +113,7 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
         _tensors(found["constants"] or ""),
         _tensors(found["outputs"]),
         tactic[1] if tactic else "",
-        tuple(_NODE.findall(found["rest"])),
+        tuple(_NODE.findall(rest)),
     )
     return _without_profile(kernel), int(profile[1]) if profile else None
 
@@ -118,10 +121,19 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
 def _tensors(text: str) -> tuple[KernelTensor, ...]:
     return tuple(
         KernelTensor(
-            found["name"], found["dtype"], tuple(map(int, filter(None, found["dims"].split(","))))
+            found["name"],
+            _dtype(found["format"]),
+            tuple(map(int, filter(None, found["dims"].split(",")))),
         )
         for found in _TENSOR.finditer(text)
     )
+
+
+def _dtype(text: str) -> str:
+    """Return the dtype in `Half`, `Row major linear FP32`, or `Channel major FP16 format where channel`."""
+    named = _OLD_DTYPE.search(text)
+    word = named[0] if named else text.split()[-1]
+    return _OLD_DTYPES.get(word, word)
 
 
 def _without_profile(kernel: Kernel) -> Kernel:

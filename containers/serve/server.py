@@ -44,7 +44,7 @@ from canvasrt.containers.serve.output import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
-from canvasrt.machine import VISIBLE
+from canvasrt.machine import VISIBLE, gpus
 
 UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight
 PROBE_TIMEOUT = 5.0
@@ -342,7 +342,8 @@ class Server:
             # Triton copies nothing to or from a GPU: the models do that themselves.
             "--pinned-memory-pool-byte-size=0",
         ]
-        for gpu, _ in enumerate(Path("/dev").glob("nvidia[0-9]*")):
+        # By Triton's numbers. Windows' Linux has GPUs without /dev/nvidia0.
+        for gpu in range(len(self._gpus) or len(gpus())):
             command.append(f"--cuda-memory-pool-byte-size={gpu}:0")
         for name in ("http", "grpc", "metrics"):
             host = self.metrics_host if name == "metrics" else self.host

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import floor, gpu, shape
+from bench import floor, gpu, probe, shape
 from bench.__main__ import main
 from bench.runner import DeviceRunner, HostRunner
 from bench.transformers_side import repeated_model
@@ -86,6 +86,18 @@ def test_the_probe_says_what_each_tool_said(tmp_path: Path) -> None:
     assert "this machine has no GPU" in found["tensorrt_rtx, gpu"]["build"]
     assert "CUDA provider" in found["onnxruntime, CUDA"]["generate"]
     assert "no target" in found["engines of the demo"]["generate"]
+
+
+def test_only_tensorrt_rtx_is_tried_for_other_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT builds for the GPU that is there, and has no name for another."""
+    monkeypatch.setattr("canvasrt.export.graphs.export_graphs", lambda *given, **named: None)
+    monkeypatch.setattr(probe, "is_installed", lambda module: True)
+    monkeypatch.setattr(probe, "_in_a_process", lambda module, capability, folder: {})
+    found = probe.probe(tmp_path, list(probe.MODULES), ["CURRENT", "none"])
+    tried = {"tensorrt_rtx, CURRENT", "tensorrt_rtx, none", "tensorrt, none"}
+    assert set(found) == {*tried, *probe.WHOLE}
 
 
 def test_a_side_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

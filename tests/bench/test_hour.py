@@ -44,6 +44,32 @@ def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "said" in (tmp_path / "first.log").read_text()
 
 
+def test_a_start_ends_in_time_and_the_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was cut off has what is left of its minutes."""
+    slow = (sys.executable, "-c", "import time; print('began', flush=True); time.sleep(600)")
+    quick = (sys.executable, "-c", "pass")
+    monkeypatch.setattr(hour, "STEPS", {"slow": (slow, 0.05), "quick": (quick, 1)})
+
+    def started(minutes: float) -> dict[str, str]:
+        hour.measure(tmp_path, tmp_path, "slow,quick", minutes)
+        said = json.loads((tmp_path / "hour.json").read_text())
+        return {name: each["how"] for name, each in said.items()}
+
+    assert started(0.025) == {"slow": "goes on at the next start"}
+    assert started(9) == {"slow": "cut off after 0.05 minutes", "quick": "done"}
+    assert (tmp_path / "slow.log").read_text().count("began") == 2
+
+
+def test_quantized_engines_are_measured_and_their_kernels_read() -> None:
+    words = [" ".join(command) for command, _ in hour.STEPS.values()]
+    for each in ("int4", "fp8"):
+        assert any(f"--sides tensorrt --precision {each}" in line for line in words)
+    names = list(hour.STEPS)
+    assert names.index("kernels-fp8") > names.index("gpu-fp8")
+
+
 def test_its_steps_are_measurements_that_there_are() -> None:
     for command, _ in hour.STEPS.values():
         if "bench" in command:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from bench import predict
 from bench.predict import fits
 from canvasrt.targets import find_target
 
@@ -29,3 +31,15 @@ def test_fp8_on_an_rtx_5090_leaves_images_out_where_they_would_not_fit(
     target = find_target("rtx-5090")
     assert fits("fp8", target, batch, context) == "without images"
     assert fits("fp8", target, 8, 32_768) == "no"
+
+
+def test_engines_over_sorted_rows_are_predicted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = SimpleNamespace(graphs=SimpleNamespace(path=tmp_path))
+    monkeypatch.setattr(predict.shape, "prepare", lambda *given: prepared)
+    monkeypatch.setattr(predict.shape, "quantized", lambda *given: prepared)
+    monkeypatch.setattr(predict, "build_bundle", lambda graphs, target, *rest: rest)
+    out, options = predict.engines("int4", 3, tmp_path, 4, "sorted")
+    assert (out.name, options.experts) == ("engines-int4-4-sorted", "sorted")
+    assert predict.engines("int4", 3, tmp_path, 4)[0] != out

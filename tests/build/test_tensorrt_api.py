@@ -1,4 +1,4 @@
-"""The builder's calls, against the API of the real `tensorrt` bindings.
+"""The builder's calls and the runtime's, against the API of the real `tensorrt` bindings.
 
 A real build runs through `tensorrt_rtx`, and every name it uses is recorded. TensorRT's bindings
 are a wheel on PyPI. They import without TensorRT's libraries if stubs replace those.
@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,10 +26,13 @@ from onnx import TensorProto, helper
 
 from canvasrt.build import compile
 from canvasrt.pass_shapes import Range
+from tests.helpers.fake_tensorrt import API, RTX, IRuntimeCache, IRuntimeConfig
+from tests.helpers.tensorrt_api import borrowed, documented, parameters
 
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
-WHEEL = "tensorrt-cu13-bindings==11.4.0.106"
+# That of the newest image whose TensorRT is known, and later ones.
+VERSIONS = ("11.1.0.106", "11.3.0.99", "11.4.0.106")
 # Downloaded once per machine.
 DOWNLOADS = Path(tempfile.gettempdir()) / "canvasrt-test-wheels"
 
@@ -42,8 +47,33 @@ UNSEEN = {
 # Names that only TensorRT-RTX has; the builder checks for them first.
 OPTIONAL = {("BuilderFlag", "REQUIRE_USER_ALLOCATION", "get")}
 
+# Methods that the runtime calls where there are any.
+OF_RTX = {"create_runtime_config", "is_stream_capturable"}
+
 # Class (or "" for the module), name, and how it was used: get, set or call.
 Use = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """`folder` has `tensorrt_bindings`."""
+
+    folder: Path
+    version: str
+
+    def ask(self, uses: Sequence[Use]) -> dict[str, dict[str, Any]]:
+        """Return what the bindings know of each use."""
+        answer = subprocess.run(
+            [sys.executable, "-c", CHECK],
+            input=json.dumps(uses),
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(self.folder)},
+            check=True,
+        )
+        found = json.loads(answer.stdout)
+        assert found["version"] == self.version
+        return found["answers"]
 
 
 class Recorder:
@@ -125,14 +155,14 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
     return sorted((found | UNSEEN) - OPTIONAL)
 
 
-@pytest.fixture(scope="module")
-def bindings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder from which `tensorrt_bindings` can be imported."""
+@pytest.fixture(scope="module", params=VERSIONS)
+def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bindings:
+    """Bindings that can be imported without TensorRT's libraries."""
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}, to make stubs of TensorRT's libraries")
     folder = tmp_path_factory.mktemp("bindings")
-    with zipfile.ZipFile(_download()) as wheel:
+    with zipfile.ZipFile(_download(request.param)) as wheel:
         wheel.extractall(folder)
     library = folder / "tensorrt_bindings" / "tensorrt.so"
     listed = subprocess.run(
@@ -153,13 +183,14 @@ def bindings(tmp_path_factory: pytest.TempPathFactory) -> Path:
         out = library.parent / name
         command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", out, source]
         subprocess.run(command, check=True)
-    return folder
+    return Bindings(folder, request.param)
 
 
-def _download() -> Path:
+def _download(version: str) -> Path:
     """Download the wheel. Skip the test if there is no index."""
-    name = WHEEL.replace("-", "_").replace("==", "-")
-    command = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", WHEEL]
+    wheel = f"tensorrt-cu13-bindings=={version}"
+    name = wheel.replace("-", "_").replace("==", "-")
+    command = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", wheel]
     if not list(DOWNLOADS.glob(f"{name}-cp3{sys.version_info.minor}*.whl")):
         try:
             subprocess.run(
@@ -171,7 +202,7 @@ def _download() -> Path:
             )
         except (subprocess.SubprocessError, OSError) as error:
             said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            pytest.skip(f"{WHEEL} cannot be downloaded: {said[-1] if said else error}")
+            pytest.skip(f"{wheel} cannot be downloaded: {said[-1] if said else error}")
     return next(DOWNLOADS.glob(f"{name}-cp3{sys.version_info.minor}*.whl"))
 
 
@@ -208,19 +239,10 @@ def test_a_build_takes_what_is_known_of_it(uses: list[Use]) -> None:
     } <= set(uses)
 
 
-def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", CHECK],
-        input=json.dumps(uses),
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(bindings)},
-        check=True,
-    )
-    found = json.loads(answer.stdout)
-    assert found["version"] == WHEEL.partition("==")[2]
+def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Bindings) -> None:
+    answers = bindings.ask(uses)
     for owner, name, what in uses:
-        facts = found["answers"][f"{owner}.{name} {what}"]
+        facts = answers[f"{owner}.{name} {what}"]
         assert facts["there"], f"tensorrt has no {owner}.{name}"
         if what == "set":
             assert facts["set"], f"tensorrt's {owner}.{name} cannot be set"
@@ -229,6 +251,23 @@ def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Path) ->
             # TensorRT may accept more.
             assert _signatures(ours) <= _signatures(facts["doc"]), f"{owner}.{name}"
             assert _signatures(ours), f"{owner}.{name}: no signature to compare"
+
+
+def test_tensorrt_has_what_the_runtime_takes(bindings: Bindings) -> None:
+    """The runtime's tests run over a fake, which has no name or parameter that TensorRT lacks."""
+    of_rtx = {*RTX, IRuntimeCache, IRuntimeConfig}
+    taken = {
+        (fake.__name__, name, "call"): parameters(fake, name)
+        for fake in API
+        if fake not in of_rtx
+        for name in borrowed(fake) - OF_RTX
+    }
+    answers = bindings.ask(list(taken))
+    for (owner, name, what), wanted in taken.items():
+        facts = answers[f"{owner}.{name} {what}"]
+        assert facts["there"], f"tensorrt has no {owner}.{name}"
+        if wanted is not None:
+            assert wanted in documented(facts["doc"]), f"{owner}.{name}: {facts['doc']}"
 
 
 def _signatures(doc: str) -> set[str]:

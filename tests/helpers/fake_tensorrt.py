@@ -117,7 +117,7 @@ class ILogger:
 
     ERROR = Severity.ERROR
 
-    def log(self, severity: Severity, message: str) -> None: ...
+    def log(self, severity: Severity, msg: str) -> None: ...
 
 
 class TensorIOMode(Enum):
@@ -161,15 +161,17 @@ class IRuntimeCache:
     """The kernels that were compiled for shapes, by engine and profile; TensorRT-RTX only."""
 
     gpu = "fake"
+    per_shape = 0  # bytes of a shape's kernels
 
     def __init__(self) -> None:
         self.known: set[str] = set()
 
     def serialize(self) -> bytes:
-        return json.dumps({"gpu": self.gpu, "known": sorted(self.known)}).encode()
+        known = json.dumps({"gpu": self.gpu, "known": sorted(self.known)})
+        return known.encode() + b"\n" + bytes(self.per_shape * len(self.known))
 
     def deserialize(self, blob: bytes) -> bool:
-        data = json.loads(blob)
+        data = json.loads(blob.partition(b"\n")[0])
         if data["gpu"] != self.gpu:
             return False
         self.known |= set(data["known"])

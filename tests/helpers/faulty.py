@@ -127,18 +127,23 @@ def faulty_package(packaged: Bundle, folder: Path, restart: bool = False) -> Fau
     folder.mkdir(parents=True, exist_ok=True)
     copy, switch = folder / "package", folder / "fault"
     shutil.copytree(packaged.path, copy, symlinks=True)
-    model = copy / "models" / "canvasrt_stream" / "1" / "model.py"
-    model.write_text(_MODEL.format(switch=str(switch), restart=restart))
-    data = json.loads((copy / MANIFEST).read_text())
-    name = str(model.relative_to(copy))
+    write_model(copy, _MODEL.format(switch=str(switch), restart=restart))
+    return Faulty(copy, switch)
+
+
+def write_model(package: Path, text: str) -> None:
+    """Replace the Python that Triton runs for a package's model."""
+    model = package / "models" / "canvasrt_stream" / "1" / "model.py"
+    model.write_text(text)
+    data = json.loads((package / MANIFEST).read_text())
+    name = str(model.relative_to(package))
     data["files"][name] = {
-        "sha256": hash_files(copy, [name])[name],
+        "sha256": hash_files(package, [name])[name],
         "bytes": model.stat().st_size,
     }
     del data["digest"]
     data["digest"] = _digest(data)
-    (copy / MANIFEST).write_text(canonical(data), encoding="utf-8")
-    return Faulty(copy, switch)
+    (package / MANIFEST).write_text(canonical(data), encoding="utf-8")
 
 
 class Watch:

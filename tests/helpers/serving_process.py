@@ -99,12 +99,7 @@ class Serving:
 @contextlib.contextmanager
 def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
     """Starts `canvasrt serve` with a state and a scratch folder of its own."""
-    (folder / "tmp").mkdir()
-    env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder / "tmp")}
-    command = [sys.executable, "-m", "canvasrt", "serve", str(bundle), "--json", *options]
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = started(bundle, folder, *options)
     try:
         assert process.stdout is not None
         lines = []
@@ -122,6 +117,16 @@ def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
         if process.poll() is None:
             process.terminate()
             process.wait(120)
+
+
+def started(bundle: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    """The same, which may not be ready yet, or never be."""
+    (folder / "tmp").mkdir(parents=True)
+    env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "-m", "canvasrt", "serve", str(bundle), "--json", *options]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def command_lines() -> dict[str, str]:

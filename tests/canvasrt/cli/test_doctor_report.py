@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.cli.app import run
-from canvasrt.cli.doctor_report import without_secrets
+from canvasrt.cli.doctor_report import report, without_secrets
 
 SECRETS = {
     "CANVASRT_API_KEYS": 'first-key,se"cond\\key',
@@ -57,6 +57,19 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
         "abcdefgh",
     ):
         assert secret not in text
+
+
+@pytest.mark.parametrize("variable", ["NIM_CACHE_PATH", "CANVASRT_CACHE"])
+def test_a_report_lists_the_compiled_kernels_in_a_container_too(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image names its cache by NIM's variable."""
+    (tmp_path / "cache" / "compiled").mkdir(parents=True)
+    (tmp_path / "cache" / "compiled" / "key").write_bytes(bytes(5))
+    monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    cache = report()["caches"][str(tmp_path / "cache")]
+    assert cache["compiled"] == {"key": 5}
+    assert cache["free"] > 0
 
 
 def test_what_looks_like_a_key_is_removed() -> None:

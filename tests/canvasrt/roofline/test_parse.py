@@ -10,11 +10,12 @@ import pytest
 from canvasrt.build import compile
 from canvasrt.errors import CanvasError
 from canvasrt.roofline.builder_log import Capture
+from canvasrt.roofline.cost import BITS
 from canvasrt.roofline.parse import parse
 
 
 def line(name: str, kind: str = "kgen") -> str:
-    tensor = "{ Name: x, Dimensions: [2,-1], Format/Datatype: Row major, Datatype: Half }"
+    tensor = "{ Name: x, Dimensions: [2,-1], Datatype: Half, Format: (Linear) Row major }"
     return (
         f"Name: {name}, LayerType: {kind}, Inputs: [{tensor}], Outputs: [{tensor}], TacticName: t, "
     )
@@ -35,6 +36,38 @@ def test_a_profile_may_be_named_by_a_kernel_without_a_number_alone() -> None:
         ["a"],
         ["Reformatting CopyNode"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("Strides: [64,-1,1], Datatype: BFloat16, Format: (Arbitrary) Format [1,2,0]", "BFloat16"),
+        ("Format/Datatype: Half", "Half"),
+        ("Format/Datatype: Row major linear FP32", "Float"),
+        ("Format/Datatype: Channel major FP16 format where channel % 8 == 0", "Half"),
+        ("Format/Datatype: Thirty-two wide channel vectorized row major Int8 format", "Int8"),
+    ],
+)
+@pytest.mark.parametrize("place", ["", "Location: Device, "])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "",
+        ", TacticName: t, StreamId: 0, Metadata: [ONNX Layer: n]",
+        ', Stride: [1,1], Weights: {"Type": "Half", "Count": 64}, HasBias: 1, TacticName: t, Metadata: [ONNX Layer: n]',
+    ],
+    ids=["short", "plain", "with weights"],
+)
+def test_forms_of_all_releases_are_parsed(form: str, dtype: str, place: str, rest: str) -> None:
+    """From TensorRT 8 to 11: forms in NVIDIA's documentation and in public issues."""
+    tensor = f"{{ Name: x [profile 0], {place}Dimensions: [1,64,-1], {form} }}"
+    tensors = f"Inputs: [ {tensor}, {tensor}], Outputs: [ {tensor}]"
+    [[kernel]] = parse(f"Layers:\nName: conv + relu, LayerType: CaskConvolution, {tensors}{rest}")
+    assert [len(kernel.inputs), len(kernel.outputs)] == [2, 1]
+    for each in kernel.tensors:
+        assert (each.name, each.dtype, each.dims) == ("x", dtype, (1, 64, -1))
+        assert each.dtype in BITS
+    assert (kernel.tactic, kernel.nodes) == (("t", ("n",)) if rest else ("", ()))
 
 
 def test_a_line_of_another_form_is_refused() -> None:

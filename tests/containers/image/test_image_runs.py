@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from bench.standin import STANDIN_TAG as BASE
-from bench.standin import standin
 from canvasrt.bundle import Bundle
 from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.image.base import read_base
@@ -27,32 +26,27 @@ from canvasrt.containers.package.package import package
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
 from tests.helpers.serving import needs_triton
+from tests.helpers.standin_image import (
+    KEY,
+    SECRET,
+    STANDIN_TAG,
+    THREE_PROTOCOLS,
+    _kept,
+    base,
+    docker,
+    healthy,
+    made,
+)
+
+__all__ = ["_kept", "base", "docker", "made"]
 
 pytestmark = [needs_triton, pytest.mark.acceptance]
-STANDIN_TAG = "canvasrt-runs:1"
-SECRET = "hf_canaryCanaryCanaryCanaryCanary01"
-KEY = "nvapi-" + "canary_" * 8
 # Private keys, keys of common services, and the two that are set while the image is made.
 _SECRETS = re.compile(
     rb"-----BEGIN (?:RSA |EC |OPENSSH )?PRIVATE KEY-----\n[A-Za-z0-9+/]{40}|\bAKIA[0-9A-Z]{16}\b"
     rb"|\bhf_[A-Za-z0-9]{30,}\b|\bghp_[A-Za-z0-9]{36}\b|\bnvapi-[A-Za-z0-9_-]{40,}"
 )
 _BEGINNINGS = (b" PRIVATE KEY-----\n", b"AKIA", b"hf_", b"ghp_", b"nvapi-")
-_THREE_PROTOCOLS = """
-import json, openai
-from canvasrt.containers.client.triton import Client
-ask = {"prompt": "12+34=", "max_new_tokens": 8, "seed": 3}
-said = {}
-for protocol, port in (("http", 8080), ("grpc", 8001)):
-    with Client(f"127.0.0.1:{port}", protocol, timeout=60) as client:
-        said[protocol] = client.infer(ask).text
-client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-model = client.models.list().data[0].id
-reply = client.chat.completions.create(
-    model=model, seed=3, max_tokens=8, messages=[{"role": "user", "content": "12+34="}])
-said["openai"] = reply.choices[0].message.content
-print(json.dumps(said))
-"""
 # Stops every process of a container but its first and this one, and ends the front end: no check has to wait.
 _STOP_ALL = """
 import os, signal
@@ -89,53 +83,12 @@ print(json.dumps({"answers": answers, "errors": errors}))
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _kept() -> Iterator[None]:
-    """The stand-in and the wheels come over the network: they are kept from one test run to the next."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CANVASRT_CACHE", str(Path.home() / ".cache" / "canvasrt-tests"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def base(_kept: None) -> Path:
-    if shutil.which("mmdebstrap") is None:
-        tools.missing("mmdebstrap is not installed (apt: mmdebstrap)")
-    return standin()
-
-
-@pytest.fixture(scope="module")
-def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) -> WrittenImage:
-    out = tmp_path_factory.mktemp("image") / "image.tar"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_TOKEN", SECRET)
-        patch.setenv("NGC_API_KEY", KEY)
-        return write_image(
-            engines.path, out, format="docker", base=base, options=PackageOptions(tag=STANDIN_TAG)
-        )
-
-
-@pytest.fixture(scope="module")
-def docker(made: WrittenImage) -> Iterator[ContainerEngine]:
-    with tools.docker() as engine:
-        assert STANDIN_TAG in engine.out("load", "--input", str(made.image.path))
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def running(docker: ContainerEngine) -> Iterator[str]:
     """A container, hardened and without a network, whose health check has turned healthy."""
     with tools.container(docker, STANDIN_TAG, *tools.HARDENED) as name:
         healthy(docker, name)
         yield name
-
-
-def healthy(engine: ContainerEngine, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while tools.state(engine, name)["Health"]["Status"] != "healthy":
-        assert tools.state(engine, name)["Running"], engine.logs(name, 40)
-        assert time.monotonic() < deadline, engine.logs(name, 40)
-        time.sleep(0.2)
 
 
 def test_what_is_added_to_the_base_is_small(made: WrittenImage):
@@ -201,7 +154,7 @@ def test_its_labels_say_what_it_is(made: WrittenImage, docker: ContainerEngine, 
 
 
 def test_it_answers_over_three_protocols(docker: ContainerEngine, running: str):
-    said = tools.inside(docker, running, _THREE_PROTOCOLS)
+    said = tools.inside(docker, running, THREE_PROTOCOLS)
     assert said["http"] == said["grpc"] == said["openai"]
 
 
@@ -258,7 +211,7 @@ def test_docker_builds_the_same_without_a_network(
     docker.out("build", *offline, "--tag", options.tag, str(context.path))
     with tools.container(docker, options.tag, *tools.HARDENED) as name:
         healthy(docker, name)
-        assert tools.inside(docker, name, _THREE_PROTOCOLS)["openai"]
+        assert tools.inside(docker, name, THREE_PROTOCOLS)["openai"]
     built, written = (docker.inspect("image", tag) for tag in (options.tag, STANDIN_TAG))
     assert built is not None
     assert written is not None

@@ -29,6 +29,7 @@ from tests.helpers.fake_tensorrt import (
 )
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
+from tests.helpers.tensorrt_api import borrowed, documented, parameters
 
 VERSION = "1.7.1.116"
 TARGET = {
@@ -231,15 +232,17 @@ def test_a_file_that_is_no_engine_is_said_with_tensorrt_s_own_words(
         engines.backend.open_engine("broken", tmp_path / "broken.engine", None)
 
 
-def test_the_fake_has_no_name_that_tensorrt_has_not() -> None:
+def test_the_fake_has_no_name_or_parameter_that_tensorrt_rtx_has_not() -> None:
+    """tests/build/test_tensorrt_api.py compares it with TensorRT."""
     real = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
     for fake in API:
-        own = {name for name in vars(fake) if not name.startswith("_")}
-        own -= {"fake", "contexts", "config", "profile", "shapes", "addresses", "set_calls"}
-        own -= {"strategy", "device", "runtime_cache", "gpu", "known", "graph", "profiles"}
-        own -= {"compiled", "takes"}
-        missing = {name for name in own if not hasattr(getattr(real, fake.__name__), name)}
-        assert not missing, fake.__name__
+        theirs = getattr(real, fake.__name__)
+        for name in borrowed(fake):
+            assert hasattr(theirs, name), f"{fake.__name__}.{name}"
+            taken = parameters(fake, name)
+            if taken is not None:
+                doc = getattr(theirs, name).__doc__
+                assert taken in documented(doc), f"{fake.__name__}.{name}: {doc}"
 
 
 def test_every_type_of_tensorrt_that_a_tensor_can_have_is_known() -> None:

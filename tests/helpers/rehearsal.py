@@ -1,0 +1,158 @@
+"""A machine with a fake GPU, for whole processes: fake engines, modules that stand for NVIDIA's, and an nvidia-smi.
+
+Everything but these is the real thing: the supervisor, Triton, its model's process, the cache, `CudaDevice`.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from canvasrt.build import profile_ranges
+from canvasrt.bundle import Bundle, write_manifest
+from canvasrt.containers.package.package import package
+from canvasrt.pass_shapes import plan_passes
+from tests.helpers.fake_tensorrt import engine_file
+from tests.helpers.faulty import write_model
+
+HELPERS = Path(__file__).parent
+CONTEXT, BATCH = 2048, 2
+# The module's name, its version, the target, its capability, and what nvidia-smi says of the GPU.
+RTX = ("tensorrt_rtx", "1.7.1.116", "rtx-5090", "12.0", "NVIDIA GeForce RTX 5090, 32607")
+H100 = ("tensorrt", "11.1.0.106", "h100", "9.0", "NVIDIA H100 80GB HBM3, 81559")
+_MODULE = '''"""Stands for the real module."""
+import sys
+
+from tests.helpers import fake_gpu, fake_tensorrt
+
+sys.modules[__name__] = {made}
+'''
+# Triton's Python does not read PYTHONPATH.
+_MODEL = """
+import sys
+
+sys.path.insert(0, {folder!r})
+
+from canvasrt.containers.triton.backend import StreamModel as TritonPythonModel
+"""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """`folder` has modules and tools; `seen_as` is its path for the processes that use it."""
+
+    folder: Path
+    package: Path
+    seen_as: Path
+    gpu: str
+
+    @property
+    def engines(self) -> Path:
+        return self.folder / "engines"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables under which a process sees the fake GPU; `PATH` needs `bin` in front."""
+        return {
+            "PYTHONPATH": str(self.seen_as),
+            "REHEARSAL": str(self.seen_as / "state"),
+            "REHEARSAL_GPU": self.gpu,
+        }
+
+    def inject(self, fault: str) -> None:
+        """Set the fault of `fake_gpu.fault`, at once; an empty text ends it."""
+        fresh = self.folder / "state" / "fresh"
+        fresh.write_text(fault)
+        fresh.replace(fresh.with_name("fault"))
+
+    def events(self) -> Counter[str]:
+        """Return the number of events so far by kind: compile, context, capture."""
+        file = self.folder / "state" / "events"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return Counter(line.split()[0] for line in lines)
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        (self.folder / "state" / "events").unlink(missing_ok=True)
+
+
+def rehearsal(
+    graphs: Bundle, folder: Path, machine: tuple[str, ...] = RTX, seen_as: Path | None = None
+) -> Rehearsal:
+    """Write a package of fake engines from fp32 graphs, and the machine that can run it, to a folder."""
+    module, version, target, capability, name = machine
+    seen_as = seen_as or folder
+    (folder / "state").mkdir(parents=True)
+    (folder / "state").chmod(0o777)
+    _write_modules(folder, module, version)
+    smi = folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\necho '{name}, {capability}, 580.95, GPU-0'\n")
+    smi.chmod(0o755)
+    shutil.copytree(graphs.path, folder / "graphs")
+    engines = _write_engines(graphs, folder, seen_as / "graphs", module, version, machine)
+    package(engines, folder / "package")
+    write_model(folder / "package", _MODEL.format(folder=str(seen_as)))
+    return Rehearsal(folder, folder / "package", seen_as, target)
+
+
+def _write_modules(folder: Path, module: str, version: str) -> None:
+    helpers = folder / "tests" / "helpers"
+    helpers.mkdir(parents=True)
+    for file in ("fake_engine.py", "fake_gpu.py", "fake_tensorrt.py"):
+        shutil.copy(HELPERS / file, helpers)
+    made = f"fake_tensorrt.fake_tensorrt({version!r}, {module == 'tensorrt_rtx'}, fake_gpu.GPU)"
+    (folder / f"{module}.py").write_text(_MODULE.format(made=made))
+    bindings = folder / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    (bindings / "__init__.py").touch()
+    (bindings / "runtime.py").write_text(_MODULE.format(made="fake_gpu.Runtime()"))
+    (bindings / "driver.py").write_text(_MODULE.format(made="object()"))  # for our own kernels
+
+
+def _write_engines(
+    graphs: Bundle,
+    folder: Path,
+    seen_as: Path,
+    module: str,
+    version: str,
+    machine: tuple[str, ...],
+) -> Path:
+    out = folder / "engines"
+    out.mkdir()
+    manifest = graphs.manifest
+    passes = plan_passes(manifest.model, CONTEXT, BATCH)
+    entries = []
+    for entry in manifest.segments:
+        made = profile_ranges.to_json(profile_ranges.profiles(entry, manifest.model, passes))
+        file = f"{entry['name']}.engine"
+        (out / file).write_bytes(engine_file(seen_as / entry["file"], made))
+        entries.append({**entry, "file": file, "profiles": made})
+    embedding = manifest.embedding
+    names = [embedding["file"], embedding["host_head"]["file"], *(manifest.tokenizer or ())]
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(graphs.file(name), out / name)
+    write_manifest(
+        out,
+        kind="engines",
+        made_from={"source": manifest.made_from},
+        options={**manifest.options, "max_context": CONTEXT, "max_batch": BATCH},
+        model=manifest.model,
+        sampler=manifest.sampler,
+        segments=entries,
+        embedding=embedding,
+        tokenizer=manifest.tokenizer,
+        target={
+            "name": machine[2],
+            "backend": module.replace("_", "-"),
+            "builder_version": version,
+            "compute_capability": machine[3],
+            "built_on": platform.machine(),
+        },
+        passes=passes.to_json(),
+    )
+    return out

@@ -1,0 +1,31 @@
+"""What the fake TensorRT takes of the real one's API, and what that documents."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+# What the fake's classes have of their own.
+_OWN = {
+    *("fake", "contexts", "config", "profile", "shapes", "addresses", "set_calls", "strategy"),
+    *("device", "runtime_cache", "gpu", "known", "graph", "profiles", "compiled", "takes"),
+    "per_shape",
+}
+
+
+def borrowed(fake: type) -> set[str]:
+    """Return the names of one of `API` that must be the real class's."""
+    return {name for name in vars(fake) if not name.startswith("_")} - _OWN
+
+
+def parameters(fake: type, name: str) -> list[str] | None:
+    """Return the parameters' names of a fake's method; None for anything else."""
+    method = vars(fake)[name]
+    return list(inspect.signature(method).parameters)[1:] if inspect.isfunction(method) else None
+
+
+def documented(doc: str) -> list[list[str]]:
+    """Return the parameters' names in the signatures of a real method's docstring, without `self`."""
+    found = [line for line in doc.splitlines() if "(self:" in line]
+    heads = [re.sub(r"\[[^\[\]]*\]|<[^<>]*>", "", each.partition(") ->")[0]) for each in found]
+    return [re.findall(r"(\w+): ", each.partition("(")[2])[1:] for each in heads]
