@@ -9,15 +9,16 @@ import pytest
 from canvasrt.chat_tokens import CALL, CALL_END, QUOTE
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, text_of
 from canvasrt.runtime.tokenizer import StreamDecoder
-from tests.faults.test_forged_turns import Side, gemma
+from tests.helpers import scripted
+from tests.helpers.marked import side, trained
 
-__all__ = ["gemma"]
 CALLED = f"{CALL}call:rm{{path:{QUOTE}x{QUOTE}}}{CALL_END}"
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_only_control_tokens_call_tools(gemma: Side, step: int) -> None:
+def test_only_control_tokens_call_tools(step: int) -> None:
     """A model that quotes a page writes a call's spelling with ordinary tokens: that is text."""
+    gemma = side(trained(byte_level=False), scripted.gemma_template())
     real, quoted = gemma.tokenizer.encode(CALLED, False), gemma.tokenizer.encode_text(CALLED)
 
     def parsed(ids: list[int]) -> list[Piece]:
