@@ -203,24 +203,28 @@ class FrontEnd:
 
         Requests get `grace` seconds; setting `force` ends the wait at once.
         """
-        process = self._process
         try:
-            if process is None or process.poll() is not None:
-                return True
-            self.notify("stopping")
-            # Pending connections are the child's now; nothing may connect after them.
-            self._close_sockets()
-            deadline = time.monotonic() + grace
-            while process.poll() is None:
-                if time.monotonic() > deadline or (force is not None and force.is_set()):
-                    return False
-                time.sleep(_POLL)
-            return True
+            return self.drain(grace, force)
         finally:
             self._close_sockets()
             self._close_input()
             self._kill()
             self._close_heartbeat()
+
+    def drain(self, grace: float, force: threading.Event | None = None) -> bool:
+        """The same, but leave a process with requests in flight running."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return True
+        self.notify("stopping")
+        # Pending connections are the child's now; nothing may connect after them.
+        self._close_sockets()
+        deadline = time.monotonic() + grace
+        while process.poll() is None:
+            if time.monotonic() > deadline or (force is not None and force.is_set()):
+                return False
+            time.sleep(_POLL)
+        return True
 
     def _kill(self) -> None:
         if self._process is None:

@@ -224,7 +224,12 @@ class Supervisor:
         # A dead Triton can answer no request in flight.
         force = self._stop.forced if self.server.is_running else _at_once()
         # The front end first: its requests still need Triton.
-        finished = self.front.stop(grace, force)
+        finished = self.front.drain(grace, force)
+        if not finished:  # its callers are told, as above
+            self.server.stop(force=_at_once())
+        self.front.stop(_LAST_REPLIES)
+        if not finished:
+            return False
         self.server.exit_timeout = max(0.0, deadline - time.monotonic())
         return self.server.stop(force=force) and finished
 
