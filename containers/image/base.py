@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Self, cast
 
 from canvasrt.containers.image.blobs import (
     LAYER_TYPE,
@@ -232,7 +232,7 @@ class _Header(tarfile.TarInfo):
     """A header of an archive whose signature was not checked; tarfile reads long names whole, of any size."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> tarfile.TarInfo:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)  # type: ignore[arg-type]
         if header.type not in tarfile.REGULAR_TYPES and header.size > _HEADER_LIMIT:
             raise ValueError(f"a header has {header.size} bytes; at most {_HEADER_LIMIT} are read")

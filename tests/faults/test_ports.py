@@ -260,6 +260,18 @@ def test_tritons_http_port_is_guarded(
     assert triton(keyless, GENERATE, PROMPT, {})[0] == 200  # it goes on
 
 
+def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
+    pid = keyless.process.pid
+    shared = [*Path("/dev/shm").glob(f"canvasrt-*-{pid}-*")]
+    scratch = [
+        *keyless.state.glob(f"tmp/canvasrt-*-{pid}-*"),
+        *Path("/tmp").glob(f"canvasrt-*-{pid}-*"),
+    ]
+    assert shared
+    assert any((each / "http").is_socket() for each in scratch)
+    assert not [each for each in shared + scratch if each.stat().st_mode & 0o077]
+
+
 def test_tritons_streams_are_passed_on(keyless: Serving):
     status, text = triton(keyless, "/v2/models/canvasrt_stream/generate_stream", PROMPT, {})
     assert status == 200
