@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
+from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -49,20 +50,24 @@ class Ports:
         ]
 
     @contextlib.contextmanager
-    def held(self, host: str, metrics_host: str | None = None) -> Iterator[Ports]:
+    def held(
+        self, host: str, metrics_host: str | None = None, http: bool = True
+    ) -> Iterator[Ports]:
         """Yield the ports with every 0 replaced by a free one, and keep others from them while the
         block runs. CanvasError for a port that cannot be used.
 
         A socket that is bound and does not listen holds a port: the kernel gives it to nobody else,
-        but Triton, whose sockets have SO_REUSEADDR, can still listen on it.
+        but Triton, whose sockets have SO_REUSEADDR, can still listen on it. Without `http`, that port
+        is left to whoever listens on it already.
         """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)
         with contextlib.ExitStack() as stack:
-            sockets = [
-                stack.enter_context(bind(each.host, each.port, each.option)) for each in asked
-            ]
-            yield Ports(*(each.getsockname()[1] for each in sockets))
+            numbers = [self.http] if not http else []
+            for each in asked[len(numbers) :]:
+                bound = stack.enter_context(bind(each.host, each.port, each.option))
+                numbers.append(bound.getsockname()[1])
+            yield Ports(*numbers)
 
 
 @dataclass(frozen=True)
@@ -155,10 +160,15 @@ def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:
     )
 
 
-def fetch(host: str, port: int, path: str, timeout: float) -> bytes:
-    """Return the body of a page; empty unless the status is 200, within `timeout` seconds."""
+def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:
+    """Return the body of a page, over the Unix socket if one is given; empty unless the status is 200,
+    within `timeout` seconds."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
+        if unix is not None:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(timeout)
+            connection.sock.connect(str(unix))
         connection.request("GET", path)
         reply = connection.getresponse()
         # An empty page counts as an answer.

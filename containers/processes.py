@@ -73,7 +73,7 @@ def protect_shm(prefix: str) -> None:
 def remove_stale() -> None:
     """Remove shared memory and folders of servers that have ended, and whose parents were killed."""
     pattern = re.compile(rf"canvasrt-{_pid_namespace()}-(\d+)-[0-9a-f]{{8}}-")
-    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()), Path("/tmp")):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
             # A server may outlive its parent until its last requests finish.

@@ -8,27 +8,32 @@ from typing import Any
 
 MAX_DEPTH = 100  # brackets inside each other
 MAX_VALUES = 2**19  # of a body: two contexts of 256k tokens, as ids
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# It also takes a string without an end: trying again at each of its quotes would take quadratic time.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def check_json(text: bytes, most: int = MAX_VALUES) -> None:
+def check_json(text: bytes, most: int = MAX_VALUES) -> int:
     """Raise ValueError for a JSON text with too many values, or too many brackets inside each other,
-    before anything is built from it. What else is wrong with it is up to the parser."""
+    before anything is built from it. What else is wrong with it is up to the parser.
+
+    Return how many values it has, or more if its strings have commas and brackets."""
     # An upper bound first: text has commas, too.
     values = text.count(b",") + text.count(b"[") + text.count(b"{")
     depth = text.count(b"[") + text.count(b"{")
     if values < most and depth <= MAX_DEPTH:
-        return
+        return values + 1
     text = _STRING.sub(b"", text)
     values = 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
     if values > most:
         raise ValueError(f"it has {values} values; at most {most} are allowed")
     left = text.translate(None, _BRACKETS)
+    if len(left) > 2 * values:  # without this, closing ones would be searched a hundred times
+        raise ValueError("it has more closing brackets than opening ones")
     for _ in range(MAX_DEPTH):
         left = left.replace(b"[]", b"").replace(b"{}", b"")
         if not left:
-            return
+            return values
     raise ValueError(
         f"it has too many brackets inside each other (at most {MAX_DEPTH}), or open ones"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from canvasrt.bundle import Bundle
-from canvasrt.chat_tokens import CALL, CONTROL_TOKENS, THOUGHT, THOUGHT_END, TURN_END
+from canvasrt.chat_tokens import CALL, CONTROL_TOKENS, FORGED, THOUGHT, THOUGHT_END, TURN_END
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.chat_template import ChatTemplate, ControlTexts, check_characters
 
@@ -20,6 +20,7 @@ Message = Mapping[str, Any]
 REPLACEMENT = "\ufffd"
 # Variables of a chat template that are not the caller's.
 _RESERVED = ("messages", "add_generation_prompt")
+_LONGEST = max(map(len, CONTROL_TOKENS))
 _MOST_OPEN = 4096  # tokens that may wait for a character to be complete
 _UNUSED = re.compile(r"<unused\d+>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -55,11 +56,11 @@ class Tokenizer:
             or _UNUSED.fullmatch(token.content)
         )
         self._template = ChatTemplate(template, self._special, self._control) if template else None
-        self._hidden = {
-            id
-            for id, token in added.items()
-            if token.special and token.content not in CONTROL_TOKENS
+        self.controls = {
+            id: each for each in CONTROL_TOKENS if (id := core.token_to_id(each)) is not None
         }
+        spelt = "|".join(map(re.escape, self.controls.values()))
+        self.forged = re.compile(f"(?:{spelt})" if spelt else r"(?!)")
 
     @classmethod
     def load(cls, bundle: Bundle) -> Tokenizer:
@@ -226,9 +227,10 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False
     ) -> str:
-        """Return the text of token ids. `keep_control` spells the tokens in CONTROL out."""
+        """Return the text of token ids. `keep_control` spells the tokens in CONTROL_TOKENS out, and
+        puts FORGED into their spellings by other tokens."""
         if keep_control:
-            ids, skip_special = [id for id in ids if id not in self._hidden], False
+            return StreamDecoder(self, keep_control).put(ids, final=True)
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
 
 
@@ -247,12 +249,34 @@ class StreamDecoder:
         self._before: list[int] = []
         self._open: list[int] = []
         self._given = 0  # characters of the open tokens that were returned already
+        self._tail = ""  # the last characters, which may begin a control token's spelling
 
     def put(self, ids: Sequence[int], final: bool = False) -> str:
         """Return the text that `ids` add.
 
         An incomplete character waits for the next call, unless this is the `final` one.
         """
+        if not self._keep_control:
+            return self._put(ids, final)
+        text, begin = "", 0
+        for place, id in enumerate(ids):
+            if (control := self._tokenizer.controls.get(id)) is not None:
+                text += self._ordinary(self._put(ids[begin:place], True)) + control
+                self._tail, begin = "", place + 1
+        return text + self._ordinary(self._put(ids[begin:], final))
+
+    def _ordinary(self, piece: str) -> str:
+        """Return the text of ordinary tokens. Where they spell a control token, FORGED comes before
+        the last character, so that text that was returned already stays as it is."""
+        text, before, begin = self._tail + piece, len(self._tail), 0
+        parts = []
+        for found in self._tokenizer.forged.finditer(text):
+            parts += [text[begin : found.end() - 1], FORGED]
+            begin = found.end() - 1
+        self._tail = text[begin + bool(parts) :][1 - _LONGEST :]
+        return "".join([*parts, text[begin:]])[before:]
+
+    def _put(self, ids: Sequence[int], final: bool) -> str:
         self._open += ids
         before = len(self._text(self._before))
         text = self._text([*self._before, *self._open])
@@ -269,4 +293,4 @@ class StreamDecoder:
         return piece
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, keep_control=self._keep_control)
+        return self._tokenizer.decode(ids)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
+from canvasrt.containers.client.openai import KEY_VARIABLE
 from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.ports import Ports, split_url
 from canvasrt.containers.tensors import (
@@ -38,7 +40,7 @@ class Client:
     """A connection to one server, as a context manager.
 
     url: host:port, with or without http://; None stands for the protocol's default port on this
-    machine. UsageError for a bad one. timeout: seconds that one call may take.
+    machine. UsageError for a bad one. Over HTTP, the API key comes from CANVASRT_API_KEY. timeout: seconds that one call may take.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class Client:
 
         CanvasError for an unreachable server, a missing or unready model, or an error reply.
         """
-        timeout = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
+        more: dict[str, Any] = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
+        if self.protocol == "http" and (key := os.environ.get(KEY_VARIABLE)):
+            more = {"headers": {"Authorization": f"Bearer {key}"}}
         with self._errors(ANSWER_MODEL):
-            result = self._client.infer(ANSWER_MODEL, make_tensors(self._module, inputs), **timeout)
+            result = self._client.infer(ANSWER_MODEL, make_tensors(self._module, inputs), **more)
         return TritonAnswer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:

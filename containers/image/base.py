@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Self, cast
 
 from canvasrt.containers.image.blobs import (
     LAYER_TYPE,
@@ -32,6 +33,7 @@ _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
 # The largest manifest or configuration that registries accept; both are read into memory.
 _DOCUMENT_LIMIT = 4 << 20
+_HEADER_LIMIT, _MOST_MEMBERS = 1 << 16, 10_000  # of an archive before its signature was checked
 _DAMAGED = "copy it again; `skopeo inspect` shows whether it is intact"
 _GET_ONE = (
     "download one: skopeo copy docker://nvcr.io/nvidia/tritonserver:26.09-py3 oci:triton:26.09, then give"
@@ -226,18 +228,37 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
     return Base(path, config, tuple(layers), descriptor["digest"], names)
 
 
+class _Header(tarfile.TarInfo):
+    """A header of an archive whose signature was not checked; tarfile reads long names whole, of any size."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)  # type: ignore[arg-type]
+        if header.type not in tarfile.REGULAR_TYPES and header.size > _HEADER_LIMIT:
+            raise ValueError(f"a header has {header.size} bytes; at most {_HEADER_LIMIT} are read")
+        return header
+
+
 def signed_digest(path: Path) -> str:
     """Return the digest by which a signature names the image at `path`, without reading its layers: the manifest's for a
     layout, the configuration's for an archive."""
     try:
         if (path / "index.json").is_file():
             return str(_only(_index(path)["manifests"], None, path)["digest"])
-        with tarfile.open(path, "r:") as archive:
-            members = {member.name: member for member in archive}
+        with tarfile.open(path, "r:", tarinfo=_Header) as archive:
+            members = {member.name: member for member in islice(archive, _MOST_MEMBERS)}
             (image,) = json.loads(_content(archive, members["manifest.json"]))
             config = _content(archive, members[image["Config"]])
         return "sha256:" + hashlib.sha256(config).hexdigest()
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, tarfile.TarError) as error:
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+        RecursionError,
+        tarfile.TarError,
+    ) as error:
         raise CanvasError(
             f"the image {path} is damaged: {error or type(error).__name__}", _DAMAGED
         ) from error

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
@@ -28,6 +28,7 @@ from canvasrt.containers.openai.descriptors import affordable, raise_file_limit,
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.tls import server_context
+from canvasrt.containers.openai.triton_http import make_triton_app
 from canvasrt.containers.ports import BACKLOG
 
 # Seconds to wait after the last answer for requests already on their way.
@@ -74,6 +75,8 @@ async def _serve(
     servers = [(_server(settings, most, state), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
+    if settings.triton_socket is not None:
+        servers.append((_triton_server(settings, most, state), settings.triton_socket))
     heartbeat = Heartbeat(settings.heartbeat) if settings.heartbeat is not None else None
     hear = functools.partial(_hear, state, heartbeat)
     hear(commands.readline())  # callers must not get the answer of an earlier phase
@@ -148,7 +151,12 @@ def _health_server(settings: FrontSettings, state: ServerState) -> _Uvicorn:
     return _Uvicorn(_config(make_health_app(settings, state), Places(HEALTH_CONNECTIONS)))
 
 
-def _config(app: Any, places: Places) -> uvicorn.Config:
+def _triton_server(settings: FrontSettings, most: int, state: ServerState) -> _Uvicorn:
+    places = Places(most)
+    return _Uvicorn(_config(make_triton_app(settings, state, places), places, "off"))
+
+
+def _config(app: Any, places: Places, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=places.connection,  # type: ignore[arg-type]
@@ -159,7 +167,7 @@ def _config(app: Any, places: Places) -> uvicorn.Config:
         server_header=False,
         loop="asyncio",
         ws="none",
-        lifespan="on",
+        lifespan=lifespan,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT,
     )
 

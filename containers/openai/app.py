@@ -75,7 +75,7 @@ class Front:
         about = self._options.about
         fingerprint = "fp_" + str(about.get("digest", ""))[:12]
         self._served = Served(self._options.max_n, about.get("max_context"), fingerprint)
-        self._pool = BodyPool()
+        self.pool = BodyPool()
         self._fetcher = Fetcher() if self._options.allow_remote_images else None
         self._upstream: Upstream
 
@@ -84,7 +84,7 @@ class Front:
         """Hold the connection to Triton, which belongs to the event loop."""
         self._upstream = Upstream(self._settings.grpc, self._settings.request_timeout)
         yield
-        self._pool.close()
+        self.pool.close()
         await self._upstream.close()
         if self._fetcher is not None:
             self._fetcher.close()
@@ -102,15 +102,15 @@ class Front:
         self._admit(request)
         raw = await request.body()
         ignored = None if self._options.strict else Ignored(self._options.lenient)
-        body = await self._pool.run(len(raw), read_body, endpoint.body, raw, ignored)
+        body = await self.pool.run(len(raw), read_body, endpoint.body, raw, ignored)
         body.check_model(self._options.names)
         try:
-            asked = await self._pool.run(len(raw), endpoint.parse, body)
+            asked = await self.pool.run(len(raw), endpoint.parse, body)
             size = len(raw)
             if asked.messages is not None and self._fetcher is not None:
                 budget = request.scope[AT_END].enter_context(self._fetcher.request())
                 size += await inline(asked.messages, self._fetcher, budget)
-            inputs = await self._pool.run(size, answer_inputs, asked, self._served)
+            inputs = await self.pool.run(size, answer_inputs, asked, self._served)
             self.metrics.ignore(ignored or ())
             request.scope[MORE](max(len(inputs) - 1, 0))
             seed = inputs[0]["seed"] if inputs else 0
@@ -151,7 +151,7 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
         add_endpoint(app, endpoint, front.answer)
     add_health(app, state, front.refusal)
     add_models(app, options, front.keys)
-    add_ollama_models(app, options, front.keys)
+    add_ollama_models(app, options, front.keys, front.pool)
     add_management(app, options, state, front.metrics, TritonMetrics(settings.metrics))
     add_pages(app, bool(options.keys))
     app.add_middleware(

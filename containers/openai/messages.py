@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from canvasrt.containers.openai.body import Ignored, settle
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.fields import MESSAGE
-from canvasrt.containers.untrusted import load_json
+from canvasrt.containers.untrusted import MAX_DEPTH, MAX_VALUES, check_json, load_json
 
 # OpenAI's roles → those of the chat template.
 _ROLES = {
@@ -38,10 +38,12 @@ class Chat(NamedTuple):
 
 @dataclass
 class _Found:
-    """The images so far, and the ignored fields; None where all must be supported."""
+    """The images so far, and the ignored fields; None where all must be supported. `values` is how many
+    the arguments of further calls may have."""
 
     images: list[tuple[bytes, str]]
     ignored: Ignored | None
+    values: int = MAX_VALUES
 
 
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
@@ -74,7 +76,7 @@ def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, An
     read: dict[str, Any] = {"role": _ROLES[role]}
     calls = message.get("tool_calls") if role == "assistant" else None
     if calls:
-        read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        read["tool_calls"] = _calls(calls, f"{where}.tool_calls", found)
     if not calls or message.get("content"):
         parts = _content(message.get("content"), f"{where}.content", found)
         if role != "user" and not isinstance(parts, str):
@@ -96,13 +98,13 @@ def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, An
     return read
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _calls(calls: Any, where: str, found: _Found) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise _wrong(where, "it must be a list")
-    return [_call(each, f"{where}[{i}]") for i, each in enumerate(calls)]
+    return [_call(each, f"{where}[{i}]", found) for i, each in enumerate(calls)]
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str, found: _Found) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise _wrong(where, "it must be a function call")
@@ -111,6 +113,14 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     name, text = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not isinstance(text, str):
         raise _wrong(f"{where}.function", "its name and arguments must be strings")
+    try:
+        found.values -= check_json(text.encode("utf-8", "surrogatepass"), found.values)
+    except ValueError:
+        raise _wrong(
+            f"{where}.function.arguments",
+            f"the arguments of all calls may have {MAX_VALUES} values together, "
+            f"and {MAX_DEPTH} brackets inside each other",
+        ) from None
     try:
         arguments = load_json(text or "{}")
     except ValueError:

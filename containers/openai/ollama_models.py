@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 import canvasrt
 from canvasrt.containers.openai.auth import Keys
+from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.endpoint import errors
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.ollama import OllamaError
@@ -20,7 +21,7 @@ from canvasrt.types import Json
 _ARCHITECTURE = "diffusion_gemma"
 
 
-def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
+def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: BodyPool) -> None:
     """Add the routes. Sizes are 0: they are the bundle's, which this process does not see."""
     about, now = options.about, datetime.now(UTC).isoformat().replace("+00:00", "Z")
     details = {
@@ -78,8 +79,9 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
     )
     async def show(request: Request) -> Response:
         check(request)
+        raw = await request.body()
         try:
-            body = load_json(await request.body())
+            body = await pool.run(len(raw), load_json, raw)
         except ValueError as error:
             raise bad_request(f"The body is not JSON: {error}.") from None
         name = body.get("model") or body.get("name") if isinstance(body, dict) else None

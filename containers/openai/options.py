@@ -154,6 +154,10 @@ class FrontSettings:
     health_socket: int | None = None
     heartbeat: int | None = None
     request_timeout: int | None = None  # seconds
+    # The socket for Triton's HTTP API, its address, and the Unix socket on which Triton listens.
+    triton_socket: int | None = None
+    triton_host: str = ""
+    triton_path: str = ""
 
     def to_line(self) -> bytes:
         """Return the settings as one line of JSON."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, QUOTE, THOUGHT, THOUGHT_END
+from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, FORGED, QUOTE, THOUGHT, THOUGHT_END
 from canvasrt.containers.openai.tool_arguments import CallError, read_arguments
 
 _OPENING = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
@@ -52,6 +52,7 @@ class PlainText:
 
     def put(self, text: str, final: bool = False) -> list[Piece]:
         """Return the text as a piece, unless it is empty."""
+        text = text.replace(FORGED, "")
         return [Piece("content", text)] if text else []
 
 
@@ -123,7 +124,7 @@ class AnswerParser:
             text = text.lstrip()
         if text:
             self._begun = True
-            pieces.append(Piece("content", text))
+            pieces += PlainText().put(text)
 
     def _thought(self, pieces: list[Piece], final: bool) -> bool:
         body, found, rest = self._text.partition(THOUGHT_END)
@@ -138,7 +139,7 @@ class AnswerParser:
             given = "" if given == _CHANNEL.strip() else given.removeprefix(_CHANNEL).lstrip()
         if given:
             self._begun = True
-            pieces.append(Piece("reasoning", given))
+            pieces.append(Piece("reasoning", given.replace(FORGED, "")))
         if found:
             self._enter("content")
         return bool(found)
@@ -161,7 +162,8 @@ class AnswerParser:
             arguments = read_arguments(body[name.end() :].strip(), self._tools.get(name[1]))
         except CallError:
             return None
-        return ToolCall(name[1], json.dumps(arguments, ensure_ascii=False))
+        text = json.dumps(arguments, ensure_ascii=False).replace(FORGED, "")
+        return ToolCall(name[1], text)
 
 
 def _held(text: str, marks: tuple[str, ...]) -> int:

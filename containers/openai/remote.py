@@ -30,8 +30,18 @@ _THREADS = 32
 # Networks whose addresses contain an arbitrary IPv4 address: 6to4, Teredo and NAT64.
 _TUNNELS = tuple(
     ipaddress.ip_network(each)
-    for each in ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")
+    for each in (
+        "2002::/16",
+        "2001::/32",
+        "64:ff9b::/96",
+        "64:ff9b:1::/48",
+        "192.88.99.0/24",  # 6to4's relays
+        "3fff::/20",  # for documentation; Python 3.11 does not know it
+    )
 )
+
+
+_ISATAP = 0x5EFE  # in an address's third quarter; its fourth is an IPv4 address
 
 
 class Refused(Exception):
@@ -44,8 +54,10 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if ip.is_site_local or any(ip in network for network in _TUNNELS):
+        if ip.is_site_local or (int(ip) >> 32) & 0xFDFFFFFF == _ISATAP:
             return False
+    if any(ip in network for network in _TUNNELS):
+        return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 

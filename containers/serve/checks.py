@@ -50,19 +50,12 @@ def _check_gpus(settings: Settings) -> None:
 
 def _check_triton_host(settings: Settings) -> None:
     """Raise UsageError when Triton's ports would be a way around the API's keys or TLS."""
-    if settings.triton_host in LOOPBACK:
-        if settings.triton_behind_proxy:
-            raise UsageError(
-                f"--triton-behind-proxy has no effect: Triton listens on {settings.triton_host} only",
-                "leave it out, or give the address that the proxy calls with --triton-host",
-            )
-        return
     guards = {"API keys": settings.front.keys, "TLS": settings.tls}
     guarded = [name for name, on in guards.items() if on]
-    if settings.triton_behind_proxy or not guarded:
+    if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not guarded:
         return
     raise UsageError(
-        f"--triton-host is {settings.triton_host}, but Triton's ports check neither API keys nor TLS,"
+        f"--triton-host is {settings.triton_host}, but Triton's gRPC port checks neither API keys nor TLS,"
         f" so {' and '.join(guarded)} would protect nothing",
         "leave out --triton-host; or put a proxy that checks callers in front of ports"
         f" {settings.ports.http} and {settings.ports.grpc}, and say so with --triton-behind-proxy",

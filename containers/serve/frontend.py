@@ -47,21 +47,26 @@ class FrontEnd:
         metrics: str,
         log: Path | None,
         request_timeout: int | None = None,
+        triton: Server | None = None,
     ) -> None:
         """Open the sockets. CanvasError for a port in use.
 
         grpc: Triton's host:port. metrics: the URL of its metrics. log: a file to append to; None
-        for stderr. request_timeout: seconds of one request.
+        for stderr. request_timeout: seconds of one request. triton: the server whose HTTP port this
+        front end guards, if it does.
         """
         self.options = options
         self.log = log
         self._socket = listen(options.host, options.port, "--port", BACKLOG)
         self._health: socket.socket | None = None
+        self._triton: socket.socket | None = None
         try:
+            if triton is not None:
+                self._triton = listen(triton.host, triton.ports.http, "--http-port", BACKLOG)
             if options.health_port is not None:
                 self._health = listen(options.host, options.health_port, "--health-port", BACKLOG)
         except CanvasError:
-            self._socket.close()
+            self._close_sockets()
             raise
         self._heartbeat = os.memfd_create("canvasrt-front-end")
         # A closed socket no longer knows its port.
@@ -75,6 +80,9 @@ class FrontEnd:
             options=options,
             heartbeat=self._heartbeat,
             request_timeout=request_timeout,
+            triton_socket=self._triton.fileno() if self._triton else None,
+            triton_host=triton.host if triton else "",
+            triton_path=str(triton.http_socket) if triton else "",
         )
         self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +93,8 @@ class FrontEnd:
     def over(cls, server: Server, options: FrontOptions) -> FrontEnd:
         """Return a front end over a server of this process."""
         grpc = f"{server.address}:{server.ports.grpc}"
-        return cls(options, grpc, server.metrics_url, server.log, server.request_timeout)
+        guarded = server if server.http_socket is not None else None
+        return cls(options, grpc, server.metrics_url, server.log, server.request_timeout, guarded)
 
     @property
     def url(self) -> str:
@@ -117,7 +126,7 @@ class FrontEnd:
 
     def start(self) -> None:
         """Start the process, which then answers `/v1/health/live`."""
-        inherited = [each.fileno() for each in (self._socket, self._health) if each]
+        inherited = [each.fileno() for each in self._sockets() if each]
         os.ftruncate(self._heartbeat, 0)  # until the new process beats
         self._started = time.monotonic()
         output: IO[bytes] | None = None
@@ -194,24 +203,28 @@ class FrontEnd:
 
         Requests get `grace` seconds; setting `force` ends the wait at once.
         """
-        process = self._process
         try:
-            if process is None or process.poll() is not None:
-                return True
-            self.notify("stopping")
-            # Pending connections are the child's now; nothing may connect after them.
-            self._close_sockets()
-            deadline = time.monotonic() + grace
-            while process.poll() is None:
-                if time.monotonic() > deadline or (force is not None and force.is_set()):
-                    return False
-                time.sleep(_POLL)
-            return True
+            return self.drain(grace, force)
         finally:
             self._close_sockets()
             self._close_input()
             self._kill()
             self._close_heartbeat()
+
+    def drain(self, grace: float, force: threading.Event | None = None) -> bool:
+        """The same, but leave a process with requests in flight running."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return True
+        self.notify("stopping")
+        # Pending connections are the child's now; nothing may connect after them.
+        self._close_sockets()
+        deadline = time.monotonic() + grace
+        while process.poll() is None:
+            if time.monotonic() > deadline or (force is not None and force.is_set()):
+                return False
+            time.sleep(_POLL)
+        return True
 
     def _kill(self) -> None:
         if self._process is None:
@@ -222,9 +235,12 @@ class FrontEnd:
         self._process = None
 
     def _close_sockets(self) -> None:
-        for each in (self._socket, self._health):
+        for each in self._sockets():
             if each is not None:
                 each.close()
+
+    def _sockets(self) -> tuple[socket.socket | None, ...]:
+        return self._socket, self._health, self._triton
 
     def _close_heartbeat(self) -> None:
         if self._heartbeat >= 0:

@@ -7,6 +7,8 @@ Three processes run: this one, which supervises, the front end (`frontend.py`), 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
 from canvasrt.containers.names import READY_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.package.package import repository_of
+from canvasrt.containers.processes import run_name
 from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.containers.serve.checks import check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 Ready = Callable[[dict[str, Any]], None]
 _LOOK_EVERY = 0.2
 _FAILED_FOR = 1.0  # seconds in which health checks see the failure
+_MOST_BYTES = 40  # of the path of temporary files
 _LAST_REPLIES = 2.0  # seconds in which the front end's callers get the error
 
 
@@ -61,8 +65,11 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,
         ServerOutput(settings, stream) as output,
+        # Triton's HTTP server is reached through the front end only, unless a proxy guards it.
+        tempfile.TemporaryDirectory(prefix=run_name(), dir=_short_folder()) as folder,
     ):
-        settings = replace(settings, ports=ports)
+        http_socket = None if settings.triton_behind_proxy else Path(folder) / "http"
+        settings = replace(settings, ports=ports, http_socket=http_socket)
         # It answers health checks while Triton is not running yet.
         front = FrontEnd.over(_triton(settings, Path(), output), settings.front)
         try:
@@ -75,6 +82,12 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
             raise
         finally:
             front.stop(grace=0)
+
+
+def _short_folder() -> str:
+    """Return a folder for scratch folders: a socket's path has at most 107 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= _MOST_BYTES else "/tmp"  # noqa: S108
 
 
 def _serve(
@@ -129,6 +142,7 @@ def _triton(
         options=settings.triton_options,
         ready_timeout=READY_TIMEOUT if settings.ready_timeout is None else settings.ready_timeout,
         gpus=gpus,
+        http_socket=settings.http_socket,
     )
 
 
@@ -210,7 +224,12 @@ class Supervisor:
         # A dead Triton can answer no request in flight.
         force = self._stop.forced if self.server.is_running else _at_once()
         # The front end first: its requests still need Triton.
-        finished = self.front.stop(grace, force)
+        finished = self.front.drain(grace, force)
+        if not finished:  # its callers are told, as above
+            self.server.stop(force=_at_once())
+        self.front.stop(_LAST_REPLIES)
+        if not finished:
+            return False
         self.server.exit_timeout = max(0.0, deadline - time.monotonic())
         return self.server.stop(force=force) and finished
 

@@ -66,9 +66,8 @@ POLL = 0.05
 class Server:
     """One tritonserver over one model repository.
 
-    As a context manager, it starts the server and waits until it is ready, and at the end stops it
-    and removes its processes, shared memory and scratch folder. Start it on a thread that outlives
-    it: the server stops when that thread ends.
+    As a context manager, it starts the server, waits until it is ready, and at the end stops it and
+    cleans up. Start it on a thread that outlives it: the server stops when that thread ends.
     """
 
     def __init__(
@@ -87,6 +86,7 @@ class Server:
         options: Sequence[str] = (),
         ready_timeout: float = READY_TIMEOUT,
         gpus: Sequence[str] = (),
+        http_socket: Path | None = None,
     ) -> None:
         """Prepare a server; nothing is started yet.
 
@@ -97,6 +97,7 @@ class Server:
         model: the models' options. cache: canvasrt's folder, if it is not the default one.
         options: further options of tritonserver. ready_timeout: seconds that loading the models may take.
         gpus: the UUIDs of the GPUs that each run an instance of the model; without any, CUDA's first.
+        http_socket: where Triton's HTTP listens instead; the front end then listens on the port.
         """
         self.repository = repository
         self.host = host
@@ -112,6 +113,7 @@ class Server:
         self._options = tuple(options)
         self._ready_timeout = ready_timeout
         self._gpus = tuple(gpus)
+        self.http_socket = http_socket
         self.run_name = run_name()
         self._cleanup = contextlib.ExitStack()
         self._folder: Path | None = None  # the scratch folder, while it runs
@@ -122,7 +124,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The host to call: the loopback address if the server listens on all."""
+        """The host to call."""
         return callable_host(self.host)
 
     @property
@@ -168,7 +170,8 @@ class Server:
         self._check_hosts(installation)
         remove_stale()
         try:
-            self.ports = self._cleanup.enter_context(self.ports.held(self.host, self.metrics_host))
+            ports = self.ports.held(self.host, self.metrics_host, not self.http_socket)
+            self.ports = self._cleanup.enter_context(ports)
             self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
             self._cleanup.callback(shutil.rmtree, self._folder, ignore_errors=True)
             self._cleanup.callback(remove_shm, self.run_name)
@@ -313,7 +316,8 @@ class Server:
     def _get(self, port: str, path: str, timeout: float = PROBE_TIMEOUT) -> bytes:
         """Return the body of a page of the server; empty unless the status is 200."""
         host = callable_host(self.metrics_host) if port == "metrics" else self.address
-        return fetch(host, getattr(self.ports, port), path, timeout)
+        unix = self.http_socket if port == "http" else None
+        return fetch(host, getattr(self.ports, port), path, timeout, unix)
 
     def log_tail(self, lines: int = 20) -> list[str]:
         """Return the last lines of the log, without Triton's tables."""
@@ -347,6 +351,9 @@ class Server:
             command.append(f"--cuda-memory-pool-byte-size={gpu}:0")
         for name in ("http", "grpc", "metrics"):
             host = self.metrics_host if name == "metrics" else self.host
+            if name == "http" and self.http_socket is not None:
+                self.http_socket.unlink(missing_ok=True)  # of an earlier server
+                host = f"unix:{self.http_socket}"
             command.append(f"--{name}-address={host}")
             command.append(f"--{name}-port={getattr(self.ports, name)}")
         for option in ("http-restricted-api", "grpc-restricted-protocol"):

@@ -56,13 +56,14 @@ class Settings:
     triton_host: str = field(
         default="127.0.0.1",
         metadata=option(
-            "The address for Triton's HTTP and gRPC, which check no key.", metavar="ADDRESS"
+            "The address for Triton's HTTP and gRPC; gRPC checks no key.", metavar="ADDRESS"
         ),
     )
     triton_behind_proxy: bool = field(
         default=False,
         metadata=option(
-            "A proxy authenticates access to Triton's ports; required for --triton-host with API keys or TLS."
+            "A proxy authenticates access to Triton's ports, so Triton itself listens on its HTTP port; required"
+            " for --triton-host with API keys or TLS."
         ),
     )
     profile: str | None = field(
@@ -153,6 +154,7 @@ class Settings:
         default=False, metadata=option("Print what would be served, and where; start nothing.")
     )
     as_json: bool = False
+    http_socket: Path | None = None  # of Triton, behind the front end; `run_server` chooses it
 
     @property
     def log_file(self) -> Path | None:

@@ -22,6 +22,7 @@ from canvasrt.containers.openai import remote
 from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.ollama import OllamaChat, OllamaPrompt, generate
 from canvasrt.containers.openai.remote import Fetcher, ImageBudget, inline
 from canvasrt.containers.openai.upstream import triton_error
@@ -78,14 +79,28 @@ def test_only_so_many_prompts_are_read():
         (json.dumps(['[{,\\"' * MAX_VALUES]), False),  # text
         (json.dumps([0] * (MAX_VALUES - 2)), False),
         (json.dumps([0] * MAX_VALUES), True),
+        ("[" * 101 + '"' + '\\"' * 100_000, True),  # a string without an end
+        ("[" * 101 + '"' + '\\"' * 100_000 + "\\", True),
+        ("[" * 101 + "]" * 15_000_000, True),
     ],
+    ids=range(11),
 )
 def test_counting(text: str, refused: bool):
+    raw, began = text.encode(), time.thread_time()
     if refused:
         with pytest.raises(ValueError, match="it has"):
-            check_json(text.encode())
+            check_json(raw)
     else:
-        check_json(text.encode())
+        check_json(raw)
+    assert time.thread_time() - began < 1
+
+
+def test_arguments_of_calls_are_counted_together():
+    text = json.dumps({"a": [0] * (MAX_VALUES // 2)})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    assert read_messages([{"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(ApiError, match=f"may have {MAX_VALUES} values together"):
+        read_messages([{"role": "assistant", "tool_calls": [call]}] * 2)
 
 
 @pytest.mark.acceptance

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import Middleware
@@ -21,7 +25,8 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.options import ModelOptions
 from tests.helpers.alone import Alone
-from tests.helpers.serving import eventually
+from tests.helpers.serving import ENDLESS, eventually, needs_triton
+from tests.helpers.serving_process import ANY_PORTS, JSON, serving
 
 CHAT: dict[str, Any] = {"model": "canvasrt", "messages": [{"role": "user", "content": "a"}]}
 BODIES = {
@@ -156,3 +161,20 @@ def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setenv("CANVASRT_REQUEST_TIMEOUT", "9")
     assert Server(tmp_path).request_timeout == 9
     assert Server(tmp_path, model=ModelOptions(request_timeout=7)).request_timeout == 7
+
+
+@needs_triton
+def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
+        callers = [http.client.HTTPConnection(running.host, timeout=60) for _ in range(2)]
+        for caller, stream in zip(callers, (False, True), strict=True):
+            chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
+            body = json.dumps({**chat, **ENDLESS, "stream": stream})
+            caller.request("POST", "/v1/chat/completions", body, JSON)
+        counts = b"canvasrt_requests_in_flight 2"
+        assert eventually(lambda: counts in httpx.get(running.said["metrics"]).content)
+        assert "were aborted" in running.stop(signal.SIGTERM)
+        for caller in callers:
+            reply = caller.getresponse()
+            assert reply.status == 503
+            assert "error" in json.loads(reply.read())

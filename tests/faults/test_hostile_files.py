@@ -7,12 +7,16 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from canvasrt.bundle import MANIFEST, Bundle
+from canvasrt.containers.image.base import signed_digest
+from canvasrt.errors import CanvasError
 from canvasrt.hashes import canonical
 
 
@@ -67,6 +71,24 @@ def test_a_checkpoint_s_index_does_not_lead_out_of_its_folder(
     assert (code, "'../outside.safetensors'" in errors) == (1, True)
     assert "outside the checkpoint's folder" in errors
     assert files_of(tmp_path) == before
+
+
+def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
+    """A long name of 400 MB, 8 KB on disk, and a document of a million brackets."""
+    long, deep = tmp_path / "long.tar", tmp_path / "deep"
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 400 << 20
+    with long.open("wb") as file:
+        file.write(header.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(512 + header.size + 1024)
+    deep.mkdir()
+    (deep / "index.json").write_text("[" * 1_000_000)
+    tracemalloc.start()
+    for path in (long, deep):
+        with pytest.raises(CanvasError, match="is damaged"):
+            signed_digest(path)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import socket
@@ -228,6 +230,83 @@ def descendants(pid: int) -> set[int]:
         before = set(found)
         found |= {child for child, parent in parents.items() if parent in found}
     return found - {pid}
+
+
+GENERATE = "/v2/models/canvasrt/generate"
+PROMPT = {"prompt": "12+34=", "max_new_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status"),
+    [
+        (GENERATE, PROMPT, {}, 200),
+        (GENERATE, PROMPT, {"Content-Type": "application/x-www-form-urlencoded"}, 200),  # curl
+        (GENERATE, PROMPT, {"Host": "evil.example"}, 403),  # a name that leads to loopback
+        (GENERATE, PROMPT, {"Content-Type": "text/plain", "Origin": "http://evil.example"}, 415),
+        (GENERATE, "[" * 1_000_000, {}, 400),
+        (GENERATE, "[" * 1_000_000, {"Inference-Header-Content-Length": "0"}, 400),
+        (GENERATE, "[" * 1_000_000, {"Content-Encoding": "gzip"}, 415),
+        ("/v2/models/canvasrt/infer", "[" * 1_000_000, {}, 400),
+        ("/v2/models/canvasrt/infer", "{}", {"Inference-Header-Content-Length": "9"}, 400),
+        (GENERATE, "." * (17 * 2**20), {}, 413),
+        ("/v2/health/ready", None, {}, 200),
+    ],
+    ids=range(11),
+)
+def test_tritons_http_port_is_guarded(
+    keyless: Serving, path: str, body: Any, headers: dict[str, str], status: int
+):
+    assert triton(keyless, path, body, headers)[0] == status
+    assert triton(keyless, GENERATE, PROMPT, {})[0] == 200  # it goes on
+
+
+def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
+    pid = keyless.process.pid
+    shared = [*Path("/dev/shm").glob(f"canvasrt-*-{pid}-*")]
+    scratch = [
+        *keyless.state.glob(f"tmp/canvasrt-*-{pid}-*"),
+        *Path("/tmp").glob(f"canvasrt-*-{pid}-*"),
+    ]
+    assert shared
+    assert any((each / "http").is_socket() for each in scratch)
+    assert not [each for each in shared + scratch if each.stat().st_mode & 0o077]
+
+
+def test_tritons_streams_are_passed_on(keyless: Serving):
+    status, text = triton(keyless, "/v2/models/canvasrt_stream/generate_stream", PROMPT, {})
+    assert status == 200
+    assert text.count("data: ") >= 2
+    with keyless.client() as client:
+        assert client.infer(PROMPT).text
+
+
+def test_keys_guard_tritons_http_port(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CANVASRT_API_KEYS", "sesame")
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        assert triton(running, GENERATE, PROMPT, {})[0] == 401
+        key = {"Authorization": "Bearer sesame"}
+        assert triton(running, GENERATE, PROMPT, key)[0] == 200
+        monkeypatch.setenv("CANVASRT_API_KEY", "sesame")
+        with running.client() as client:
+            assert client.infer(PROMPT).text
+
+
+@pytest.mark.acceptance
+def test_a_proxy_may_guard_it_instead(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--triton-behind-proxy") as running:
+        assert triton(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
+
+
+def triton(running: Serving, path: str, body: Any, headers: dict[str, str]) -> tuple[int, str]:
+    """The status and the text of an answer of Triton's HTTP port."""
+    connection = http.client.HTTPConnection(running.said["http"], timeout=60)
+    with contextlib.closing(connection):
+        text = json.dumps(body) if isinstance(body, dict) else body
+        connection.request("GET" if body is None else "POST", path, text, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
 
 
 def test_what_the_process_list_says_opens_nothing(keyless: Serving):

@@ -166,7 +166,6 @@ WRONG = {
     "serve b --json-logs --log file": "--json-logs writes to stderr",
     "serve demo --port 9000 --grpc-port 9000": "--port and --grpc-port are both 9000",
     "serve demo --metrics-port 8000": "--port and --metrics-port are both 8000",
-    "serve demo --triton-behind-proxy": "--triton-behind-proxy has no effect: Triton listens on",
     "serve demo --ssl-key k": "--ssl-key has no effect without --ssl-mode",
     "serve demo --ssl-mode tls --ssl-cert c": "--ssl-mode tls needs --ssl-key",
     "serve demo --ssl-mode tls --ssl-cert c --ssl-key k --ssl-ca a": "--ssl-ca has no effect",

@@ -16,6 +16,10 @@ from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.remote import Fetcher, Refused, inline, is_public
 
 PRIVATE = [
+    "192.88.99.1",
+    "3fff::1",
+    "2606:4700::5efe:a00:1",
+    "2606:4700::200:5efe:a00:1",
     "127.0.0.1",
     "127.8.8.8",
     "10.1.2.3",

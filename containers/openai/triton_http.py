@@ -1,0 +1,131 @@
+"""Stands before Triton's HTTP server, which listens on a Unix socket: checks who calls and how deep a body is, then passes
+requests and replies on as they are. Triton's JSON parser dies of a million brackets, and web pages can reach loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+
+import h11
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from canvasrt.containers.openai.auth import Keys
+from canvasrt.containers.openai.body_pool import BodyPool
+from canvasrt.containers.openai.connections import Places
+from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.middleware import Middleware
+from canvasrt.containers.openai.options import FrontSettings
+from canvasrt.containers.openai.origin import Origin
+from canvasrt.containers.openai.streaming import unless_disconnected
+from canvasrt.containers.untrusted import check_json
+
+# Of one connection, not of the message; `host` and the length are written anew.
+_HOP = {
+    b"connection",
+    b"expect",
+    b"host",
+    b"keep-alive",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+_JSON_BYTES = b"inference-header-content-length"
+# Only here does Triton read JSON that ends before the body.
+_INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
+_READ = 65536
+
+
+def make_triton_app(settings: FrontSettings, state: ServerState, places: Places) -> ASGIApp:
+    """Return the application for Triton's HTTP port."""
+    options = settings.options
+    guard = _Guard(Keys(options.keys), state, settings.triton_path)
+    origin = Origin(replace(options, host=settings.triton_host))
+    return Middleware(guard, state, FrontMetrics(), options.max_body, places, origin)
+
+
+class _Guard:
+    def __init__(self, keys: Keys, state: ServerState, path: str) -> None:
+        self._keys, self._state, self._path = keys, state, path
+        self._pool = BodyPool()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        self._keys.check(request.headers.get("authorization"))
+        refusal = self._state.refusal()
+        if refusal is not None and scope["method"] == "POST":
+            raise refusal
+        body = await request.body()
+        head, json_bytes = _head(scope, len(body))
+        try:
+            await self._pool.run(json_bytes, check_json, body[:json_bytes])
+        except ValueError as error:
+            raise bad_request(f"The body cannot be read: {error}.") from None
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path)
+        except OSError:
+            raise refusal or unavailable("Triton does not answer.", "model_not_ready") from None
+        try:
+            await unless_disconnected(receive, _exchange(reader, writer, head, body, send))
+        except (OSError, h11.RemoteProtocolError):
+            raise unavailable("Triton has closed the connection.", "model_not_ready") from None
+        finally:
+            writer.close()
+
+
+def _head(scope: Scope, size: int) -> tuple[h11.Request, int]:
+    """Return the head of the request to Triton, and how many bytes of the body are JSON."""
+    headers = {name: value for name, value in scope["headers"] if name not in _HOP}
+    if headers.get(b"content-encoding", b"identity") != b"identity":
+        raise ApiError(415, "Send the body uncompressed.", code="unsupported_media_type")
+    json_bytes = size
+    if (given := headers.pop(_JSON_BYTES, None)) is not None and _INFER.fullmatch(
+        scope["raw_path"]
+    ):
+        if not given.isdigit() or len(given) > 9 or int(given) > size:
+            raise bad_request("Inference-Header-Content-Length is not a part of the body's length.")
+        json_bytes = int(given)
+        headers[_JSON_BYTES] = given
+    headers |= {b"host": b"localhost", b"connection": b"close"}
+    if size or scope["method"] == "POST":
+        headers[b"content-length"] = str(size).encode()
+    query = scope["query_string"]
+    target = scope["raw_path"] + (b"?" + query if query else b"")
+    try:
+        return h11.Request(
+            method=scope["method"], target=target, headers=[*headers.items()]
+        ), json_bytes
+    except h11.LocalProtocolError:
+        raise bad_request("The request's target or headers are malformed.") from None
+
+
+async def _exchange(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    head: h11.Request,
+    body: bytes,
+    send: Send,
+) -> None:
+    """Send one request to Triton, and its reply to the caller as it comes."""
+    upstream = h11.Connection(h11.CLIENT)
+    for sent in (head, h11.Data(data=body), h11.EndOfMessage()):
+        writer.write(upstream.send(sent) or b"")
+    await writer.drain()
+    while True:
+        event = upstream.next_event()
+        if event is h11.NEED_DATA:
+            upstream.receive_data(await reader.read(_READ))
+        elif isinstance(event, h11.Response):
+            kept = [(name, value) for name, value in event.headers if name not in _HOP]
+            await send(
+                {"type": "http.response.start", "status": event.status_code, "headers": kept}
+            )
+        elif isinstance(event, h11.Data):
+            await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+        elif isinstance(event, h11.EndOfMessage):
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
