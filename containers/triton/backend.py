@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.sink import CALL_PARAMETER, CANCEL_PARAMETER, FINAL, ResponseSink
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
 from canvasrt.containers.triton.tokenize import tokenized
+from canvasrt.containers.triton.warm_up import warmed_up
 from canvasrt.containers.triton.workers import Workers
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
@@ -51,8 +50,6 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # packages that exist import both from here
-
-log = logging.getLogger(__name__)
 
 _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
 _SLOW = {"images", "grammar"}  # inputs that take long to read, however short
@@ -79,7 +76,7 @@ class StreamModel:
             for number in range(int(os.environ.get(GPUS_VARIABLE, 1)))
         ]
         # The later ones take what the first one compiled.
-        evidence = [_warmed_up(model, options.share_passes == "auto") for model in models]
+        evidence = [warmed_up(model, options.share_passes == "auto") for model in models]
         if evidence[0] and EVIDENCE_VARIABLE in os.environ:
             Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence[0]), "utf-8")
         self._model = models[0]  # all have the same limits
@@ -200,25 +197,6 @@ class StreamModel:
             raise
         sink.replies = served.replies
         self._worker.submit(served.request, ticket)
-
-
-def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
-    """Run every shape of a model's passes. On a GPU that takes several requests, and with `proves`, find out whether they may
-    share passes; return what was found."""
-    if not proves or model.rows_apart is False or (model.max_batch or 1) == 1:
-        model.warm_up()
-        return {}
-    from canvasrt.runtime.gpu.device_model import DeviceModel
-    from canvasrt.runtime.gpu.sharing import prove
-
-    if not isinstance(model, DeviceModel):
-        model.warm_up()
-        return {}
-    found = prove(model)
-    if found.why:
-        what = "a lone request pays for others" if found.shared else "requests share no passes"
-        log.warning("%s: %s", what, found.why)
-    return asdict(found)
 
 
 def _end_process(error: EngineError) -> None:
