@@ -23,7 +23,7 @@ from canvasrt.containers.triton.grammar import prepare_grammars
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
-from canvasrt.containers.triton.prompt_encoder import PromptEncoder
+from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.replies import Replies
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.tickets import Ticket, describe
@@ -120,7 +120,10 @@ class Local:
             ticket = self._worker.take_ticket("", sink)
             answers = int((parameters or {}).get(ANSWERS, 1))
             submit = partial(self._submit, arrays, answers, sink, ticket)
-            self._preparing.submit(uuid.uuid4().hex, submit, sink.fail)
+            if is_long(inputs) or not SLOW.isdisjoint(inputs):
+                self._preparing.submit(uuid.uuid4().hex, submit, sink.fail)
+            else:
+                submit()
             end = await ended.get()
             if isinstance(end, EngineError) and end.fatal:
                 self._lost = end  # before the worker says so

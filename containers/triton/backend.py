@@ -33,7 +33,7 @@ from canvasrt.containers.triton.inputs import check_parameters, check_shapes, re
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
-from canvasrt.containers.triton.prompt_encoder import PromptEncoder, is_long
+from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.sink import CALL_PARAMETER, CANCEL_PARAMETER, FINAL, ResponseSink
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
@@ -52,7 +52,6 @@ from canvasrt.watch import Watch
 __all__ = ["AnswerModel", "StreamModel"]  # packages that exist import both from here
 
 _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
-_SLOW = {"images", "grammar"}  # inputs that take long to read, however short
 
 
 class StreamModel:
@@ -159,7 +158,7 @@ class StreamModel:
         texts = {
             name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
         }
-        if is_long(texts) or not _SLOW.isdisjoint(arrays):
+        if is_long(texts) or not SLOW.isdisjoint(arrays):
             self._preparing.submit(owner or uuid.uuid4().hex, submit, sink.fail)
         else:
             submit()
