@@ -52,7 +52,7 @@ Concurrency = Annotated[
         "--concurrency",
         metavar="N",
         min=1,
-        help="Maximum number of requests at all servers together.",
+        help="Maximum number of requests under way.",
     ),
 ]
 
@@ -78,11 +78,9 @@ def batch(
     if bundle is not None:
         if url:
             raise UsageError("--bundle does not go with --url", "give one of them")
-        names = ("concurrency", "timeout")
-        refuse(context, names, "does not go with --bundle", "leave it out")
+        refuse(context, ("timeout",), "does not go with --bundle", "leave it out")
         answerer = _of_bundle(bundle, threads)
-        # Twice what runs together, so that a place never waits for a request to be prepared.
-        source, concurrency = answerer.digest, 2 * answerer.max_batch
+        source = answerer.digest
     else:
         refuse(context, ("threads",), "does not support servers", "leave it out")
         answerer, source = _of_servers(url or [], timeout), "servers"

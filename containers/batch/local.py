@@ -48,7 +48,7 @@ class Local:
         """`path`: an engine bundle or graphs. CanvasError for one that is damaged, or that cannot run here."""
         bundle = load_bundle(path, check=False)
         self.digest = bundle.manifest.digest
-        self.max_batch = int(bundle.manifest.options.get("max_batch") or MAX_BATCH)
+        self._max_batch = int(bundle.manifest.options.get("max_batch") or MAX_BATCH)
         self._bundle, self._options = bundle, ModelOptions(threads=threads)
         self._metrics = FrontMetrics()
         self._lost: EngineError | None = None
@@ -64,7 +64,7 @@ class Local:
 
         def make() -> Generator:
             prefixes.clear()  # what a failed pass wrote is not known
-            return Generator(model, self.max_batch, prefixes)
+            return Generator(model, self._max_batch, prefixes)
 
         self._encoder = PromptEncoder(tokenizer, model.max_context)
         self._served = Served(max_context=model.max_context, fingerprint=f"fp_{self.digest[:12]}")

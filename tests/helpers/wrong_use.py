@@ -62,7 +62,7 @@ WRONG = {
     "batch": "QUESTIONS.jsonl",
     "batch q": "--out",
     "batch q -o a --bundle b --url u": "--bundle does not go with --url",
-    "batch q -o a --bundle b --concurrency 2": "--concurrency does not go with --bundle",
+    "batch q -o a --bundle b --timeout 2": "--timeout does not go with --bundle",
     "batch q -o a --threads 2": "--threads does not support servers",
     "batch q -o a --concurrency 0": "--concurrency",
     "batch q -o a --seed -1": "--seed",

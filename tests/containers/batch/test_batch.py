@@ -83,7 +83,7 @@ def test_the_same_file_in_process_and_over_http(
     for at_once in (1, 8):
         _, remote = asked(file, f"remote{at_once}.jsonl", over(front), at_once)
         assert [path.read_text().replace(other, mine) for path in remote] == files
-    _, again = asked(file, "again.jsonl", Local(engines.path, 1), 1)
+    _, again = asked(file, "again.jsonl", Local(engines.path, 2), 1)
     assert [path.read_text() for path in again] == files
 
 
