@@ -89,19 +89,21 @@ def test_prompts_with_one_beginning_run_together(tmp_path: Path) -> None:
     assert [json.loads(each)["custom_id"] for each in kept] == list(texts)
 
 
-def test_a_journal_cut_anywhere_gives_the_same_files(tmp_path: Path) -> None:
+def test_a_journal_cut_anywhere_gives_the_same_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path, chat("one"), chat("two", refuse=1), "", chat("three ü"), chat("four"))
     outputs = Outputs.of(tmp_path / "out.jsonl")
     whole = tmp_path / "whole"
-    journal = Journal.finish
-    with pytest.MonkeyPatch.context() as patch:
+    finish = Journal.finish
 
-        def keep(self: Journal) -> int:
-            whole.write_bytes(outputs.journal.read_bytes())
-            return journal(self)
+    def keep(self: Journal) -> int:
+        whole.write_bytes(outputs.journal.read_bytes())
+        assert all(map(json.loads, whole.read_bytes().splitlines()))  # another start can read it
+        return finish(self)
 
-        patch.setattr(Journal, "finish", keep)
-        assert run(file, outputs.answers)[:2] == (3, 1)
+    monkeypatch.setattr(Journal, "finish", keep)
+    assert run(file, outputs.answers)[:2] == (3, 1)
     expected = [each.read_bytes() for each in outputs[:2]]
     assert not outputs.journal.exists()
     data = whole.read_bytes()
