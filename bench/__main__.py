@@ -16,6 +16,7 @@ MEASUREMENTS = {
         "bench.answers",
         "reads and constrained answers, next to ordinary denoising passes",
     ),
+    "batch": ("bench.batch", "a file of requests in this process, against 64 clients over HTTP"),
     "build": ("bench.build", "seconds, peak memory and bytes of an export and a build"),
     "checkpoint": ("bench.checkpoint", "no measurement: a random checkpoint of a real shape"),
     "cpu": ("bench.cpu", "a denoising pass on this CPU, against its matrix rate"),

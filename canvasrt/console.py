@@ -108,10 +108,13 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[None]:
-    """Show what is reported inside the block on stderr: as bars on a terminal, otherwise one line per kind of work."""
+def progress(rate: bool = False) -> Iterator[None]:
+    """Show what is reported inside the block on stderr: as bars on a terminal, otherwise one line per kind of work.
+
+    `rate` also shows units per second.
+    """
     if sys.stderr.isatty():
-        with _bars() as show, listening(show):
+        with _bars(rate) as show, listening(show):
             yield
         return
     said: set[str] = set()
@@ -127,22 +130,30 @@ def progress() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bars() -> Iterator[Progress]:
+def _bars(rate: bool) -> Iterator[Progress]:
     from rich.progress import (
         BarColumn,
+        ProgressColumn,
         SpinnerColumn,
+        Task,
         TaskID,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
     from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.speed:.1f}/s" if task.speed else "")
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
+        *((Rate(),) if rate else ()),
         TimeElapsedColumn(),
         TextColumn("left:"),
         TimeRemainingColumn(),
@@ -155,7 +166,8 @@ def _bars() -> Iterator[Progress]:
         def show(what: str, done: int, total: int) -> None:
             nonlocal shown
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None)
+                # What an earlier call has done does not count as this one's speed.
+                tasks[what] = bars.add_task(what, total=total or None, completed=done)
             elif time.monotonic() - shown < _SHOW_EVERY and done != total:
                 return
             shown = time.monotonic()

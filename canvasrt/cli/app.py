@@ -29,6 +29,7 @@ COMMANDS = {
     "infer": _USE,
     "chat": _USE,
     "ask": _USE,
+    "batch": _USE,
     "bench": _USE,
     "targets": _LOOK,
     "doctor": _LOOK,

@@ -27,15 +27,11 @@ class OpenAIClient:
     """
 
     def __init__(self, url: str | None = None, timeout: float = ANSWER_TIMEOUT) -> None:
-        scheme, self._host, port = split_url(
-            url or f"127.0.0.1:{API_PORT}", ("http", "https"), "give http://host:port/v1"
-        )
+        scheme, self._host, self._port = _parts(url)
         self._secure = scheme == "https"
-        self._port = port or (443 if self._secure else API_PORT)
         self._timeout = timeout
         self._model: str | None = None
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.url = f"{scheme}://{host}:{self._port}/v1"
+        self.url = address(url)
 
     def ask(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return one answer: text, finish_reason, usage and seed. `inputs` are values by tensor
@@ -134,6 +130,19 @@ class OpenAIClient:
     def _refused(self, message: str) -> CanvasError:
         key = "" if "API key" not in message else f"set {KEY_VARIABLE} to one of the server's keys"
         return CanvasError(f"the server refused the request: {message}", key)
+
+
+def address(url: str | None) -> str:
+    """Return a server's address with its scheme, port and `/v1`. UsageError for a bad one."""
+    scheme, host, port = _parts(url)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def _parts(url: str | None) -> tuple[str, str, int]:
+    scheme, host, port = split_url(
+        url or f"127.0.0.1:{API_PORT}", ("http", "https"), "give http://host:port/v1"
+    )
+    return scheme, host, port or (443 if scheme == "https" else API_PORT)
 
 
 def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]]:

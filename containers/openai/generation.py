@@ -22,7 +22,7 @@ from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
 from canvasrt.containers.openai.response_formats import named_format
-from canvasrt.containers.openai.upstream import Answers, Upstream
+from canvasrt.containers.openai.upstream import Answers, Source
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
 
@@ -233,11 +233,11 @@ class Reply(ABC):
 
 
 class Run:
-    """One request while Triton answers it."""
+    """One request while the model answers it."""
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: Source,
         metrics: FrontMetrics,
         inputs: list[dict[str, Any]],
         parameters: Mapping[str, int | str],

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -46,6 +46,14 @@ _OPTIONS = [
 ]
 
 Stream = Any  # grpc.aio.StreamStreamCall
+
+
+class Source(Protocol):
+    """Where the events of requests come from: a Triton server, or a model in this process."""
+
+    def stream(
+        self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
+    ) -> AsyncGenerator[StreamEvent, None]: ...
 
 
 class Upstream:
@@ -170,7 +178,7 @@ class Answers:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: Source,
         requests: list[dict[str, Any]],
         parameters: Mapping[str, int | str] | None = None,
     ) -> None:

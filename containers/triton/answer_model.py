@@ -19,10 +19,9 @@ from canvasrt.containers.triton.sink import (
     CALL_PARAMETER,
     CANCEL_PARAMETER,
     FINAL,
-    describe,
     error_response,
 )
-from canvasrt.containers.triton.tickets import CANCEL_INTERVAL
+from canvasrt.containers.triton.tickets import CANCEL_INTERVAL, describe
 
 log = logging.getLogger(__name__)
 

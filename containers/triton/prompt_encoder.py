@@ -151,6 +151,9 @@ class PromptEncoder:
         return _made(*tokenizer.open_chat(chat, variables, prefix))
 
 
+SLOW = {"images", "grammar"}  # inputs that take long to read, however short
+
+
 def is_long(values: Mapping[str, Any]) -> bool:
     """Return whether reading a request's texts takes long enough to wait for."""
     return sum(len(value) for value in values.values() if isinstance(value, str | bytes)) > SHORT

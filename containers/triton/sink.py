@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 # Exists only inside Triton's Python backend.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
-from canvasrt.containers.tensors import ERROR_EVENT, HINT, OUTPUTS
-from canvasrt.containers.triton.tickets import Busy, Late, Overloaded
-from canvasrt.errors import CanvasError, EngineError
+from canvasrt.containers.tensors import ERROR_EVENT, OUTPUTS
+from canvasrt.containers.triton.tickets import describe
 
 if TYPE_CHECKING:  # the answer model's process needs no engines
     from canvasrt.containers.triton.replies import Replies, Reply
@@ -85,17 +84,6 @@ class ResponseSink:
             self._ended = True
         self.on_end()
         return True
-
-
-def describe(error: BaseException) -> tuple[str, str]:
-    """Return Triton's code for an error, and a message with its hint."""
-    if isinstance(error, EngineError):
-        return "INTERNAL", error.message
-    if isinstance(error, CanvasError):
-        codes = {Busy: "RESOURCE_EXHAUSTED", Late: "DEADLINE_EXCEEDED", Overloaded: "UNAVAILABLE"}
-        code = codes.get(type(error), "INVALID_ARG")
-        return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
-    return "INTERNAL", f"{type(error).__name__}: {error}"
 
 
 def error_response(code: str, message: str) -> Any:

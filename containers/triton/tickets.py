@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from canvasrt.errors import CanvasError
+from canvasrt.containers.tensors import HINT
+from canvasrt.errors import CanvasError, EngineError
 
 if TYPE_CHECKING:
     from canvasrt.runtime.request import Event
@@ -153,3 +154,14 @@ def fail(sink: Sink, error: BaseException) -> None:
         sink.fail(error)
     except Exception:
         log.exception("cannot send an error reply")
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """Return Triton's code for an error, and a message with its hint."""
+    if isinstance(error, EngineError):
+        return "INTERNAL", error.message
+    if isinstance(error, CanvasError):
+        codes = {Busy: "RESOURCE_EXHAUSTED", Late: "DEADLINE_EXCEEDED", Overloaded: "UNAVAILABLE"}
+        code = codes.get(type(error), "INVALID_ARG")
+        return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
+    return "INTERNAL", f"{type(error).__name__}: {error}"

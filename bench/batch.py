@@ -1,0 +1,112 @@
+"""`canvasrt batch` in this process, against 64 requests at a time over HTTP: the same questions on the same machine.
+
+The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The server is started beforehand;
+opening the engines in this process counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench import results
+from bench.serving import CLIENTS, family, usage
+from canvasrt.bundle import load_bundle
+from canvasrt.containers.batch.local import Local
+from canvasrt.containers.batch.run import run_batch
+from canvasrt.containers.batch.servers import Servers
+from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.package.package import repository_of
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.containers.serve.server import Server
+from canvasrt.defaults import ANSWER_TIMEOUT
+from canvasrt.errors import CanvasError
+from canvasrt.types import Json
+
+# Questions and output → answers all of them.
+Way = Callable[[Path, Path], object]
+
+
+def measure(bundle: Path, prompts: int = 10_000, rounds: int = 4, out: results.Out = None) -> None:
+    """Answer different questions both ways, in turns of a `rounds`-th of them, and compare the files."""
+    opened = load_bundle(bundle, kind="engines", check=False)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        repository = stack.enter_context(repository_of(opened))
+        server = stack.enter_context(Server(repository, ports=Ports(0, 0, 0), log=Path(os.devnull)))
+        options = FrontOptions(
+            port=0, log_level="WARNING", about={"digest": opened.manifest.digest}
+        )
+        front = stack.enter_context(FrontEnd.over(server, options))
+
+        def in_process(file: Path, answers: Path) -> None:
+            local = Local(opened.path)
+            run_batch(file, answers, 0, "bundle", local, CLIENTS)
+
+        def over_http(file: Path, answers: Path) -> None:
+            servers = Servers([front.url], "", ANSWER_TIMEOUT)
+            run_batch(file, answers, 0, "servers", servers, CLIENTS)
+
+        ways: dict[str, Way] = {"in process": in_process, f"{CLIENTS} over HTTP": over_http}
+        pids = [os.getpid(), *family(server.pid), *family(front.pid or 0)]
+        rows = [
+            row
+            for number in range(rounds)
+            for row in _round(ways, pids, folder, prompts // rounds, number)
+        ]
+    results.report({"rounds": rows, "throughput": _throughput(rows)}, out)
+
+
+def _round(
+    ways: Mapping[str, Way], pids: list[int], folder: Path, count: int, number: int
+) -> list[Json]:
+    """Return each way's answers per second, and CPU milliseconds per answer, clients included."""
+    file = folder / f"{number}.jsonl"
+    file.write_text("".join(map(_question, range(number * count, (number + 1) * count))))
+    rows, files = [], []
+    for way in list(ways) if number % 2 else list(reversed(ways)):
+        answers = folder / f"{number} {way}.jsonl"
+        before, begin = usage(), time.perf_counter()
+        ways[way](file, answers)
+        seconds, after = time.perf_counter() - begin, usage()
+        spent = sum(after[pid] - before[pid] for pid in pids)
+        files.append(answers.read_bytes())
+        rows.append(
+            {"way": way, "answers": count, "seconds": seconds, "CPU ms": 1e3 * spent / count}
+        )
+    if files[0] != files[1]:
+        raise CanvasError("the two ways gave different files", f"compare those in {folder}")
+    return rows
+
+
+def _question(number: int) -> str:
+    word = "".join(random.Random(number).sample("abcdefghijklmnopqrstuvwxyz", 8))
+    messages = [{"role": "user", "content": f"reverse {word}"}]
+    body = {"model": "canvasrt", "messages": messages}
+    line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+    return json.dumps(line) + "\n"
+
+
+def _throughput(rows: list[Json]) -> Json:
+    """Return answers per second of all rounds together, and the first way's over the second's: in wall time, and in CPU time, which
+    is the throughput of a machine whose cores are all busy.
+    """
+    seconds, spent = dict[str, float](), dict[str, float]()
+    for row in rows:
+        seconds[row["way"]] = seconds.get(row["way"], 0.0) + row["seconds"]
+        spent[row["way"]] = spent.get(row["way"], 0.0) + row["CPU ms"]
+    count = sum(row["answers"] for row in rows) / len(seconds)
+    ways = sorted(seconds, reverse=True)
+    local, remote = ways
+    return {
+        **{way: count / seconds[way] for way in ways},
+        "ratio": seconds[remote] / seconds[local],
+        "ratio by CPU time": spent[remote] / spent[local],
+    }

@@ -1,0 +1,114 @@
+"""`canvasrt batch`: answers a file of requests, in this process or by servers."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from canvasrt.cli.options import AsJson, Threads, argument, option, refuse
+from canvasrt.cli.prompt import AnswerTimeout
+from canvasrt.console import duration, emit, progress
+from canvasrt.defaults import ANSWER_TIMEOUT
+from canvasrt.errors import CanvasError, UsageError
+
+Questions = Annotated[
+    Path,
+    argument("QUESTIONS.jsonl", "Requests in the form of OpenAI's Batch API, one per line."),
+]
+Answers = Annotated[
+    Path,
+    option(
+        "-o, --out",
+        "ANSWERS.jsonl",
+        "The file for the answers. Errors go to ANSWERS.errors.jsonl; ANSWERS.jsonl.partial has what is done so far.",
+    ),
+]
+BundleDir = Annotated[
+    Path | None,
+    option("--bundle", "DIR", "Engines or graphs to run in this process, instead of a server."),
+]
+Urls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        show_default="this machine, port 8000",
+        help="An OpenAI-compatible server; may be given several times.",
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        "--seed", min=0, help="Decides, with its custom_id, the seed of a request that has none."
+    ),
+]
+Concurrency = Annotated[
+    int,
+    typer.Option(
+        "--concurrency",
+        metavar="N",
+        min=1,
+        help="Maximum number of requests under way.",
+    ),
+]
+
+
+def batch(
+    context: typer.Context,
+    questions: Questions,
+    out: Answers,
+    bundle: BundleDir = None,
+    url: Urls = None,
+    seed: Seed = 0,
+    concurrency: Concurrency = 64,
+    timeout: AnswerTimeout = ANSWER_TIMEOUT,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a file of requests. Interrupted, the same command goes on where it was.
+
+    Example: canvasrt batch questions.jsonl --bundle engines -o answers.jsonl
+    """
+    from canvasrt.containers.batch.run import run_batch
+
+    if bundle is not None:
+        if url:
+            raise UsageError("--bundle does not go with --url", "give one of them")
+        refuse(context, ("timeout",), "does not go with --bundle", "leave it out")
+        answerer = _of_bundle(bundle, threads)
+        source = answerer.digest
+    else:
+        refuse(context, ("threads",), "does not support servers", "leave it out")
+        answerer, source = _of_servers(url or [], timeout), "servers"
+    begin = time.monotonic()
+    with progress(rate=True):
+        done = run_batch(questions, out, seed, source, answerer, concurrency)
+    seconds = time.monotonic() - begin
+    data = {"answers": done.answers, "errors": done.errors, "seconds": round(seconds, 3)}
+    text = f"{done.answers} answers in {out}, {duration(seconds)}"
+    emit(data, lambda shown: shown.print(text))
+    if done.errors:
+        raise CanvasError(
+            f"{done.errors} of {done.answers + done.errors} requests failed",
+            f"see {done.outputs.errors}",
+        )
+
+
+def _of_bundle(bundle: Path, threads: int | None) -> Any:
+    from canvasrt.extras import require
+
+    require("fastapi", "serve")
+    from canvasrt.containers.batch.local import Local
+
+    return Local(bundle, threads)
+
+
+def _of_servers(urls: list[str], timeout: float) -> Any:
+    from canvasrt.containers.batch.servers import Servers
+    from canvasrt.containers.client.openai import KEY_VARIABLE
+
+    return Servers(urls or ["127.0.0.1"], os.environ.get(KEY_VARIABLE, ""), timeout)

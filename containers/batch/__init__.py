@@ -1,0 +1,1 @@
+"""Whole files of requests, in the form of OpenAI's Batch API."""

@@ -1,0 +1,186 @@
+"""Answers requests with a bundle in this process, by the front end's parsing and rendering and without Triton."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from canvasrt.bundle import load_bundle
+from canvasrt.containers.batch.lines import Line
+from canvasrt.containers.batch.run import Reply
+from canvasrt.containers.openai.app import ENDPOINTS
+from canvasrt.containers.openai.body import Ignored, read_body
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.generation import Run, Served, answer_inputs
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.upstream import triton_error
+from canvasrt.containers.tensors import ANSWERS, INPUTS, OUTPUTS, StreamEvent
+from canvasrt.containers.triton.grammar import prepare_grammars
+from canvasrt.containers.triton.inputs import check_shapes
+from canvasrt.containers.triton.options import ModelOptions
+from canvasrt.containers.triton.preparing import Preparing
+from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
+from canvasrt.containers.triton.replies import Replies
+from canvasrt.containers.triton.request import read_request
+from canvasrt.containers.triton.tickets import Ticket, describe
+from canvasrt.containers.triton.warm_up import warmed_up
+from canvasrt.containers.triton.worker import Worker
+from canvasrt.defaults import MAX_BATCH
+from canvasrt.errors import EngineError
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.prefix import PrefixCache
+from canvasrt.runtime.request import Event
+from canvasrt.runtime.tokenizer import Tokenizer
+
+_PAUSE = 0.1  # seconds
+_ENDPOINTS = {each.path: each for each in ENDPOINTS}
+
+
+class Local:
+    """A model in this process, which is open while this is entered as an asynchronous context manager."""
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        """`path`: an engine bundle or graphs. CanvasError for one that is damaged, or that cannot run here."""
+        bundle = load_bundle(path, check=False)
+        self.digest = bundle.manifest.digest
+        self._max_batch = int(bundle.manifest.options.get("max_batch") or MAX_BATCH)
+        self._bundle, self._options = bundle, ModelOptions(threads=threads)
+        self._metrics = FrontMetrics()
+        self._lost: EngineError | None = None
+
+    async def __aenter__(self) -> Local:
+        bundle, options = self._bundle, self._options
+        model = self._model = open_model(bundle.path, options.threads)
+        warmed_up(model, proves=True)
+        tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
+        if tokenizer is not None:
+            prepare_grammars(model, tokenizer)
+        prefixes = PrefixCache(model, options.prefix_cache * 2**20)
+
+        def make() -> Generator:
+            prefixes.clear()  # what a failed pass wrote is not known
+            return Generator(model, self._max_batch, prefixes)
+
+        self._encoder = PromptEncoder(tokenizer, model.max_context)
+        self._served = Served(max_context=model.max_context, fingerprint=f"fp_{self.digest[:12]}")
+        self._preparing = Preparing()
+        self._worker = Worker(make, lost=self._lose)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._preparing.close()
+        self._worker.close()
+
+    async def ask(self, line: Line) -> Reply:
+        """Return the reply that a server would give. EngineError when no pass can succeed any more."""
+        while True:
+            reply = await self._reply(line)
+            if self._lost is not None and (reply.status or 0) >= 500:
+                raise self._lost
+            if reply.status != 503:
+                return reply
+            await asyncio.sleep(_PAUSE)  # the worker is about to say why
+
+    async def _reply(self, line: Line) -> Reply:
+        endpoint = _ENDPOINTS[line.url]
+        ignored = Ignored()
+        try:
+            body = read_body(endpoint.body, line.body, ignored)
+            try:
+                asked = endpoint.parse(body)
+                inputs = answer_inputs(asked, self._served)
+                seed = inputs[0]["seed"] if inputs else 0
+                reply = endpoint.reply(body, asked, seed, self._served)
+                run = Run(self, self._metrics, inputs, {}, asked, reply, endpoint.path)
+                return Reply(200, await run.whole())
+            except ApiError as error:
+                raise endpoint.renamed(error) from error
+        except ApiError as error:
+            return Reply(error.status, error.to_json())
+
+    async def stream(
+        self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """Yield the last event of one request; closing the iterator cancels it. ApiError when it fails."""
+        arrays = {
+            name: INPUTS[name].encode(value) for name, value in inputs.items() if value is not None
+        }
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Queue[dict[str, Any] | BaseException] = asyncio.Queue()
+        sink = _Sink(lambda end: loop.call_soon_threadsafe(ended.put_nowait, end))
+        try:
+            check_shapes(
+                {name: each.shape for name, each in arrays.items()}, self._model.max_context
+            )
+            ticket = self._worker.take_ticket("", sink)
+            answers = int((parameters or {}).get(ANSWERS, 1))
+            submit = partial(self._submit, arrays, answers, sink, ticket)
+            if is_long(inputs) or not SLOW.isdisjoint(inputs):
+                self._preparing.submit(uuid.uuid4().hex, submit, sink.fail)
+            else:
+                submit()
+            end = await ended.get()
+            if isinstance(end, EngineError) and end.fatal:
+                self._lost = end  # before the worker says so
+            if isinstance(end, BaseException):
+                raise end
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise triton_error(*describe(error)) from error
+        finally:
+            sink.ended = True
+        yield StreamEvent(
+            **{
+                name: OUTPUTS[name].decode(OUTPUTS[name].encode(value))
+                for name, value in end.items()
+            }
+        )
+
+    def _submit(self, arrays: Mapping[str, Any], answers: int, sink: _Sink, ticket: Ticket) -> None:
+        """Prepare a request and queue it. Returns its ticket unless it is queued."""
+        try:
+            served = read_request(
+                arrays, self._model, self._encoder, self._options, "", answers, only_final=True
+            )
+        except BaseException:
+            ticket.leave()
+            raise
+        sink.replies = served.replies
+        self._worker.submit(served.request, ticket)
+
+    def _lose(self, error: EngineError) -> None:
+        self._lost = error
+
+
+class _Sink:
+    """Hands over how one request ended: the last reply, or an error."""
+
+    def __init__(self, end: Callable[[dict[str, Any] | BaseException], object]) -> None:
+        self._end = end
+        self.replies: Replies | None = None
+        self.ended = False
+
+    def event(self, event: Event) -> None:
+        assert self.replies is not None
+        if self.ended:  # by a stop string, before the generator finished
+            return
+        replies = self.replies.replies(event)
+        self.ended = self.replies.ended
+        if self.ended and replies:
+            self._end(replies[-1])
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error."""
+        if not self.ended:
+            self.ended = True
+            self._end(error)
+
+    def cancelled(self) -> bool:
+        """Return whether nobody waits for the result."""
+        return self.ended

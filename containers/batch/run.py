@@ -1,0 +1,112 @@
+"""Runs the requests of a file side by side, and keeps every answer as soon as it is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from canvasrt.containers.batch.journal import Journal, Outputs
+from canvasrt.containers.batch.lines import Line, read_lines
+from canvasrt.containers.batch.steady import steady
+from canvasrt.progress import report
+
+ATTEMPTS = 5  # for a request that fails through no fault of its own
+_WHAT = "answering"
+
+
+class Reply(NamedTuple):
+    """A status and a body; without a status, `body` says why there is none."""
+
+    status: int | None
+    body: Any
+
+
+class Answerer(Protocol):
+    """Answers requests: servers, or a model in this process."""
+
+    async def ask(self, line: Line) -> Reply: ...
+
+
+Opens = AbstractAsyncContextManager[Answerer]
+
+
+class Done(NamedTuple):
+    """A finished batch."""
+
+    answers: int
+    errors: int
+    outputs: Outputs
+
+
+def run_batch(
+    file: Path, out: Path, seed: int, source: str, answerer: Opens, concurrency: int
+) -> Done:
+    """Answer all requests of `file` that `out` has no answer to, then write `out` and its error file.
+
+    `source` identifies the answerer's model.
+    CanvasError before any work if the file is wrong, or `out` was begun with other options.
+    """
+    lines, digest = read_lines(file, seed)
+    outputs = Outputs.of(out)
+    with Journal(outputs, {"input": digest, "seed": seed, "model": source}) as journal:
+        todo = sorted(
+            (each for each in lines if each not in journal), key=lambda each: each.beginning
+        )
+        report(_WHAT, len(journal), len(lines))
+        if todo:
+            asyncio.run(_answer(todo, answerer, journal, concurrency, len(lines)))
+        errors = journal.finish()
+    return Done(len(lines) - errors, errors, outputs)
+
+
+async def _answer(
+    todo: list[Line], answerer: Opens, journal: Journal, concurrency: int, total: int
+) -> None:
+    """Answer requests in this order, up to `concurrency` at a time."""
+    rest: Iterable[Line] = iter(todo)
+    done = total - len(todo)
+
+    async def work(opened: Answerer) -> None:
+        nonlocal done
+        for line in rest:
+            reply = await _asked(opened, line)
+            journal.add(line, entry_of(line, reply), reply.status != 200)
+            done += 1
+            report(_WHAT, done, total)
+
+    async with answerer as opened:
+        tasks = [asyncio.create_task(work(opened)) for _ in range(min(concurrency, len(todo)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _asked(answerer: Answerer, line: Line) -> Reply:
+    """Return the reply to a request, which is asked again when a server failed."""
+    for _ in range(ATTEMPTS):
+        reply = await answerer.ask(line)
+        if reply.status is not None and reply.status < 500:
+            break
+    return reply
+
+
+def entry_of(line: Line, reply: Reply) -> Mapping[str, Any]:
+    """Return a line of the output, or of the error file."""
+    response = error = None
+    if reply.status is None:
+        error = {"code": "no_response", "message": reply.body}
+    else:
+        body = steady(reply.body, line.key)
+        response = {"status_code": reply.status, "request_id": line.request_id, "body": body}
+    return {
+        "id": f"batch_req_{line.key}",
+        "custom_id": line.custom_id,
+        "response": response,
+        "error": error,
+    }

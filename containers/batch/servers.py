@@ -1,0 +1,147 @@
+"""Asks OpenAI-compatible servers, and waits for those that are down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from canvasrt.containers.batch.lines import Line
+from canvasrt.containers.batch.run import Reply
+from canvasrt.containers.client.openai import KEY_VARIABLE, address
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
+
+_FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds until a server that is down is asked again
+PATIENCE = 600.0  # seconds in which all servers are down, after which a batch ends
+_SHOWN = 200  # characters of a reply that is not JSON
+
+
+@dataclass
+class _Server:
+    """A server: `root` is its address without /v1. Times are those of `time.monotonic`."""
+
+    root: str
+    in_flight: int = 0
+    down_since: float | None = None
+    rests_until: float = 0.0
+    rest: float = _FIRST_REST
+
+    def up(self) -> None:
+        """Note that it has answered."""
+        self.down_since, self.rest = None, _FIRST_REST
+
+    def down(self, now: float, least: float) -> None:
+        """Let it rest; twice as long as the last time, if it has not answered since."""
+        if now >= self.rests_until:  # else another request has noticed
+            self.down_since = now if self.down_since is None else self.down_since
+            self.rests_until = now + max(self.rest, least)
+            self.rest = min(2 * self.rest, _LONGEST_REST)
+
+
+class Servers:
+    """Several servers of the same model, as an asynchronous context manager."""
+
+    def __init__(self, urls: Sequence[str], key: str, timeout: float) -> None:
+        """`urls` are those of OpenAI's clients. UsageError for a bad one."""
+        self._servers = [_Server(address(url).removesuffix("/v1")) for url in urls]
+        self._key, self._timeout = key, timeout
+        self._http: Any = require("aiohttp", "serve")
+
+    async def __aenter__(self) -> Servers:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._session = self._http.ClientSession(
+            headers=headers,
+            timeout=self._http.ClientTimeout(self._timeout, sock_connect=10),
+            connector=self._http.TCPConnector(limit=0),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    async def ask(self, line: Line) -> Reply:
+        """Return the reply of the server with the fewest requests, once one takes the line.
+
+        CanvasError when a server refuses the key, or when all are down for too long.
+        """
+        while True:
+            server = await self._next()
+            server.in_flight += 1
+            try:
+                reply, wait = await self._post(server, line)
+            except self._http.ClientConnectorError as error:  # nothing was sent
+                server.down(time.monotonic(), 0.0)
+                self._check_patience(str(error))
+                continue
+            except (self._http.ClientError, TimeoutError) as error:
+                server.down(time.monotonic(), 0.0)
+                why = str(error) or f"no answer within {self._timeout:g} s"
+                return Reply(None, f"{server.root}: {why}")
+            finally:
+                server.in_flight -= 1
+            if reply.status == 503:
+                server.down(time.monotonic(), wait)
+                self._check_patience(_message(reply.body))
+                continue
+            server.up()
+            if reply.status == 429:
+                await asyncio.sleep(max(wait, _FIRST_REST))
+                continue
+            if reply.status in (401, 403):
+                raise CanvasError(
+                    f"{server.root} refused the request: {_message(reply.body)}",
+                    f"set {KEY_VARIABLE} to one of the server's keys, and repeat the command",
+                )
+            return reply
+
+    async def _next(self) -> _Server:
+        """Return the server with the fewest requests, once one need not rest."""
+        while True:
+            now = time.monotonic()
+            if ready := [each for each in self._servers if each.rests_until <= now]:
+                return min(ready, key=lambda each: each.in_flight)
+            await asyncio.sleep(min(each.rests_until for each in self._servers) - now)
+
+    async def _post(self, server: _Server, line: Line) -> tuple[Reply, float]:
+        """Return a server's reply, and the seconds after which it wants to be asked again."""
+        async with self._session.post(
+            server.root + line.url,
+            data=line.body,
+            headers={"X-Request-Id": line.request_id},
+            allow_redirects=False,
+        ) as reply:
+            text = await reply.text(errors="replace")
+            try:
+                body = json.loads(text)
+            except ValueError:
+                body = {"error": {"message": text[:_SHOWN], "type": "server_error"}}
+            wait = reply.headers.get("Retry-After", "")
+            return Reply(reply.status, body), float(wait) if wait.isdigit() else 0.0
+
+    def _check_patience(self, why: str) -> None:
+        since = [each.down_since for each in self._servers]
+        begun = max((each for each in since if each is not None), default=0.0)
+        if None not in since and time.monotonic() - begun > PATIENCE:
+            raise CanvasError(
+                f"no server has taken a request for {PATIENCE:g} s: {why}",
+                "start one, and repeat the command: it goes on from here",
+            )
+
+
+def _message(body: Any) -> str:
+    try:
+        return str(body["error"]["message"])
+    except (KeyError, TypeError):
+        return str(body)[:_SHOWN]

@@ -1,0 +1,222 @@
+"""`canvasrt batch` in process and over HTTP: the same file from both, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.cli.app import run as canvasrt
+from canvasrt.containers.batch import servers
+from canvasrt.containers.batch.journal import Outputs
+from canvasrt.containers.batch.local import Local
+from canvasrt.containers.batch.run import Done, run_batch
+from canvasrt.containers.batch.servers import Servers
+from canvasrt.containers.client.openai import KEY_VARIABLE
+from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.containers.serve.server import Server
+from canvasrt.errors import CanvasError, EngineError
+from canvasrt.runtime.generator import Generator
+from tests.helpers.batches import chat, count_done, line, write
+from tests.helpers.serving import eventually, needs_triton
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+QUESTION = {"type": "predicate", "instructions": "Is it even?"}
+ASKED = ({"input": "12", "questions": [QUESTION]}, {"input": [], "questions": []})
+TEXTS = [f"{word} {number}" for number in range(4) for word in ("shuffle", "reverse", "12+34=")]
+REQUESTS = [
+    chat("plain"),
+    chat("two answers", n=2, logprobs=True, top_logprobs=2, seed=5),
+    chat("stop", stop=["e", "a"], max_tokens=40),
+    chat("schema", response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, max_tokens=20),
+    chat("hot", temperature=-1),
+    chat("long", max_tokens=2**30),
+    chat("unknown field", nothing=1),
+    line("text", "/v1/completions", prompt=["ab", "cd"], max_tokens=6, max_denoising_steps=2),
+    line("ids", "/v1/completions", prompt=[2, 5, 6], max_tokens=6, max_denoising_steps=2),
+    line("decision", "/v1/decisions", **ASKED[0]),
+    line("no decision", "/v1/decisions", **ASKED[1]),
+    line("response", "/v1/responses", input="12+34=", max_output_tokens=6, max_denoising_steps=2),
+    line("infill", "/v1/infill", text="The {3} sat.", max_denoising_steps=2),
+    line("one", "/v1/systemone", state="12", questions={"q": {"type": "noul", "instructions": "Even?"}}),
+]  # fmt: skip
+WRONG = ("hot", "long", "no decision")
+
+
+def asked(file: Path, name: str, opened: Any, at_once: int = 8) -> tuple[Done, list[Path]]:
+    """A finished batch, and its files."""
+    done = run_batch(file, file.with_name(name), 0, "model", opened, at_once)
+    return done, list(done.outputs[:2])
+
+
+def over(*fronts: FrontEnd) -> Servers:
+    return Servers([each.url for each in fronts], "", 60)
+
+
+@needs_triton
+def test_the_same_file_in_process_and_over_http(
+    tmp_path: Path, engines: Bundle, front: FrontEnd
+) -> None:
+    file = write(tmp_path, *REQUESTS)
+    done, local = asked(file, "local.jsonl", Local(engines.path, 1))
+    assert (done.answers, done.errors) == (len(REQUESTS) - len(WRONG), len(WRONG))
+    told = [[json.loads(each) for each in path.read_text().splitlines()] for path in local]
+    assert [each["custom_id"] for each in told[1]] == list(WRONG)
+    assert {each["response"]["status_code"] for each in told[1]} == {400}
+    order = [each["custom_id"] for each in REQUESTS if each["custom_id"] not in WRONG]
+    assert [each["custom_id"] for each in told[0]] == order
+    answers = {each["custom_id"]: each["response"]["body"] for each in told[0]}
+    assert json.loads(answers["schema"]["choices"][0]["message"]["content"])["n"] in (1, 2)
+    files = [path.read_text() for path in local]
+    # The fixture's front end was told another build of the model.
+    mine, other = f"fp_{engines.manifest.digest[:12]}", "fp_0123456789ab"
+    for at_once in (1, 8):
+        _, remote = asked(file, f"remote{at_once}.jsonl", over(front), at_once)
+        assert [path.read_text().replace(other, mine) for path in remote] == files
+    _, again = asked(file, "again.jsonl", Local(engines.path, 2), 1)
+    assert [path.read_text() for path in again] == files
+
+
+class Killed:
+    """A batch in a thread, over servers that die and come back on their ports."""
+
+    def __init__(self, file: Path, *urls: str) -> None:
+        self.outputs = Outputs.of(file.with_name("killed.jsonl"))
+        self.error: Exception | None = None
+        self._call = (file, self.outputs.answers, 0, "model", Servers(urls, "", 60), 2)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(120)
+        assert self.finished
+
+    def _run(self) -> None:
+        try:
+            run_batch(*self._call)  # type: ignore[arg-type]
+        except CanvasError as error:
+            self.error = error
+
+
+@needs_triton
+def test_a_server_that_dies_and_comes_back(tmp_path: Path, server: Server, front: FrontEnd) -> None:
+    slow = {"max_denoising_steps": 40, "stability_threshold": 10_000, "max_tokens": 40}
+    file = write(tmp_path, *(chat(text, content=text, **slow) for text in TEXTS))
+    _, (expected, _) = asked(file, "expected.jsonl", over(front))
+    options = FrontOptions(port=0, about={"digest": "0123456789abcdef"})
+    with FrontEnd.over(server, options) as first:
+        port = first.port
+        batch = Killed(file, first.url)
+        assert eventually(lambda: count_done(batch.outputs) >= 2)
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+    assert not batch.finished
+    with FrontEnd.over(server, FrontOptions(port=port, about=options.about)):
+        batch.join()
+    assert batch.error is None
+    assert batch.outputs.answers.read_bytes() == expected.read_bytes()
+
+
+@needs_triton
+def test_others_take_over_and_none_ends_it(
+    tmp_path: Path, front: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
+    dead = "http://127.0.0.1:9"
+    done, _ = asked(file, "one.jsonl", Servers([dead, front.url], "", 60))
+    assert (done.answers, done.errors) == (len(TEXTS), 0)
+    monkeypatch.setattr(servers, "PATIENCE", 0.1)
+    with pytest.raises(
+        CanvasError, match=r"no server has taken a request .*127\.0\.0\.1:9"
+    ) as error:
+        asked(file, "none.jsonl", Servers([dead], "", 60))
+    assert "goes on" in error.value.hint
+
+
+@needs_triton
+def test_a_key_is_sent_and_a_wrong_one_ends_it(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, *(chat(text) for text in TEXTS[:3]))
+    monkeypatch.setenv(KEY_VARIABLE, "right")
+    out = tmp_path / "out.jsonl"
+    with FrontEnd.over(server, FrontOptions(port=0, keys=("right",), max_key_requests=1)) as front:
+        with pytest.raises(CanvasError, match="refused the request: Incorrect API key"):
+            asked(file, "out.jsonl", Servers([front.url], "wrong", 60))
+        # The output goes on; requests beyond the key's limit wait.
+        Outputs.of(out).journal.unlink()
+        assert canvasrt(["batch", str(file), "-o", str(out), "--url", front.url]) == 0
+    assert len(out.read_text().splitlines()) == 3
+
+
+def test_failed_passes(tmp_path: Path, engines: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails is repeated; engines that fail for good end the batch, and lose nothing."""
+    file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
+    _, (expected, _) = asked(file, "expected.jsonl", Local(engines.path, 1))
+    step, passes, fatal = Generator._denoise, 0, False
+
+    def fails(self: Generator) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 3:
+            raise EngineError("the device is lost", fatal=fatal)
+        return step(self)
+
+    monkeypatch.setattr(Generator, "_denoise", fails)
+    _, (repeated, errors) = asked(file, "repeated.jsonl", Local(engines.path, 1))
+    assert repeated.read_bytes() == expected.read_bytes()
+    assert not errors.exists()
+    passes, fatal = 0, True
+    with pytest.raises(EngineError, match="the device is lost"):
+        asked(file, "lost.jsonl", Local(engines.path, 1))
+    _, (gone_on, _) = asked(file, "lost.jsonl", Local(engines.path, 1))
+    assert gone_on.read_bytes() == expected.read_bytes()
+
+
+def test_the_command(tmp_path: Path, engines: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = write(tmp_path, chat("good"), chat("bad", temperature=-1)), tmp_path / "out.jsonl"
+    command = ["batch", str(file), "-o", str(out), "--bundle", str(engines.path), "--threads", "1"]
+    assert canvasrt([*command, "--json"]) == 1
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert (told["answers"], told["errors"]) == (1, 1)
+    assert "error: 1 of 2 requests failed" in captured.err
+    assert "out.errors.jsonl" in captured.err
+    assert canvasrt(command) == 1
+    assert "out.jsonl exists" in capsys.readouterr().err
+
+
+@pytest.mark.acceptance
+def test_killed_at_any_line(tmp_path: Path, engines: Bundle) -> None:
+    file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
+    _, (expected, _) = asked(file, "expected.jsonl", Local(engines.path, 1))
+    outputs = Outputs.of(tmp_path / "out.jsonl")
+    command = [sys.executable, "-m", "canvasrt", "batch", str(file), "-o", str(outputs.answers)]
+    command += ["--bundle", str(engines.path), "--threads", "1"]
+    rng, killed = random.Random(4), 0
+    while not outputs.answers.exists():
+        least = count_done(outputs) + rng.randint(1, 4)
+        signals = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                if count_done(outputs) >= least:
+                    process.send_signal(signals[killed % 3])
+                    killed += 1
+                    break
+        assert process.returncode in (0, -9, 130, 143)
+    assert killed >= 3
+    assert outputs.answers.read_bytes() == expected.read_bytes()
