@@ -256,8 +256,7 @@ class Server:
             self._guard.check()
 
     def check_progress(self, limit: float) -> None:
-        """Raise StalledError when a process is stopped, or when there was no progress for `limit`
-        seconds: no step of the engines, or no answer of Triton."""
+        """Raise StalledError for a stopped process, or `limit` seconds without a step or an answer of Triton."""
         if self._stall is None or self._process is None:
             return
         if how := self._stall.stalled({*self._models, self._process.pid}, limit):

@@ -85,7 +85,7 @@ def calibrate(
     # It has what the generator asks of a `Model`, for requests without pictures.
     saved = SavedSweeps(room / "sweeps", device_here())
     network: Any = StreamedNetwork(weights, work.together, saved)
-    steps = _generate(Generator(network, work.together), prompts, work)
+    steps = _generate(network, prompts, work)
     observed = network.observed
     amax = {name: float(observed.amax[name]) for name in names}
     cached = {
@@ -99,8 +99,9 @@ def calibrate(
     )
 
 
-def _generate(generator: Generator, prompts: Iterable[Request], work: Workload) -> list[int]:
-    """Run all prompts, as many at a time as the generator takes; return the passes at each step of the schedule."""
+def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[int]:
+    """Run all prompts, `work.together` at a time; return the passes at each step of the schedule."""
+    generator = Generator(network, work.together)
     steps: list[int] = []
     waiting = iter(prompts)
     left: dict[int, int] = {}  # passes of the running requests, if none stops early
@@ -111,7 +112,7 @@ def _generate(generator: Generator, prompts: Iterable[Request], work: Workload) 
         if not left:
             return steps
         # Repeated sweeps take no time: the time left would be too short if they counted.
-        if not generator.model.is_repeating:
+        if not network.is_repeating:
             report("calibrating", done, work.passes)
         for event in generator.step():
             if isinstance(event, Draft):
