@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _BASE = 600 * 10**6
 # Tokens that run through a layer together (export/quantize/network.py), and float32 tensors of a canvas by the vocabulary
 # that the head has at a time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
-# Of a large product's rate, what a sweep's smaller ones reach; and bytes per second that are widened.
+# Of a large product's rate, what a sweep's smaller ones reach; and bytes per second that a CPU widens.
 _EFFICIENCY, _WIDENED = 0.75, 3e9
 _SMALL = 10**8
 
@@ -41,8 +42,8 @@ class CalibrationNeeds:
     def seconds(self) -> int:
         """Return the time that it takes here if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
-        weights = self.read / _bytes_per_second(self.source) + self.widened / _WIDENED
-        return round(done + weights)
+        widening = 0.0 if _device() == "cuda" else self.widened / _WIDENED
+        return round(done + self.read / _bytes_per_second(self.source) + widening)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--dry-run` prints."""
@@ -52,6 +53,7 @@ class CalibrationNeeds:
             "sweeps": self.work.sweeps,
             "memory": self.memory,
             "disk": self.disk,
+            "seconds": self.seconds(),
         }
 
 
@@ -99,13 +101,16 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
     )
     clean = 2 * work.tokens * sum(each.active for each in layers)
     every = [*layers, head]
+    groups = -(
+        -work.together * canvas // _TOGETHER
+    )  # weights are widened once for every group of tokens
     return CalibrationNeeds(
         work,
         _BASE + room + activations + work.cached + states,
         2 * work.cached + states,
         work.passes * each_pass + clean,
         work.sweeps * sum(each.stored for each in every),
-        work.sweeps * sum(each.numbers for each in every) * 4,
+        work.sweeps * groups * sum(each.numbers for each in every) * 4,
         path,
     )
 
@@ -134,10 +139,13 @@ def _layer(model: ModelConfig, index: int, width: int) -> _Part:
     return _Part.of(sizes, model.top_k_experts / model.num_experts, width)
 
 
+def _device() -> str:
+    return "cuda" if require("torch", "export").cuda.is_available() else "cpu"
+
+
 def _flops_per_second() -> float:
     """Measure a large product in float32, where a calibration would run it."""
-    torch = require("torch", "export")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch, device = require("torch", "export"), _device()
     rows, size = (8192, 8192) if device == "cuda" else (1024, 2048)
     one, other = torch.ones(rows, size, device=device), torch.ones(size, size, device=device)
 
@@ -150,13 +158,14 @@ def _flops_per_second() -> float:
 
 
 def _bytes_per_second(folder: Path) -> float:
-    """Measure reading from the largest file of a folder, in several places."""
+    """Measure reading from the largest file of a folder, in several places, and not what memory holds of it."""
     file = max(
         (each for each in folder.iterdir() if each.is_file()), key=lambda each: each.stat().st_size
     )
     size, piece, read = file.stat().st_size, 1 << 25, 0
     start = time.perf_counter()
     with file.open("rb", buffering=0) as handle:
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for place in range(8):
             handle.seek(size * place // 8)
             read += len(handle.read(piece))

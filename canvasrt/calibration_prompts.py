@@ -4,8 +4,9 @@ by line."""
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from canvasrt.checkpoints import locate as checkpoints
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
-from canvasrt.defaults import MAX_CONTEXT
+from canvasrt.defaults import MAX_CONTEXT, PREFILL_CHUNK
 from canvasrt.errors import CanvasError
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe
 from canvasrt.runtime.request import Request
@@ -107,6 +108,9 @@ class CalibrationPrompts:
     def check(self) -> Workload:
         """Check all requests and sum their work. CanvasError names the file and the invalid line."""
         passes: list[int] = []
+        chains: list[
+            int
+        ] = []  # sweeps of a request: one per pass, in which its last tokens are encoded, too
         longest = tokens = 0
         for number, request in self._requests():
             self._validate(number, request)
@@ -114,6 +118,7 @@ class CalibrationPrompts:
             tokens += len(request.prompt_token_ids) + answer
             longest = max(longest, len(request.prompt_token_ids) + answer)
             passes.append(most_passes(request, self.config))
+            chains.append((len(request.prompt_token_ids) - 1) // PREFILL_CHUNK + passes[-1])
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
         # Lines beyond the recipe's number do not run, but a broken file is still an error.
@@ -121,7 +126,7 @@ class CalibrationPrompts:
             self._parse(number, line)
         each = cache_bytes(self.config, longest)
         together = max(1, min(len(passes), CACHE_BYTES // each))
-        sweeps = max(max(passes), -(-sum(passes) // together))
+        sweeps = _most_sweeps(chains, together)
         return Workload(len(passes), together, together * each, sum(passes), sweeps, tokens)
 
     @property
@@ -214,6 +219,14 @@ class CalibrationPrompts:
 
     def _wrong(self, number: int, message: str, hint: str = _HINT) -> CanvasError:
         return CanvasError(f"{self.file}, line {number}: {message}", hint)
+
+
+def _most_sweeps(chains: Sequence[int], together: int) -> int:
+    """Return the sweeps of requests that take these many, `together` at a time: the next starts when one ends."""
+    ends = [0] * together
+    for chain in chains:
+        heapq.heappush(ends, heapq.heappop(ends) + chain)
+    return max(ends)
 
 
 @lru_cache(1)  # a large one takes a second

@@ -76,12 +76,13 @@ def _show_plans(plans: Sequence[Plan]) -> None:
 def _why_not(plan: Plan) -> tuple[str | None, str | None]:
     """Return why the plan would be refused, and the way out. For a target that this machine builds but cannot run, return that
     alone."""
-    from canvasrt.build.checks import check_plan, what_fits
+    from canvasrt.build.checks import check_plan, check_space, what_fits
     from canvasrt.errors import CanvasError
     from canvasrt.machine import memory_bytes
 
     try:
         check_plan(plan)
+        check_space([plan])
     except CanvasError as error:
         return error.message, error.hint
     here = memory_bytes()

@@ -44,6 +44,7 @@ def test_a_dry_run_says_what_would_fit(
     run."""
     monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
+    monkeypatch.setattr(checks, "check_disk", lambda needed: None)
     plans = [released("rtx-4090", "fp8"), released("cpu", "fp32"), released("cpu", "int4", 4096, 1)]
     choose_json(True)
     cli._show_plans(plans)
@@ -59,6 +60,14 @@ def test_a_dry_run_says_what_would_fit(
     assert "up to 4 requests of 32768 tokens at once" in shown
     assert "up to 1 request of 4096 tokens at once" in shown
     assert shown.count("hint       this would fit: --precision int4") == 1
+
+
+def test_a_dry_run_looks_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    not_here, hint = cli._why_not(released("cpu", "int4", 4096, 1))
+    assert "only 1.0 GB are free" in str(not_here)
+    assert "CANVASRT_CACHE" in str(hint)
 
 
 # An FP8 checkpoint of the released model, which cannot become anything else.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from canvasrt.calibration_prompts import _most_sweeps
 from canvasrt.cli.app import run
 from tests.helpers.reference import Pair
 
@@ -77,3 +78,13 @@ def test_wrong_files(
     file.write_text(content)
     assert run(["verify", str(demo.bundle), "--decisions", str(file)]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("chains", "together", "sweeps"),
+    [([48], 4, 48), ([48] * 4, 2, 96), ([48, 49, 48], 2, 96), ([10, 10, 30], 2, 40)],
+)
+def test_sweeps_are_counted_as_requests_follow_each_other(
+    chains: list[int], together: int, sweeps: int
+) -> None:
+    assert _most_sweeps(chains, together) == sweeps
