@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder, is_long
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.sink import CALL_PARAMETER, CANCEL_PARAMETER, FINAL, ResponseSink
+from canvasrt.containers.triton.start import open_all
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
 from canvasrt.containers.triton.tokenize import tokenized
 from canvasrt.containers.triton.workers import Workers
@@ -52,8 +51,6 @@ from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # packages that exist import both from here
 
-log = logging.getLogger(__name__)
-
 _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
 _SLOW = {"images", "grammar"}  # inputs that take long to read, however short
 
@@ -67,8 +64,9 @@ class StreamModel:
         # `engines` is relative to the model repository, the parent of this model's folder.
         engines = Path(args["model_repository"]).parent / parameters["engines"]
         options = ModelOptions.from_environment(os.environ)
-        models = [
-            open_model(
+
+        def open_one(number: int) -> Model:
+            return open_model(
                 engines,
                 threads=options.threads,
                 check=not number,
@@ -76,12 +74,11 @@ class StreamModel:
                 max_context=options.max_model_len,
                 gpu=number,
             )
-            for number in range(int(os.environ.get(GPUS_VARIABLE, 1)))
-        ]
-        # The later ones take what the first one compiled.
-        evidence = [_warmed_up(model, options.share_passes == "auto") for model in models]
-        if evidence[0] and EVIDENCE_VARIABLE in os.environ:
-            Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence[0]), "utf-8")
+
+        count = int(os.environ.get(GPUS_VARIABLE, 1))
+        models, evidence = open_all(open_one, count, options.share_passes == "auto")
+        if evidence and EVIDENCE_VARIABLE in os.environ:
+            Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence), "utf-8")
         self._model = models[0]  # all have the same limits
         bundle = load_bundle(engines, check=False)  # open_model has checked it
         manifest = bundle.manifest
@@ -200,25 +197,6 @@ class StreamModel:
             raise
         sink.replies = served.replies
         self._worker.submit(served.request, ticket)
-
-
-def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
-    """Run every shape of a model's passes. On a GPU that takes several requests, and with `proves`, find out whether they may
-    share passes; return what was found."""
-    if not proves or model.rows_apart is False or (model.max_batch or 1) == 1:
-        model.warm_up()
-        return {}
-    from canvasrt.runtime.gpu.device_model import DeviceModel
-    from canvasrt.runtime.gpu.sharing import prove
-
-    if not isinstance(model, DeviceModel):
-        model.warm_up()
-        return {}
-    found = prove(model)
-    if found.why:
-        what = "a lone request pays for others" if found.shared else "requests share no passes"
-        log.warning("%s: %s", what, found.why)
-    return asdict(found)
 
 
 def _end_process(error: EngineError) -> None:
