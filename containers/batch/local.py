@@ -26,8 +26,8 @@ from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.replies import Replies
 from canvasrt.containers.triton.request import read_request
+from canvasrt.containers.triton.start import open_all
 from canvasrt.containers.triton.tickets import Ticket, describe
-from canvasrt.containers.triton.warm_up import warmed_up
 from canvasrt.containers.triton.worker import Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import EngineError
@@ -55,8 +55,10 @@ class Local:
 
     async def __aenter__(self) -> Local:
         bundle, options = self._bundle, self._options
-        model = self._model = open_model(bundle.path, options.threads)
-        warmed_up(model, proves=True)
+        (model,), _ = open_all(
+            lambda gpu: open_model(bundle.path, options.threads, gpu=gpu), 1, True
+        )
+        self._model = model
         tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
         if tokenizer is not None:
             prepare_grammars(model, tokenizer)

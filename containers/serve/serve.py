@@ -57,9 +57,10 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     check_machine(settings)
     about = about_model(source, profile, settings.model.max_model_len)
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
-    if settings.ready_timeout is None:
-        settings = replace(settings, ready_timeout=max(READY_TIMEOUT, profile.startup))
     gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
+    if settings.ready_timeout is None:
+        startup = profile.startup * max(1, len(gpus))  # one after the other
+        settings = replace(settings, ready_timeout=max(READY_TIMEOUT, startup))
     # Triton may listen much later, so its ports are held from here on.
     with (
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
@@ -120,9 +121,20 @@ def _serve(
 
 
 def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
-    """Return the GPUs that serve: one, or with `--devices all`, every one that fits."""
+    """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name:
+    others may compute other bits."""
     fitting = profile.gpus(machine.gpus())
-    return fitting if settings.devices else fitting[:1]
+    if not settings.devices:
+        return fitting[:1]
+    same = [gpu for gpu in fitting if gpu.name == fitting[0].name]
+    if len(same) < len(fitting):
+        left = sorted({gpu.name for gpu in fitting} - {same[0].name})
+        log.warning(
+            "every %s serves, but not %s: others may compute other bits",
+            same[0].name,
+            ", ".join(left),
+        )
+    return same
 
 
 def _triton(

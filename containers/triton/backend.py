@@ -36,9 +36,9 @@ from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.sink import CALL_PARAMETER, CANCEL_PARAMETER, FINAL, ResponseSink
+from canvasrt.containers.triton.start import open_all
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
 from canvasrt.containers.triton.tokenize import tokenized
-from canvasrt.containers.triton.warm_up import warmed_up
 from canvasrt.containers.triton.workers import Workers
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
@@ -63,8 +63,9 @@ class StreamModel:
         # `engines` is relative to the model repository, the parent of this model's folder.
         engines = Path(args["model_repository"]).parent / parameters["engines"]
         options = ModelOptions.from_environment(os.environ)
-        models = [
-            open_model(
+
+        def open_one(number: int) -> Model:
+            return open_model(
                 engines,
                 threads=options.threads,
                 check=not number,
@@ -72,12 +73,11 @@ class StreamModel:
                 max_context=options.max_model_len,
                 gpu=number,
             )
-            for number in range(int(os.environ.get(GPUS_VARIABLE, 1)))
-        ]
-        # The later ones take what the first one compiled.
-        evidence = [warmed_up(model, options.share_passes == "auto") for model in models]
-        if evidence[0] and EVIDENCE_VARIABLE in os.environ:
-            Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence[0]), "utf-8")
+
+        count = int(os.environ.get(GPUS_VARIABLE, 1))
+        models, evidence = open_all(open_one, count, options.share_passes == "auto")
+        if evidence and EVIDENCE_VARIABLE in os.environ:
+            Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence), "utf-8")
         self._model = models[0]  # all have the same limits
         bundle = load_bundle(engines, check=False)  # open_model has checked it
         manifest = bundle.manifest

@@ -1,0 +1,58 @@
+"""Opens a model on each GPU that serves, and decides for all of them whether requests share passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from canvasrt.runtime.model import Model
+
+log = logging.getLogger(__name__)
+
+
+def open_all(
+    open_one: Callable[[int], Model], count: int, proves: bool
+) -> tuple[list[Model], dict[str, Any]]:
+    """Open a model on each of `count` GPUs, and run every shape of its passes.
+
+    With `proves`, requests share passes if that changes no bit on any GPU. The second result is what was found.
+    """
+    models, found = [], []
+    for number in range(count):
+        models.append(open_one(number))
+        # Before the next one is opened, which then reads what this one compiled and kept.
+        found.append(_warmed_up(models[-1], proves))
+    why = next((each["why"] for each in found if each and not each["shared"]), "")
+    if not why:
+        return models, found[0]
+    log.warning("requests share no passes: %s", why)
+    for model, each in zip(models, found, strict=True):
+        if each["shared"]:
+            _withdraw(model)
+    return models, next(each for each in found if each and not each["shared"])
+
+
+def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
+    """Run every shape of a model's passes. On a GPU that takes several requests, and with `proves`, find out whether they may
+    share passes; return what was found."""
+    found = None
+    if proves and model.rows_apart and (model.max_batch or 1) > 1:
+        from canvasrt.runtime.gpu.device_model import DeviceModel
+        from canvasrt.runtime.gpu.sharing import prove
+
+        found = prove(model) if isinstance(model, DeviceModel) else None
+    if found is None:
+        model.warm_up()
+        return {}
+    if found.shared and found.why:
+        log.warning("a lone request pays for others: %s", found.why)
+    return asdict(found)
+
+
+def _withdraw(model: Any) -> None:
+    """Give requests passes of their own again."""
+    model.lone = False
+    model.share_passes(False)
+    model.warm_up()

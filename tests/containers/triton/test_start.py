@@ -1,0 +1,44 @@
+"""Models of several GPUs at the start, on fake devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from canvasrt.containers.triton.start import open_all
+from canvasrt.runtime.gpu import sharing
+from canvasrt.runtime.model import Model
+from tests.helpers.gpu_server import Server, _few_tokens, folder
+from tests.helpers.reference import tiny
+
+__all__ = ["_few_tokens", "folder", "tiny"]
+
+
+def test_a_gpu_takes_what_the_one_before_it_compiled(folder: Path, tmp_path: Path) -> None:
+    servers: list[Server] = []
+
+    def open_one(number: int) -> Model:
+        servers.append(Server(folder, compiled=tmp_path / "compiled"))
+        return servers[-1].model
+
+    open_all(open_one, 2, proves=False)
+    assert servers[0].compiled()
+    assert not servers[1].compiled()
+
+
+@pytest.mark.parametrize("refuses", [0, 1, None])
+def test_requests_share_passes_only_if_every_gpu_proved_it(
+    refuses: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [Server(folder) for _ in range(2)]
+
+    def prove(model: object) -> sharing.Evidence:
+        shared = refuses is None or model is not servers[refuses].model
+        model.share_passes(shared)  # type: ignore[attr-defined]
+        return sharing.Evidence(shared, shared, 1, "" if shared else "bits differ")
+
+    monkeypatch.setattr(sharing, "prove", prove)
+    models, evidence = open_all(lambda number: servers[number].model, 2, proves=True)
+    assert [each.rows_apart for each in models] == [refuses is not None] * 2
+    assert evidence["shared"] == (refuses is None)
