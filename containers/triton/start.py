@@ -51,8 +51,8 @@ def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
     return asdict(found)
 
 
-def _withdraw(model: Any) -> None:
+def _withdraw(opened: Any) -> None:
     """Give requests passes of their own again."""
-    model.lone = False
-    model.share_passes(False)
-    model.warm_up()
+    opened.lone = False
+    opened.share_passes(False)
+    opened.warm_up()

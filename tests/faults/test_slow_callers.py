@@ -101,7 +101,7 @@ def test_a_caller_that_reads_now_and_then_is_not(shorten: Shorten):
     with listening(long) as (port, places), calling(port, HEAD % 0) as connection:
         begin = time.monotonic()
         while time.monotonic() - begin < 9 * SOON:
-            for _ in range(50):
+            for _ in range(4):  # all of these reads take less than the whole answer
                 assert connection.recv(1 << 20)
             time.sleep(SOON / 10)
         assert places.open == 1
