@@ -15,6 +15,7 @@ from canvasrt.cli.options import (
     SharePasses,
     Threads,
     argument,
+    as_url,
     is_url,
     option,
     refuse,
@@ -85,7 +86,8 @@ def bench(
         from canvasrt.cli.load import measure_servers
 
         refuse(context, _OF_BUNDLE, "is for measuring a bundle", "leave it out for a server")
-        measure_servers(bundle, against, work.rounds, load)
+        other = as_url(against) if against and is_url(against) else against
+        measure_servers(as_url(bundle), other, work.rounds, load)
         return
     refuse(context, _OF_URL, "is for measuring a server", "leave it out for a bundle")
     _check(against, checkpoint, work.early_stop)

@@ -1,6 +1,7 @@
 """Arguments and options that several commands share."""
 
 import math
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,8 @@ from canvasrt.console import choose_json
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT, SLOTTED, SORTED
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
+
+_HOST_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -227,5 +230,12 @@ def read_option(read: Callable[[], Any]) -> Any:
 
 
 def is_url(subject: str) -> bool:
-    """Return whether a command's argument is an address rather than a bundle."""
-    return subject.startswith(("http://", "https://"))
+    """Return whether a command's argument is an address (a URL or HOST:PORT) rather than a bundle."""
+    if subject.startswith(("http://", "https://")):
+        return True
+    return bool(_HOST_PORT.fullmatch(subject)) and not Path(subject).exists()
+
+
+def as_url(address: str) -> str:
+    """Return an address that `is_url` accepts with its scheme, which is http unless it names one."""
+    return address if "://" in address else f"http://{address}"

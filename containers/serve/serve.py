@@ -23,7 +23,7 @@ from canvasrt.containers.names import READY_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.serve.build_engines import Wait
-from canvasrt.containers.serve.checks import check_machine
+from canvasrt.containers.serve.checks import check_context, check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
@@ -54,6 +54,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     configure(settings.front.log_level, settings.front.json_logs)
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
+    check_context(settings.model.max_model_len, profile.max_context)
     check_machine(settings)
     about = about_model(source, profile, settings.model.max_model_len)
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
@@ -286,6 +287,7 @@ def decisions(settings: Settings) -> dict[str, Any]:
     """Return what a dry run shows: all decisions about a run, without its keys."""
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
+    check_context(settings.model.max_model_len, profile.max_context)
     return {
         "bundle": str(source.path),
         "profile": profile.to_json(),

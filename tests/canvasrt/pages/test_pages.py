@@ -46,3 +46,9 @@ def test_a_drawing_is_described_and_reproducible() -> None:
     assert first.startswith('<svg role="img" aria-label="a rising line"')
     assert first == again
     assert drawing.drawing("line", "a rising line", draw, [2, 1]) != first
+
+
+def test_a_page_has_a_dark_mode_and_its_plots_scroll() -> None:
+    page = pages.render_page("Report", [], [pages.section("Speed", plot="<svg></svg>")], "")
+    assert "prefers-color-scheme: dark" in page
+    assert '<div class="scroll"><svg></svg></div>' in page

@@ -11,7 +11,7 @@ import pytest
 from canvasrt.cli.app import run
 from canvasrt.containers.ports import PortRequest, check_distinct
 from canvasrt.containers.serve import local
-from canvasrt.containers.serve.checks import check_settings
+from canvasrt.containers.serve.checks import check_context, check_settings
 from canvasrt.containers.serve.settings import read_settings
 from canvasrt.errors import CanvasError, UsageError
 from tests.helpers.certificates import make_certificates, openssl
@@ -119,3 +119,11 @@ def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
     assert says[case] in error
     assert hint.startswith("hint: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_context_beyond_the_engines_is_refused_with_one_that_works() -> None:
+    for wanted in (None, 1, 4096):
+        check_context(wanted, 4096)
+    with pytest.raises(CanvasError, match="5000, but the engines support at most 4096") as caught:
+        check_context(5000, 4096)
+    assert "give at most 4096" in caught.value.hint
