@@ -41,6 +41,13 @@ GENERATION: Table = {
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "vllm_xargs": ({},),
+    # Of vLLM's for this model.
+    "diffusion_seed_canvas": (),
+    "diffusion_pinned": (),
+    "diffusion_max_steps": (),
+    "diffusion_canvas_length": (),
+    "diffusion_read_only": (False,),
+    "diffusion_constrained": (False,),
     "thinking_token_budget": (),
     "repetition_detection": (),
     **_any("structured_outputs.disable_fallback structured_outputs.disable_any_whitespace"),
@@ -51,11 +58,10 @@ GENERATION: Table = {
 # Of chats.
 CHAT: Table = {
     **GENERATION,
-    **_any("prediction audio tools.cache_control tools.function.cache_control"),
+    **_any("prediction audio verbosity tools.cache_control tools.function.cache_control"),
     "functions": (),
     "function_call": ("none", "auto"),
     "modalities": ("text",),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
     "add_generation_prompt": (True,),
@@ -78,10 +84,9 @@ COMPLETION: Table = {
 }
 RESPONSE: Table = {
     **GENERATION,
-    **_any("truncation max_tool_calls context_management"),
+    **_any("truncation max_tool_calls context_management text.verbosity"),
     # Thoughts are returned as they are, so there are no summaries to choose.
     **_any("reasoning.summary reasoning.generate_summary"),
-    "text.verbosity": ("medium",),
     "include": (
         "reasoning.encrypted_content",
         "file_search_call.results",
@@ -143,6 +148,13 @@ REASONS = {
     "previous_response_id": "nothing is stored here",
     "conversation": "nothing is stored here",
     "functions": "send tools instead",
+    "vllm_xargs": "send canvas, canvas_length and max_denoising_steps instead",
+    "diffusion_seed_canvas": "send canvas instead",
+    "diffusion_pinned": "send canvas instead",
+    "diffusion_max_steps": "send max_denoising_steps instead",
+    "diffusion_canvas_length": "send canvas_length instead",
+    "diffusion_read_only": "send a request to /v1/decisions instead",
+    "diffusion_constrained": "send a request to /v1/decisions instead",
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _PENALTY,

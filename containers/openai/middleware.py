@@ -110,7 +110,7 @@ class _Exchange:
         self._send = send
         self._left = max_body
         self._max_body = max_body
-        self._started = False
+        self._started = self._ended = False
         self.refusal: ApiError | None = None
         self.origin: Origin | None = None
         self.timeout: float | None = None
@@ -124,6 +124,8 @@ class _Exchange:
                 self.origin.check(self._scope)
             self._check_length()
             await self._answer(app)
+            if not self._ended:
+                self.status = DISCONNECTED
         except (Disconnected, ClientDisconnect):
             self.status = DISCONNECTED
         except ApiError as error:
@@ -168,6 +170,8 @@ class _Exchange:
             self.status = message["status"]
             message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
         await self._send(message)
+        if message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
 
     async def _fail(self, response: Response) -> None:
         if not self._started:

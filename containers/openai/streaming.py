@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -61,7 +61,9 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await unless_disconnected(receive, self._send(send))
+            # The response has begun, so nobody above can report it. The access log sees that it did not end.
+            with suppress(Disconnected):
+                await unless_disconnected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": self._first, "more_body": True})

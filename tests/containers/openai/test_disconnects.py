@@ -1,0 +1,70 @@
+"""A caller who leaves a stream ends its work, and is no error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.middleware import DISCONNECTED, Middleware
+from canvasrt.containers.openai.streaming import streamed
+
+
+class _Kept(logging.Handler):
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.emit = records.append  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stream_s_caller_who_leaves_is_no_error(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[logging.LogRecord] = []
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [_Kept(records)])
+    monkeypatch.setattr(root, "level", logging.INFO)
+    app, closed, sent = FastAPI(), asyncio.Event(), asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"first"
+            if leaves:
+                await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    @app.post("/stream")
+    async def stream(request: Request) -> Response:
+        return await streamed(request.receive, chunks(), "text/event-stream")
+
+    async def receive() -> dict[str, Any]:
+        await (sent if leaves else asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message.get("body") == b"first":
+            sent.set()
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/stream",
+        "headers": [],
+        "query_string": b"",
+    }
+    metrics = FrontMetrics()
+    asyncio.run(Middleware(app, ServerState(), metrics, 100)(scope, receive, send))
+    assert closed.is_set()
+    status = DISCONNECTED if leaves else 200
+    assert [
+        each.getMessage().split()[:3] for each in records if each.name.startswith("canvasrt")
+    ] == [["POST", "/stream", str(status)]]
+    assert dict(metrics.requests) == {("/stream", status): 1}
