@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,12 @@ ADDED = {
     "do kill -0 $! || {{ cat serve.log; exit 9; }}; sleep 0.2; done",
     "canvasrt chat": "echo 'reverse planet' | {0}",
     "canvasrt deploy image": "{0} --print",
+}
+BATCH = {
+    "custom_id": "1",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"model": "canvasrt", "messages": [{"role": "user", "content": "12+34="}]},
 }
 QUESTIONS = """questions:
 - {type: choice, instructions: "What is the sum?", choices: [{value: "46"}, {value: "45"}]}
@@ -82,6 +89,7 @@ def test_every_snippet_is_one_of_commands() -> None:
 def test_every_snippet_runs(tmp_path: Path) -> None:
     (tmp_path / "questions.yaml").write_text(QUESTIONS)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "12+34="}\n{"prompt": "reverse planet"}\n')
+    (tmp_path / "q.jsonl").write_text(json.dumps(BATCH) + "\n")
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     lines = ["set -euo pipefail", "ip link set lo up", "trap 'kill $(jobs -p); wait' EXIT"]
     for block in blocks():

@@ -135,7 +135,7 @@ def test_a_chat_may_have_so_many_parts(front: FrontEnd, name: str):
 
 
 def test_others_are_answered_beside_15_mb_of_tool_calls(front: FrontEnd):
-    arguments = json.dumps({"numbers": list(range(370))})
+    arguments = json.dumps({"text": "x" * 1740})
     messages = [{"role": "assistant", "tool_calls": [tool_call(arguments)] * (MAX_PARTS - 1)}]
     body = json.dumps({"model": "canvasrt", "messages": messages})
     assert 14e6 < len(body) < 16 * 2**20

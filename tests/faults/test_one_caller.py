@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from starlette.requests import Request
@@ -101,7 +102,7 @@ def limited(packaged: Bundle, folder: Path, *options: str) -> Iterator[Serving]:
 @needs_triton
 def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
-    options = ["--max-steps", "100", "--max-passes", "600", "--max-n", "4"]
+    options = ["--max-steps", "400", "--max-passes", "2400", "--max-n", "4"]
     options += ["--max-queue-tokens", "600", "--max-key-requests", "4"]
     with limited(packaged, tmp_path, *options) as running:
 
@@ -111,12 +112,14 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             return str(body["error"]["message"])
 
         assert ask(running, key="a")[0] == 200
-        assert "max_denoising_steps is 101" in refused(max_denoising_steps=101)
+        assert "max_denoising_steps is 401" in refused(max_denoising_steps=401)
         assert "n is 5" in refused(n=5)
-        assert "800 denoising passes" in refused(n=4, max_denoising_steps=100, max_tokens=64)
-        slow = {"max_denoising_steps": 100, "stability_threshold": 10_000, "max_tokens": 85}
+        assert "3200 denoising passes" in refused(n=4, max_denoising_steps=400, max_tokens=64)
+        slow = {"max_denoising_steps": 400, "stability_threshold": 10_000, "max_tokens": 85}
         with ThreadPoolExecutor(4) as pool:
             first = [pool.submit(ask, running, key="a", n=2, **slow) for _ in range(2)]
+            # A request sent before these were taken in would wait for its turn beside them.
+            assert eventually(lambda: b"_in_flight 4" in httpx.get(running.said["metrics"]).content)
             assert eventually(lambda: ask(running, key="a").status == 429)
             status, body, headers = ask(running, key="a")
             assert (status, body["error"]["type"]) == (429, "rate_limit_error")
