@@ -87,7 +87,9 @@ class Settings:
     devices: str | None = field(
         default=None,
         metadata=option(
-            "`all`: an instance of the model on every GPU that fits.", metavar="all", shown="one"
+            "`all`: an instance of the model on every GPU that fits and has the first one's name.",
+            metavar="all",
+            shown="one",
         ),
     )
     cache: Path | None = field(

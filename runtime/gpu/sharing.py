@@ -12,8 +12,8 @@ from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 
 # How many different tokens a canvas has: the fewer, the more of them go to the same experts.
 _KINDS = (1 << 30, 64, 1)
-# Every shared pass reads the cached tokens of the longest request that there may be. With more than this, four passes of their
-# own are as fast (docs/performance.md).
+# Every shared pass reads the cached tokens of the longest request that there may be. Beyond this, four short requests in passes
+# of their own are faster on some GPUs and slower on others (bench/results/predicted.json), so nothing is shared unasked.
 WIDEST = 8192
 
 
