@@ -361,7 +361,7 @@ def test_default_prompts(tiny: Tiny) -> None:
     """General ones for any checkpoint but the demos', whose prompts hold no question of their tests."""
     general = default_prompts(tiny.graphs.manifest.made_from["files"])
     assert general.name == "prompts.jsonl"
-    assert len(general.read_text("utf-8").splitlines()) == 64
+    assert len(general.read_text("utf-8").splitlines()) == 16
     for name in ("demo", "demo-vision"):
         demo = default_prompts(fingerprint(find_checkpoint(name)))
         assert demo.name == "calibration.jsonl"
