@@ -1,4 +1,5 @@
-"""The overhead of gRPC and the OpenAI API over the runtime: for one client's first token, and in CPU time per answer.
+"""The overhead of gRPC and the OpenAI API over the runtime, for one client's first token and in CPU time per answer; and how long
+64 OpenAI clients wait who ask the demo's questions.
 
 It starts a server of its own. With all cores busy, throughput is the inverse of CPU time per answer; the clients' own time does
 not count.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from openai import OpenAI
 
 from bench import results
@@ -28,6 +30,7 @@ from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.triton.options import ModelOptions
+from canvasrt.demo.tasks import TASKS, questions
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Block, Request
@@ -37,6 +40,7 @@ from canvasrt.types import Json
 
 CLIENTS = 64
 WARM = 20  # first tokens that do not count
+TURN = 7  # denoising steps of a short prompt's first turn, on a CPU
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 # Prompt and seed → pieces of the answer.
@@ -55,7 +59,11 @@ class Side:
 
 
 def measure(
-    bundle: Path, rounds: int = 12, first_tokens: int = 200, out: results.Out = None
+    bundle: Path,
+    rounds: int = 12,
+    first_tokens: int = 200,
+    mixed: int = 3000,
+    out: results.Out = None,
 ) -> None:
     """Answer the same questions in process and over both APIs, in turns."""
     opened = load_bundle(bundle, kind="engines", check=False)
@@ -82,6 +90,7 @@ def measure(
         figures = {
             "first token of one client": _first_tokens(sides, first_tokens),
             f"CPU per answer, {CLIENTS} clients": _answers(sides, rounds),
+            f"wait of {CLIENTS} OpenAI clients, seconds": _waits(http, mixed),
         }
     results.report(figures, out)
 
@@ -140,6 +149,37 @@ def _answers(sides: dict[str, Side], rounds: int) -> list[Json]:
     ]
 
 
+def _waits(client: OpenAI, count: int) -> list[Json]:
+    """Return how long mixed questions take, all of them and by the turns that they need."""
+    rng = random.Random(0)
+    texts = [each for task in TASKS for each in questions(task)]
+
+    def ask(seed: int) -> tuple[float, int]:
+        begin = time.perf_counter()
+        reply = client.chat.completions.create(**_chat(rng.choice(texts), seed))
+        took = time.perf_counter() - begin
+        assert reply.usage is not None
+        return took, int((reply.usage.model_extra or {})["denoising_steps"])
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(ask, range(2 * CLIENTS)))  # warms up
+        begin = time.perf_counter()
+        found = list(pool.map(ask, range(count)))
+        seconds = time.perf_counter() - begin
+    took, steps = np.array([each[0] for each in found]), np.array([each[1] for each in found])
+    rows = []
+    for name, some in (
+        ("all", steps > 0),
+        (f"at most {TURN} steps", steps <= TURN),
+        ("more", steps > TURN),
+    ):
+        middle, most, tail = np.percentile(took[some], [50, 90, 99]).tolist()
+        mean = float(took[some].mean())
+        row = {"answers": name, "per second": float(some.sum()) / seconds, "mean": mean}
+        rows.append({**row, "p50": middle, "p90": most, "p99": tail, "p99/mean": tail / mean})
+    return rows
+
+
 class InProcess:
     """Answers questions with the runtime alone."""
 
@@ -174,20 +214,21 @@ def _over_grpc(client: Client) -> tuple[Ask, Crowd]:
 
 
 def _over_http(client: OpenAI) -> tuple[Ask, Crowd]:
-    def request(prompt: str, seed: int) -> dict[str, Any]:
-        messages = [{"role": "user", "content": prompt}]
-        return {"model": "canvasrt", "messages": messages, "seed": seed}
-
     def ask(prompt: str, seed: int) -> Iterator[str]:
-        for chunk in client.chat.completions.create(**request(prompt, seed), stream=True):
+        for chunk in client.chat.completions.create(**_chat(prompt, seed), stream=True):
             if chunk.choices and chunk.choices[0].delta.content:
                 yield chunk.choices[0].delta.content
 
     def answer(prompt: str, seed: int) -> str:
-        reply = client.chat.completions.create(**request(prompt, seed))
+        reply = client.chat.completions.create(**_chat(prompt, seed))
         return str(reply.choices[0].message.content)
 
     return ask, _crowd(answer)
+
+
+def _chat(prompt: str, seed: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": "canvasrt", "messages": messages, "seed": seed}
 
 
 def _crowd(answer: Callable[[str, int], str]) -> Crowd:

@@ -24,22 +24,24 @@ Each = TypeVar("Each", bound=Scheduled)
 
 
 class Schedule:
-    """Start-time fair queueing (Goyal, Vin and Cheng 1996) over turns of at most `quantum` passes.
+    """Weighted fair queueing (Demers, Keshav and Shenker 1989) over turns of at most `quantum` passes.
 
     The caller with the fewest turns comes first. A caller's requests run in order of arrival; one that used up its turn queues
-    behind the others. So a request waits for at most one turn of each request before it, whatever
-    arrives later. A caller that was idle starts with the others' current count.
+    behind the others. A caller that is new or was idle starts with the turns that a caller present all the time has had. As this
+    count grows with every turn, a request waits for at most one turn of each request before it, whatever arrives later.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
-        self._turns: dict[str, int] = {}  # by caller
-        self._now = 0  # the count at which the last turn began
+        self._turns: dict[str, float] = {}  # by caller
+        self._now = 0.0  # the turns of a caller that was always present
+        self._callers = 1
         self._places = count()
 
     def join(self, request: Scheduled, present: Sequence[Scheduled]) -> None:
         """Queue a request that is new among the `present` ones."""
-        owners = {each.owner for each in present}
+        owners = {request.owner, *(each.owner for each in present)}
+        self._callers = len(owners)
         self._turns = {
             owner: turns
             for owner, turns in self._turns.items()
@@ -50,7 +52,9 @@ class Schedule:
 
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
-        self._now = max(self._now, self._turns[request.owner])
+        start, part = self._turns[request.owner], 1 / self._callers
+        # Stays below the end of this turn, so that a newcomer goes before a caller that has had it.
+        self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
     def count(self, ran: Sequence[Scheduled]) -> None:
@@ -81,5 +85,5 @@ class Schedule:
         worst.place = next(self._places)
         return best, worst
 
-    def _rank(self, each: Scheduled) -> tuple[int, int]:
+    def _rank(self, each: Scheduled) -> tuple[float, int]:
         return self._turns[each.owner], each.place
