@@ -11,16 +11,17 @@ import h11
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from canvasrt.containers.openai.auth import Keys
+from canvasrt.containers.openai.auth import Keys, name_of
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
-from canvasrt.containers.openai.middleware import Middleware
+from canvasrt.containers.openai.middleware import AT_END, Middleware
 from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.streaming import unless_disconnected
+from canvasrt.containers.tensors import OWNER
 from canvasrt.containers.untrusted import check_json
 
 # Of one connection, not of the message; `host` and the length are written anew.
@@ -43,24 +44,28 @@ _READ = 65536
 def make_triton_app(settings: FrontSettings, state: ServerState, places: Places) -> ASGIApp:
     """Return the application for Triton's HTTP port."""
     options = settings.options
-    guard = _Guard(Keys(options.keys), state, settings.triton_path)
+    guard = _Guard(Keys(options.keys), state, settings)
     origin = Origin(replace(options, host=settings.triton_host))
     return Middleware(guard, state, FrontMetrics(), options.max_body, places, origin)
 
 
 class _Guard:
-    def __init__(self, keys: Keys, state: ServerState, path: str) -> None:
-        self._keys, self._state, self._path = keys, state, path
+    def __init__(self, keys: Keys, state: ServerState, settings: FrontSettings) -> None:
+        self._keys, self._state = keys, state
+        self._path, self._secret = settings.triton_path, settings.caller_secret.encode()
         self._pool = BodyPool()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        self._keys.check(request.headers.get("authorization"))
+        caller = self._keys.check(request.headers.get("authorization"))
         refusal = self._state.refusal()
-        if refusal is not None and scope["method"] == "POST":
-            raise refusal
+        if scope["method"] == "POST":
+            if refusal is not None:
+                raise refusal
+            scope[AT_END].enter_context(self._state.callers.one(caller))
         body = await request.body()
-        head, json_bytes = _head(scope, len(body))
+        owner = self._secret + name_of(caller).encode()
+        head, json_bytes = _head(scope, len(body), owner)
         try:
             await self._pool.run(json_bytes, check_json, body[:json_bytes])
         except ValueError as error:
@@ -77,8 +82,8 @@ class _Guard:
             writer.close()
 
 
-def _head(scope: Scope, size: int) -> tuple[h11.Request, int]:
-    """Return the head of the request to Triton, and how many bytes of the body are JSON."""
+def _head(scope: Scope, size: int, owner: bytes) -> tuple[h11.Request, int]:
+    """Return the head of the request to Triton, and how many bytes of the body are JSON. `owner` names the caller."""
     headers = {name: value for name, value in scope["headers"] if name not in _HOP}
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise ApiError(415, "Send the body uncompressed.", code="unsupported_media_type")
@@ -90,7 +95,7 @@ def _head(scope: Scope, size: int) -> tuple[h11.Request, int]:
             raise bad_request("Inference-Header-Content-Length is not a part of the body's length.")
         json_bytes = int(given)
         headers[_JSON_BYTES] = given
-    headers |= {b"host": b"localhost", b"connection": b"close"}
+    headers |= {b"host": b"localhost", b"connection": b"close", OWNER.encode(): owner}
     if size or scope["method"] == "POST":
         headers[b"content-length"] = str(size).encode()
     query = scope["query_string"]

@@ -26,10 +26,10 @@ from canvasrt.containers.names import (
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
-from canvasrt.containers.tensors import ANSWERS, ARRIVED, ERRORS, OWNER, STREAM_MODEL
+from canvasrt.containers.tensors import ANSWERS, ARRIVED, ERRORS, STREAM_MODEL
 from canvasrt.containers.triton.answer_model import AnswerModel
 from canvasrt.containers.triton.grammar import prepare_grammars
-from canvasrt.containers.triton.inputs import check_parameters, check_shapes, read_inputs
+from canvasrt.containers.triton.inputs import check_parameters, check_shapes, owner_of, read_inputs
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
@@ -152,7 +152,7 @@ class StreamModel:
             sink.cancel = cancel
             sink.on_end = lambda: self._cancelled_calls.pop(str(call), cancel)
         begin = min(time.monotonic(), int(parameters.get(ARRIVED, 2**63)) / 1e6)
-        owner = str(parameters.get(OWNER, ""))
+        owner = owner_of(parameters)
         ticket = self._worker.take_ticket(owner, sink, begin)
         submit = partial(self._submit, arrays, parameters, sink, ticket)
         texts = {
