@@ -13,11 +13,17 @@ from typing import Any
 # Exists only inside Triton's Python backend.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
-from canvasrt.containers.tensors import ARRIVED, ERROR_EVENT, OWNER, STREAM_MODEL, outputs_of
+from canvasrt.containers.tensors import (
+    ARRIVED,
+    CANCEL_PARAMETER,
+    ERROR_EVENT,
+    OWNER,
+    STREAM_MODEL,
+    outputs_of,
+)
 from canvasrt.containers.triton.inputs import check_parameters
 from canvasrt.containers.triton.sink import (
     CALL_PARAMETER,
-    CANCEL_PARAMETER,
     FINAL,
     error_response,
 )

@@ -58,15 +58,16 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
             raise CanvasError(f"unknown input {name!r}", f"give one of {known}")
 
 
-def owner_of(parameters: Mapping[str, Any]) -> str:
-    """Return the name of a request's caller; empty for one who did not come by the front end. CanvasError for a name
-    that somebody else gave."""
+def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name of a request's caller, and the call's if the guard may cancel it; both are empty for one who did not
+    come by the front end. CanvasError for a name that somebody else gave."""
     given, secret = str(parameters.get(OWNER, "")), os.environ.get(CALLER_SECRET_VARIABLE, "")
     if not given:
-        return ""
+        return "", ""
     if not secret or not hmac.compare_digest(given[: len(secret)].encode(), secret.encode()):
         raise CanvasError(f"only the front end gives {OWNER}", f"leave out {OWNER}")
-    return given[len(secret) :]
+    owner, _, call = given[len(secret) :].partition("/")
+    return owner, call
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:
