@@ -255,22 +255,27 @@ def _read_manifest(path: Path) -> Manifest:
             _bundles_in(path)
             or "a bundle is a folder written by `canvasrt export`, `build` or `package`",
         ) from None
+    return parse_manifest(raw, file)
+
+
+def parse_manifest(raw: bytes, file: Path) -> Manifest:
+    """Return the manifest in the bytes of `file`. CanvasError if it is damaged, another version's or unsafe."""
     try:
         data = json.loads(raw, object_hook=_Record)
         schema = data.get("schema")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     if schema != BUNDLE_SCHEMA:
         raise _other_version(file, "cannot be read", schema)
     # The digest covers the values, and the canonical form the bytes between them.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
-    _check_fields(file, data)
-    _check_strings(file, data)
-    for name in data["files"]:
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts:
-            raise CanvasError(f"{file} lists a file outside the bundle: {name}", _AGAIN)
+    try:
+        _check_fields(file, data)
+        _check_strings(file, data)
+        _check_files(file, data)
+    except (AttributeError, TypeError):  # a value of another type
+        raise CanvasError(f"{file} is damaged", _AGAIN) from None
     return Manifest(data)
 
 
@@ -321,6 +326,16 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
     for text in _strings(data):
         if not text.isprintable():
             raise CanvasError(f"{file} has a string with control characters: {text[:80]!r}", _AGAIN)
+
+
+def _check_files(file: Path, data: Mapping[str, Any]) -> None:
+    """Raise CanvasError for a file outside the bundle, or one without a digest and a size."""
+    for name, entry in data["files"].items():
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts:
+            raise CanvasError(f"{file} lists a file outside the bundle: {name}", _AGAIN)
+        if not isinstance(entry["sha256"], str) or not isinstance(entry["bytes"], int):
+            raise TypeError(name)
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -26,6 +26,9 @@ HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Where it writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
 
+# What the front end puts before the name of a caller, so that the models believe it. Drawn at every start.
+CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
+
 # How many GPUs each run an instance of the model; unset without any.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 

@@ -18,6 +18,8 @@ from canvasrt.children import signal_at_death_of
 from canvasrt.containers.names import SECRETS
 
 SHARED_MEMORY = Path("/dev/shm")
+# The front end and the models inherit it from this process; nobody else learns it.
+CALLER_SECRET = secrets.token_hex(16)
 
 
 def run_name() -> str:

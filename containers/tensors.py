@@ -26,6 +26,8 @@ ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
 OWNER, ANSWERS = "canvasrt_owner", "canvasrt_answers"
 # When the front end had the request, in microseconds of the monotonic clock, which all processes of a machine share.
 ARRIVED = "canvasrt_arrived"
+# Of a request to the stream model that cancels a call.
+CANCEL_PARAMETER = "triton_canvasrt_cancel"
 HINT = ". Hint: "  # in an error reply, between the message and the hint
 
 ONE, ANY = (1,), (-1,)  # shapes: one value, or a list of any length

@@ -18,6 +18,7 @@ from canvasrt.errors import CanvasError
 
 # Halves of surrogate pairs, which no text may hold, so that callers cannot write them.
 _FIRST, _LAST = 0xD800, 0xDFFF
+_MOST_CUTS = 1 << 16  # of one text; its pieces are encoded one by one
 _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 
@@ -44,7 +45,7 @@ class ControlTexts:
     def pieces(self, marked: str) -> list[str]:
         """Cut marked text wherever callers' characters would be read as a control token.
 
-        The pieces add up to the unmarked text.
+        The pieces add up to the unmarked text. CanvasError if there are too many.
         """
         text = self.unmark(marked)
         cuts, at = [0], 0
@@ -55,6 +56,10 @@ class ControlTexts:
                 continue
             at = found.start() + (own.index(False) or 1)
             cuts.append(at)
+            if len(cuts) > _MOST_CUTS:
+                raise CanvasError(
+                    f"a text spells control tokens more than {_MOST_CUTS} times", "leave them out"
+                )
         return [text[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
 
 

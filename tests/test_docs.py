@@ -13,7 +13,7 @@ from canvasrt.cli.app import COMMANDS, parsed_command
 ROOT = Path(__file__).parent.parent
 TOP = ("bench", "build", "canvasrt", "containers", "docs", "export", "runtime", "tests")
 DESIGN = ROOT / "docs" / "design.md"
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -74,6 +74,26 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             name = word.partition("=")[0]
             if re.fullmatch(r"--[a-z][\w-]*", name):
                 assert name in known, f"{line}: no option {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_quoted_tests_and_modules_exist(page: Path) -> None:
+    """`-m MODULE` of ours is a module, and files, names and `-k` of pytest select something."""
+    for line in re.findall(r"(?:python -m|pytest) [^`\n]+", page.read_text()):
+        words = shlex.split(line, comments=True)
+        if "-m" in words and (module := words[words.index("-m") + 1]).split(".")[0] in TOP:
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or path.is_dir(), line
+        if "pytest" not in words:
+            continue
+        places = [ROOT / word for word in words if word.startswith("tests/")]
+        files = [each for place in places for each in (sorted(place.rglob("test_*.py")) or [place])]
+        names = [name for each in files for name in re.findall(r"def (test_\w+)", each.read_text())]
+        wanted = words[words.index("-k") + 1].split(" and ")[0] if "-k" in words else ""
+        of_files = [
+            place for place in places if place.suffix
+        ]  # in a folder, -k may select parameters
+        assert not of_files or any(wanted in name for name in names), line
 
 
 def test_the_table_of_folders_names_every_folder() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from canvasrt.containers.names import (
+    CALLER_SECRET_VARIABLE,
     EVIDENCE_VARIABLE,
     GPUS_VARIABLE,
     HEARTBEAT_VARIABLE,
@@ -105,6 +106,6 @@ def test_the_page_has_every_variable() -> None:
     named = {name for file in sources for name in _VARIABLE.findall(file.read_text("utf-8"))}
     inner = {f"CANVASRT_{each.name.upper()}" for each in fields(ModelOptions)}
     inner |= {STOPPING_VARIABLE, HEARTBEAT_VARIABLE, REASON_VARIABLE}
-    inner |= {GPUS_VARIABLE, EVIDENCE_VARIABLE}
+    inner |= {GPUS_VARIABLE, EVIDENCE_VARIABLE, CALLER_SECRET_VARIABLE}
     on_page = set(_VARIABLE.findall(PAGE.read_text("utf-8")))
     assert on_page == (named | set(VARIABLES)) - inner

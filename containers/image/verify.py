@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from canvasrt.bundle import MANIFEST, Bundle, Manifest
+from canvasrt.bundle import MANIFEST, Bundle, Manifest, parse_manifest
 from canvasrt.containers.image.attest import check_attestation
 from canvasrt.containers.image.base import Base, BaseLayer, read_base, signed_digest
 from canvasrt.containers.image.blobs import exhaust
@@ -69,12 +69,12 @@ def verify_image(path: Path, key: Path | None = None) -> Verified:
             f"the image {path} contains no package",
             "write one with `canvasrt package --format oci` or `--format docker`",
         )
-    manifest = Manifest(json.loads(kept[MANIFEST]))
+    manifest = parse_manifest(kept[MANIFEST], path / _INSIDE / MANIFEST)
     for name, entry in manifest.files.items():
         if found.get(name) != entry["sha256"]:
             what = "is missing" if name not in found else DIFFERS
             raise CanvasError(f"{PACKAGE}/{name} in {path} {what}", _AGAIN)
-    components = check_sbom(json.loads(kept[SBOM]), manifest.files, str(path))
+    components = check_sbom(kept[SBOM], manifest.files, str(path))
     return Verified(manifest, digest, len(base.layers), base.size, components, provenance)
 
 
@@ -90,23 +90,25 @@ def check_package(bundle: Bundle) -> None:
             raise CanvasError(
                 f"{bundle.path / name} differs from {IMAGE_FOLDER}/{MANIFEST}", _AGAIN
             )
-    check_sbom(
-        json.loads((bundle.path / SBOM).read_text(encoding="utf-8")), inside, str(bundle.path)
-    )
+    check_sbom((bundle.path / SBOM).read_bytes(), inside, str(bundle.path))
 
 
-def check_sbom(bom: Mapping[str, Any], files: Mapping[str, Any], where: str) -> int:
+def check_sbom(text: bytes, files: Mapping[str, Any], where: str) -> int:
     """Check that a bill of materials lists exactly these files; return its number of components."""
-    listed = {
-        each["name"]: each["hashes"][0]["content"]
-        for each in bom["components"]
-        if each["type"] == "file"
-    }
+    try:
+        components = json.loads(text)["components"]
+        listed: dict[str, str] = {
+            each["name"]: each["hashes"][0]["content"]
+            for each in components
+            if each["type"] == "file"
+        }
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise CanvasError(f"the bill of materials of {where} is damaged", _AGAIN) from None
     expected = {name: entry["sha256"] for name, entry in files.items() if name != SBOM}
     for name in sorted(listed.keys() | expected.keys()):
         if listed.get(name) != expected.get(name):
             raise CanvasError(f"the bill of materials of {where} does not match {name}", _AGAIN)
-    return len(bom["components"])
+    return len(components)
 
 
 def _check_layer(

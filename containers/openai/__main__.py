@@ -23,6 +23,7 @@ import uvicorn
 from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
+from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.descriptors import affordable, raise_file_limit, report_seldom
 from canvasrt.containers.openai.health import ServerState
@@ -66,7 +67,8 @@ def main() -> None:
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)
     most = affordable(settings.options.max_connections, raise_file_limit())
-    asyncio.run(_serve(settings, most, ServerState(), commands))
+    state = ServerState(callers=Callers(settings.options.max_key_requests))
+    asyncio.run(_serve(settings, most, state, commands))
 
 
 async def _serve(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp
 import canvasrt
 from canvasrt.containers.openai import chunks, ollama
 from canvasrt.containers.openai.about import add_management, add_models
-from canvasrt.containers.openai.auth import Callers, Keys
+from canvasrt.containers.openai.auth import Keys, name_of
 from canvasrt.containers.openai.body import Ignored, read_body
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
@@ -47,7 +46,6 @@ from canvasrt.containers.openai.streaming import Disconnected, streamed, unless_
 from canvasrt.containers.openai.systemone import SYSTEM_ONE
 from canvasrt.containers.openai.tokenize import DETOKENIZE, TOKENIZE
 from canvasrt.containers.openai.upstream import Upstream
-from canvasrt.runtime.prefix import ANYBODY
 
 ENDPOINTS = (
     chunks.CHAT,
@@ -71,7 +69,6 @@ class Front:
         self._settings, self._options, self._state = settings, settings.options, state
         self.metrics = FrontMetrics()
         self.keys = Keys(self._options.keys)
-        self._callers = Callers(self._options.max_key_requests)
         about = self._options.about
         fingerprint = "fp_" + str(about.get("digest", ""))[:12]
         self._served = Served(self._options.max_n, about.get("max_context"), fingerprint)
@@ -82,7 +79,8 @@ class Front:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Hold the connection to Triton, which belongs to the event loop."""
-        self._upstream = Upstream(self._settings.grpc, self._settings.request_timeout)
+        settings = self._settings
+        self._upstream = Upstream(settings.grpc, settings.request_timeout, settings.caller_secret)
         yield
         self.pool.close()
         await self._upstream.close()
@@ -138,9 +136,9 @@ class Front:
         caller = self.keys.check(request.headers.get("authorization"))
         if (refusal := self._state.refusal()) is not None:
             raise refusal
-        request.scope[MORE] = request.scope[AT_END].enter_context(self._callers.one(caller))
-        # Without keys, every request is a caller of its own.
-        request.scope[CALLER] = caller or ANYBODY + secrets.token_hex(8)
+        callers = self._state.callers
+        request.scope[MORE] = request.scope[AT_END].enter_context(callers.one(caller))
+        request.scope[CALLER] = name_of(caller)
 
 
 def make_app(settings: FrontSettings, state: ServerState, places: Places | None = None) -> ASGIApp:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from canvasrt.containers.openai.errors import ApiError, bad_request, too_many
+from canvasrt.runtime.prefix import ANYBODY
 
 
 class Keys:
@@ -78,6 +80,11 @@ class Callers:
             self._count[caller] -= counted
             if not self._count[caller]:
                 del self._count[caller]
+
+
+def name_of(caller: str) -> str:
+    """Return the name of a key's caller for the models. Without keys, every request is a caller of its own."""
+    return caller or ANYBODY + secrets.token_hex(8)
 
 
 def _digest(key: bytes) -> bytes:

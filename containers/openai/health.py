@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.endpoint import errors
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.options import ServerPhase
@@ -28,11 +29,12 @@ HEALTH = ("/v1/health/live", "/v1/health/ready", "/health", "/ping")
 
 @dataclass
 class ServerState:
-    """Follows the supervisor's reports. `detail` describes the progress of a phase."""
+    """Follows the supervisor's reports. `detail` describes the progress of a phase. `callers` are those of all ports."""
 
     phase: ServerPhase = "starting"
     detail: str = ""
     in_flight: int = 0
+    callers: Callers = field(default_factory=lambda: Callers(None))
 
     def refusal(self) -> ApiError | None:
         """Return why a request cannot be accepted now; None when it can."""

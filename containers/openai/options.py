@@ -154,6 +154,7 @@ class FrontSettings:
     health_socket: int | None = None
     heartbeat: int | None = None
     request_timeout: int | None = None  # seconds
+    caller_secret: str = ""  # before the names of callers, for the models
     # The socket for Triton's HTTP API, its address, and the Unix socket on which Triton listens.
     triton_socket: int | None = None
     triton_host: str = ""

@@ -4,23 +4,27 @@ requests and replies on as they are. Triton's JSON parser dies of a million brac
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
+import secrets
 from dataclasses import replace
 
 import h11
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from canvasrt.containers.openai.auth import Keys
+from canvasrt.containers.openai.auth import Keys, name_of
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
-from canvasrt.containers.openai.middleware import Middleware
+from canvasrt.containers.openai.middleware import AT_END, Middleware
 from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.origin import Origin
-from canvasrt.containers.openai.streaming import unless_disconnected
+from canvasrt.containers.openai.streaming import Disconnected, unless_disconnected
+from canvasrt.containers.tensors import CANCEL_PARAMETER, OWNER, STREAM_MODEL
 from canvasrt.containers.untrusted import check_json
 
 # Of one connection, not of the message; `host` and the length are written anew.
@@ -37,48 +41,99 @@ _HOP = {
 _JSON_BYTES = b"inference-header-content-length"
 # Only here does Triton read JSON that ends before the body.
 _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
+# Its unknown fields are parameters; headers become parameters only above.
+_GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
+_METHODS = ("GET", "POST")  # Triton has no others
+_CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25  # seconds
 
 
 def make_triton_app(settings: FrontSettings, state: ServerState, places: Places) -> ASGIApp:
     """Return the application for Triton's HTTP port."""
     options = settings.options
-    guard = _Guard(Keys(options.keys), state, settings.triton_path)
+    guard = _Guard(Keys(options.keys), state, settings)
     origin = Origin(replace(options, host=settings.triton_host))
     return Middleware(guard, state, FrontMetrics(), options.max_body, places, origin)
 
 
 class _Guard:
-    def __init__(self, keys: Keys, state: ServerState, path: str) -> None:
-        self._keys, self._state, self._path = keys, state, path
+    def __init__(self, keys: Keys, state: ServerState, settings: FrontSettings) -> None:
+        self._keys, self._state = keys, state
+        self._path, self._secret = settings.triton_path, settings.caller_secret.encode()
         self._pool = BodyPool()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        self._keys.check(request.headers.get("authorization"))
+        if scope["method"] not in _METHODS:
+            raise ApiError(405, "The method is not allowed.", code="method_not_allowed")
+        caller = self._keys.check(request.headers.get("authorization"))
         refusal = self._state.refusal()
-        if refusal is not None and scope["method"] == "POST":
-            raise refusal
+        if scope["method"] == "POST":
+            if refusal is not None:
+                raise refusal
+            scope[AT_END].enter_context(self._state.callers.one(caller))
         body = await request.body()
-        head, json_bytes = _head(scope, len(body))
+        call = secrets.token_hex(16)
+        owner = self._secret + f"{name_of(caller)}/{call}".encode()
+        if _GENERATE.fullmatch(scope["raw_path"]):
+            body = _with_owner(body, owner)
+        head, json_bytes = _head(scope, len(body), owner)
         try:
             await self._pool.run(json_bytes, check_json, body[:json_bytes])
         except ValueError as error:
             raise bad_request(f"The body cannot be read: {error}.") from None
+        exchange = asyncio.ensure_future(self._exchange(head, body, send))
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path)
-        except OSError:
-            raise refusal or unavailable("Triton does not answer.", "model_not_ready") from None
-        try:
-            await unless_disconnected(receive, _exchange(reader, writer, head, body, send))
+            await unless_disconnected(receive, _shielded(exchange))
         except (OSError, h11.RemoteProtocolError):
-            raise unavailable("Triton has closed the connection.", "model_not_ready") from None
+            raise refusal or unavailable("Triton does not answer.", "model_not_ready") from None
+        except Disconnected:
+            # Triton itself would answer those who have left.
+            while not exchange.done():
+                await self._cancel(call)
+                await asyncio.wait([exchange], timeout=_CANCEL_AGAIN)
+            exchange.exception()
+            raise
+
+    async def _exchange(self, head: h11.Request, body: bytes, send: Send) -> None:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            await _exchange(reader, writer, head, body, send)
         finally:
             writer.close()
 
+    async def _cancel(self, call: str) -> None:
+        """End a call in the model. It may not have arrived there yet."""
+        body = json.dumps({CANCEL_PARAMETER: call}).encode()
+        headers = [
+            ("host", "localhost"),
+            ("connection", "close"),
+            ("content-length", str(len(body))),
+        ]
+        head = h11.Request(method="POST", target=_CANCEL_PATH, headers=headers)
+        with contextlib.suppress(OSError, h11.RemoteProtocolError):
+            await self._exchange(head, body, _nowhere)
 
-def _head(scope: Scope, size: int) -> tuple[h11.Request, int]:
-    """Return the head of the request to Triton, and how many bytes of the body are JSON."""
+
+async def _shielded(exchange: asyncio.Future[None]) -> None:
+    await asyncio.shield(exchange)
+
+
+async def _nowhere(message: Message) -> None:
+    """Send nothing."""
+
+
+def _with_owner(body: bytes, owner: bytes) -> bytes:
+    """Return the JSON object with the caller's name; anything else as it is. One that the caller wrote lacks the secret."""
+    if not (text := body.lstrip(b" \t\r\n")).startswith(b"{"):
+        return body
+    fields = text[1:].lstrip(b" \t\r\n")
+    comma = b"" if fields.startswith(b"}") else b","
+    return b'{"%s":"%s"%s%s' % (OWNER.encode(), owner, comma, fields)
+
+
+def _head(scope: Scope, size: int, owner: bytes) -> tuple[h11.Request, int]:
+    """Return the head of the request to Triton, and how many bytes of the body are JSON. `owner` names the caller."""
     headers = {name: value for name, value in scope["headers"] if name not in _HOP}
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise ApiError(415, "Send the body uncompressed.", code="unsupported_media_type")
@@ -90,7 +145,7 @@ def _head(scope: Scope, size: int) -> tuple[h11.Request, int]:
             raise bad_request("Inference-Header-Content-Length is not a part of the body's length.")
         json_bytes = int(given)
         headers[_JSON_BYTES] = given
-    headers |= {b"host": b"localhost", b"connection": b"close"}
+    headers |= {b"host": b"localhost", b"connection": b"close", OWNER.encode(): owner}
     if size or scope["method"] == "POST":
         headers[b"content-length"] = str(size).encode()
     query = scope["query_string"]

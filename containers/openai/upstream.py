@@ -27,6 +27,7 @@ from canvasrt.containers.tensors import (
     HINT,
     INPUTS,
     OUTPUTS,
+    OWNER,
     STREAM_MODEL,
     StreamEvent,
 )
@@ -59,8 +60,10 @@ class Source(Protocol):
 class Upstream:
     """One Triton server, created and used on one event loop."""
 
-    def __init__(self, address: str, timeout: float | None = None) -> None:
-        """`timeout`: seconds that a request may take from its arrival."""
+    def __init__(self, address: str, timeout: float | None = None, secret: str = "") -> None:
+        """`timeout`: seconds that a request may take from its arrival. `secret`: what the models want before the names
+        of callers."""
+        self._secret = secret
         self._timeout = timeout
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -89,7 +92,8 @@ class Upstream:
     ) -> AsyncGenerator[StreamEvent, None]:
         """Yield the events of one request; closing the iterator cancels it. ApiError when it fails."""
         parameters = parameters or {}
-        request = encode(inputs, {ERRORS: 1, **parameters})
+        owner = {OWNER: f"{self._secret}{parameters[OWNER]}"} if OWNER in parameters else {}
+        request = encode(inputs, {ERRORS: 1, **parameters, **owner})
         deadline = self._deadline(parameters)
         stream = self._free_stream()
         last = ""

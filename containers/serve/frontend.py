@@ -17,7 +17,7 @@ from typing import IO
 from canvasrt.containers.heartbeat import acknowledged, silence
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings, ServerPhase
 from canvasrt.containers.ports import BACKLOG, listen, url_host
-from canvasrt.containers.processes import child_environment, die_with_parent
+from canvasrt.containers.processes import CALLER_SECRET, child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
 
@@ -80,6 +80,7 @@ class FrontEnd:
             options=options,
             heartbeat=self._heartbeat,
             request_timeout=request_timeout,
+            caller_secret=CALLER_SECRET,
             triton_socket=self._triton.fileno() if self._triton else None,
             triton_host=triton.host if triton else "",
             triton_path=str(triton.http_socket) if triton else "",

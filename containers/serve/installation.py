@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt import extras
-from canvasrt.containers.names import LOOPBACK
-from canvasrt.containers.processes import child_environment
+from canvasrt.containers.names import CALLER_SECRET_VARIABLE, LOOPBACK
+from canvasrt.containers.processes import CALLER_SECRET, child_environment
 from canvasrt.errors import CanvasError
 
 VARIABLE = "CANVASRT_TRITONSERVER"
@@ -79,7 +79,7 @@ class Installation:
     def environment(self) -> dict[str, str]:
         """Return this process's environment without its secrets, changed so that models run in this interpreter's
         environment."""
-        env = child_environment()
+        env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
         # The stub finds its virtual environment by the first python3 on PATH.

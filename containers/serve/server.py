@@ -42,6 +42,7 @@ from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.output import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
+from canvasrt.containers.tensors import OWNER
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
 from canvasrt.machine import VISIBLE, gpus
@@ -353,13 +354,12 @@ class Server:
             if name == "http" and self.http_socket is not None:
                 self.http_socket.unlink(missing_ok=True)  # of an earlier server
                 host = f"unix:{self.http_socket}"
-            command.append(f"--{name}-address={host}")
-            command.append(f"--{name}-port={getattr(self.ports, name)}")
+            command += [f"--{name}-address={host}", f"--{name}-port={getattr(self.ports, name)}"]
+        command.append(f"--http-header-forward-pattern=^{OWNER}$")  # the front end's
         for option in ("http-restricted-api", "grpc-restricted-protocol"):
             command.append(f"--{option}={_CLOSED}:{_NO_HEADER}=closed")
-        if not Path("/dev/nvidiactl").exists():
-            command.append("--allow-gpu-metrics=false")
-        return [*command, *self._options]
+        gpu_metrics = [] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]
+        return [*command, *gpu_metrics, *self._options]
 
     def _environment(self, installation: Installation) -> dict[str, str]:
         env = installation.environment() | self._model_options.to_environment()

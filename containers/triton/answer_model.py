@@ -13,11 +13,17 @@ from typing import Any
 # Exists only inside Triton's Python backend.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
-from canvasrt.containers.tensors import ARRIVED, ERROR_EVENT, STREAM_MODEL, outputs_of
+from canvasrt.containers.tensors import (
+    ARRIVED,
+    CANCEL_PARAMETER,
+    ERROR_EVENT,
+    OWNER,
+    STREAM_MODEL,
+    outputs_of,
+)
 from canvasrt.containers.triton.inputs import check_parameters
 from canvasrt.containers.triton.sink import (
     CALL_PARAMETER,
-    CANCEL_PARAMETER,
     FINAL,
     error_response,
 )
@@ -59,16 +65,17 @@ class AnswerModel:
         try:
             parameters = json.loads(request.parameters() or "{}")
             check_parameters(parameters, self._name)
-            response = self._ask(call, request.inputs(), parameters.get(ARRIVED, arrived))
+            given = {name: parameters[name] for name in (OWNER, ARRIVED) if name in parameters}
+            given = {CALL_PARAMETER: call, ARRIVED: arrived, **given}
+            response = self._ask(request.inputs(), given)
         except BaseException as error:
             response = error_response(*describe(error))
         with self._lock:
             del self._open[call]
         sender.send(response, flags=FINAL)
 
-    def _ask(self, call: str, inputs: list[Any], arrived: int) -> Any:
+    def _ask(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
         """Return the stream model's final event as this model's response."""
-        parameters = {CALL_PARAMETER: call, ARRIVED: arrived}
         tensors: dict[str, Any] = {}
         for response in self._call(parameters, inputs, ["event", *self._outputs]):
             if response.has_error():

@@ -26,16 +26,16 @@ from canvasrt.containers.names import (
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
-from canvasrt.containers.tensors import ANSWERS, ARRIVED, ERRORS, OWNER, STREAM_MODEL
+from canvasrt.containers.tensors import ANSWERS, ARRIVED, CANCEL_PARAMETER, ERRORS, STREAM_MODEL
 from canvasrt.containers.triton.answer_model import AnswerModel
 from canvasrt.containers.triton.grammar import prepare_grammars
-from canvasrt.containers.triton.inputs import check_parameters, check_shapes, read_inputs
+from canvasrt.containers.triton.inputs import caller_of, check_parameters, check_shapes, read_inputs
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.request import read_request
-from canvasrt.containers.triton.sink import CALL_PARAMETER, CANCEL_PARAMETER, FINAL, ResponseSink
+from canvasrt.containers.triton.sink import CALL_PARAMETER, FINAL, ResponseSink
 from canvasrt.containers.triton.start import open_all
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
 from canvasrt.containers.triton.tokenize import tokenized
@@ -147,12 +147,13 @@ class StreamModel:
         if os.path.exists(os.environ.get(STOPPING_VARIABLE, "")):
             raise Overloaded("the server is stopping", "send the request to another server")
         arrays = {tensor.name(): np.array(tensor.as_numpy()) for tensor in tensors}
-        if (call := parameters.get(CALL_PARAMETER)) is not None:
-            cancel = self._cancelled_calls.setdefault(str(call), threading.Event())
-            sink.cancel = cancel
-            sink.on_end = lambda: self._cancelled_calls.pop(str(call), cancel)
+        owner, guarded = caller_of(parameters)
+        calls = [str(each) for each in (parameters.get(CALL_PARAMETER), guarded) if each]
+        if calls:
+            sink.cancel = threading.Event()
+            self._cancelled_calls |= dict.fromkeys(calls, sink.cancel)
+            sink.on_end = lambda: [self._cancelled_calls.pop(each, None) for each in calls]
         begin = min(time.monotonic(), int(parameters.get(ARRIVED, 2**63)) / 1e6)
-        owner = str(parameters.get(OWNER, ""))
         ticket = self._worker.take_ticket(owner, sink, begin)
         submit = partial(self._submit, arrays, parameters, sink, ticket)
         texts = {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import hmac
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from canvasrt.containers.names import CALLER_SECRET_VARIABLE
 from canvasrt.containers.tensors import (
     ANSWERS,
     ANY,
@@ -53,6 +56,18 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
         ):
             known = ", ".join(tensor.name for tensor in inputs_of(model))
             raise CanvasError(f"unknown input {name!r}", f"give one of {known}")
+
+
+def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name of a request's caller, and the call's if the guard may cancel it; both are empty for one who did not
+    come by the front end. CanvasError for a name that somebody else gave."""
+    given, secret = str(parameters.get(OWNER, "")), os.environ.get(CALLER_SECRET_VARIABLE, "")
+    if not given:
+        return "", ""
+    if not secret or not hmac.compare_digest(given[: len(secret)].encode(), secret.encode()):
+        raise CanvasError(f"only the front end gives {OWNER}", f"leave out {OWNER}")
+    owner, _, call = given[len(secret) :].partition("/")
+    return owner, call
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:

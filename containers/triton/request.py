@@ -90,7 +90,7 @@ class _Reader:
         given = {tensor.name: self.values.get(tensor.name) for tensor in OPTIONS}
         if "logit_bias" in self.values:
             given["logit_bias"] = read_bias(self.values["logit_bias"])
-        more = tuple(self.values.get("stop_token_ids") or ())
+        more = tuple(map(int, self.values.get("stop_token_ids", ())))
         if "grammar" in self.values and (more or self.values.get("ignore_eos")):
             name = "stop_token_ids" if more else "ignore_eos"
             raise CanvasError(f"{name} is not supported with a grammar", f"leave out {name}")

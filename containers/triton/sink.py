@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # the answer model's process needs no engines
     from canvasrt.runtime.request import Event
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# The answer model adds these parameters to its calls to the stream model. A failed call between
-# models loses its error code, so the error comes back as an event.
-CALL_PARAMETER, CANCEL_PARAMETER = "triton_canvasrt_call", "triton_canvasrt_cancel"
+# The answer model adds this parameter to its calls to the stream model. A failed call between models loses its error
+# code, so the error comes back as an event.
+CALL_PARAMETER = "triton_canvasrt_call"
 
 
 class ResponseSink:

@@ -218,6 +218,15 @@ def test_values_that_a_template_cannot_take_are_the_callers_mistake(template: st
         rendered.render({"x": [1]})
 
 
+def test_spellings_of_control_tokens_are_counted_while_they_are_found():
+    control = ControlTexts(["<unk>"])
+    begin = time.thread_time()
+    with pytest.raises(CanvasError, match="more than 65536 times"):
+        control.pieces("<unk>" * 3_000_000)
+    assert time.thread_time() - begin < 1
+    assert len(control.pieces("<unk>" * 65_535)) == 65_536
+
+
 def test_a_variable_may_be_called_self():
     assert ChatTemplate("{{ x }}", {}, ControlTexts([])).render({"self": False, "x": 3}) == "3"
 

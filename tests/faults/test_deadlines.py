@@ -178,3 +178,27 @@ def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Pat
             reply = caller.getresponse()
             assert reply.status == 503
             assert "error" in json.loads(reply.read())
+
+
+@needs_triton
+def test_a_stream_that_has_begun_ends_with_an_error_when_the_drain_is_over(
+    packaged: Bundle, tmp_path: Path
+):
+    """Server-sent events, and Ollama's lines."""
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
+        chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
+        bodies = {
+            "/v1/chat/completions": {**chat, **ENDLESS, "stream": True, "drafts": True},
+            "/api/chat": {**chat, "options": {**ENDLESS, "drafts": True}, "stream": True},
+        }
+        replies = []
+        for path, body in bodies.items():
+            caller = http.client.HTTPConnection(running.host, timeout=60)
+            caller.request("POST", path, json.dumps(body), JSON)
+            replies.append(caller.getresponse())
+            assert replies[-1].status == 200
+            assert replies[-1].readline()
+        assert "were aborted" in running.stop(signal.SIGTERM)
+        for reply in replies:
+            *_, last = reply.read().strip().split(b"\n")
+            assert b'"error"' in last, last

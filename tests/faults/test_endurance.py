@@ -1,5 +1,5 @@
-"""Random calls, random kills, and a soak, for as long as continuous integration can afford: 300 calls, 6 strikes, 15
-seconds."""
+"""Random calls, random kills, and a soak, for as long as continuous integration can afford: 300 calls, 6 strikes, 16
+clients for 15 seconds. CANVASRT_FUZZ_CALLS, CANVASRT_SOAK_CLIENTS and CANVASRT_SOAK_SECONDS ask for more."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
                     found[f"{name}, {what}"].append(value)
             time.sleep(min(2.0, seconds / 30))
         load.stop()
+        print(f"{load.right} right answers")  # with -s
         wrong = list(load.wrong)
         if load.failed:
             wrong.append(f"requests failed: {dict(load.failed)}")
@@ -168,9 +169,11 @@ def kill(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[st
 
 
 def test_random_calls(packaged: Bundle, tmp_path: Path):
-    outcomes, wrong = fuzz.run(packaged.path, tmp_path, calls=300, seed=7)
+    calls = int(os.environ.get("CANVASRT_FUZZ_CALLS", 300))
+    outcomes, wrong = fuzz.run(packaged.path, tmp_path, calls, seed=7)
+    print(outcomes)  # with -s
     assert not wrong
-    assert outcomes["good, right"] == 15
+    assert outcomes["good, right"] == calls // fuzz.GOOD_EVERY
     assert min(outcomes[each] for each in ("http 200", "http 400", "grpc ok")) > 0, outcomes
 
 
@@ -183,4 +186,6 @@ def test_random_kills(packaged: Bundle, tmp_path: Path):
 
 def test_nothing_grows(packaged: Bundle, tmp_path: Path):
     """Memory, threads and descriptors of every process, while many clients ask."""
-    assert not soak(packaged.path, tmp_path, clients=16, seconds=15)
+    clients = int(os.environ.get("CANVASRT_SOAK_CLIENTS", 16))
+    seconds = int(os.environ.get("CANVASRT_SOAK_SECONDS", 15))
+    assert not soak(packaged.path, tmp_path, clients, seconds)

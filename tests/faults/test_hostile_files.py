@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import MANIFEST, Bundle
-from canvasrt.containers.image.base import signed_digest
+from canvasrt.containers.image.base import Base, signed_digest
+from canvasrt.containers.image.blobs import Blobs, LayerEntry
+from canvasrt.containers.image.oci_layout import write_layout
+from canvasrt.containers.image.verify import verify_image
+from canvasrt.containers.names import PACKAGE
+from canvasrt.containers.package.sbom import SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import canonical
 
@@ -106,11 +111,59 @@ def test_a_manifest_s_strings_are_no_commands(
     """They would reach the requirements and the Dockerfile of a package."""
     copy = tmp_path / "foreign"
     shutil.copytree(engines.path, copy)
-    data = json.loads((copy / MANIFEST).read_text())
-    data[place][name] = text
-    del data["digest"]
-    data["digest"] = hashlib.sha256(canonical(data).encode()).hexdigest()
-    (copy / MANIFEST).write_text(canonical(data))
+    (copy / MANIFEST).write_bytes(edited(engines, place, name, text))
     code, errors = canvasrt("package", copy, "-o", tmp_path / "package")
     assert (code, "manifest.json has" in errors) == (1, True)
     assert not (tmp_path / "package").exists()
+
+
+def edited(bundle: Bundle, place: str, name: str, value: Any) -> bytes:
+    """A bundle's manifest with another value, and the digest that fits it."""
+    data = json.loads((bundle.path / MANIFEST).read_text())
+    data[place][name] = value
+    del data["digest"]
+    data["digest"] = hashlib.sha256(canonical(data).encode()).hexdigest()
+    return canonical(data).encode()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "refusal"),
+    [
+        ("target", "name", "cpu\nRUN touch /owned", "no name or version"),
+        ("made_from", "source", "a\x1b[2J", "control characters"),
+        ("files", "../../outside", {"sha256": "0" * 64, "bytes": 1}, "outside the bundle"),
+        ("files", "a", ["sha256"], "is damaged"),
+        ("model", "layers", 3, "is damaged"),
+        ("model", "unknown", 3, "another version"),
+    ],
+)
+def test_an_image_s_manifest_is_checked_as_a_bundle_s(
+    engines: Bundle, tmp_path: Path, place: str, name: str, value: Any, refusal: str
+):
+    manifest = edited(engines, place, name, value)
+    with pytest.raises(CanvasError, match=refusal):
+        verify_image(image_of(tmp_path, manifest, b"{}"))
+
+
+@pytest.mark.parametrize("deep", [MANIFEST, SBOM])
+def test_documents_of_a_million_brackets(engines: Bundle, tmp_path: Path, deep: str):
+    files = {MANIFEST: (engines.path / MANIFEST).read_bytes(), deep: b"[" * 1_000_000}
+    with pytest.raises(CanvasError, match="is damaged"):
+        verify_image(image_of(tmp_path, files[MANIFEST], files.get(SBOM, b"{}"), engines))
+
+
+def image_of(folder: Path, manifest: bytes, bom: bytes, engines: Bundle | None = None) -> Path:
+    """An image of these two documents, and of the files of engines."""
+    out = folder / "image"
+    out.mkdir()
+    blobs, inside = Blobs(out), PACKAGE.lstrip("/")
+    entries = [
+        LayerEntry(f"{inside}/{MANIFEST}", content=manifest),
+        LayerEntry(f"{inside}/{SBOM}", content=bom),
+    ]
+    for name in engines.manifest.files if engines else ():
+        entries.append(LayerEntry(f"{inside}/{name}", engines.path / name))
+    layer = blobs.add_layer(entries, "t", compress=True)
+    config = {"architecture": "amd64", "os": "linux", "config": {}, "rootfs": {"diff_ids": []}}
+    write_layout(out, Base(out, config, (), ""), blobs, [layer], {}, "image:1")
+    return out

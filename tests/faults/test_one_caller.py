@@ -171,6 +171,15 @@ def test_texts_and_grammars_are_not_prepared_once_for_two_keys(
         assert len(made) == before + more, owner
 
 
+@pytest.mark.parametrize("ids", [[3, 4], [0], []])
+def test_any_number_of_stop_tokens(model: Model, tokenizer: Tokenizer, ids: list[int]):
+    """Two of them were an internal error, and token 0 was ignored."""
+    arrays = {"prompt_ids": np.array([5]), "stop_token_ids": np.array(ids, np.int32)}
+    encoder = PromptEncoder(tokenizer, model.max_context)
+    params = read_request(arrays, model, encoder, ModelOptions()).request.params
+    assert params.eos_token_ids == (*model.config.eos_token_ids, *ids)
+
+
 def test_answers_that_a_key_waits_for_are_counted():
     callers = Callers(3)
     with callers.one("a") as more:

@@ -40,7 +40,7 @@ def test_an_edited_bill_of_materials_is_found(packaged: Bundle, tmp_path: Path):
 
     bom = json.loads((packaged.path / "sbom.cdx.json").read_text())
     files = json.loads((packaged.path / "image" / "manifest.json").read_text())["files"]
-    assert check_sbom(bom, files, "here") == len(bom["components"])
+    assert check_sbom(json.dumps(bom).encode(), files, "here") == len(bom["components"])
     bom["components"] = [each for each in bom["components"] if "body_0.bin" not in each["name"]]
     with pytest.raises(CanvasError, match=r"body_0\.bin"):
-        check_sbom(bom, files, "here")
+        check_sbom(json.dumps(bom).encode(), files, "here")

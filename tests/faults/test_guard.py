@@ -1,0 +1,98 @@
+"""The guard before Triton's HTTP port: it names the callers, and no caller names itself."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.tensors import OWNER
+from tests.helpers.serving import ENDLESS, eventually, needs_triton
+from tests.helpers.serving_process import ANY_PORTS, JSON, Serving, chat, serving
+
+pytestmark = needs_triton
+
+GENERATE = "/v2/models/canvasrt/generate"
+PROMPT = {"prompt": "12+34=", "max_new_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def keyed(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server with two keys, each for one answer at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CANVASRT_API_KEYS", "sesame,open")
+        folder = tmp_path_factory.mktemp("keyed")
+        with serving(packaged.path, folder, *ANY_PORTS, "--max-key-requests", "1") as found:
+            yield found
+
+
+def triton(
+    running: Serving, path: str, body: Any, key: str = "open", **headers: str
+) -> tuple[int, str]:
+    """The status and the text of an answer of Triton's HTTP port."""
+    given = {**JSON, "Authorization": f"Bearer {key}", **headers}
+    reply = httpx.post(f"http://{running.said['http']}{path}", json=body, headers=given, timeout=60)
+    return reply.status_code, reply.text
+
+
+def test_a_header_names_no_caller(keyed: Serving):
+    assert triton(keyed, GENERATE, PROMPT, **{OWNER: "0123456789abcdef"})[0] == 200
+
+
+@pytest.mark.parametrize("owner", ["0123456789abcdef", "~"])
+def test_grpc_names_no_caller(keyed: Serving, owner: str):
+    tensor = tritonclient.grpc.InferInput("prompt", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([b"12+34="], np.object_))
+    with tritonclient.grpc.InferenceServerClient(keyed.said["grpc"]) as client:
+        with pytest.raises(InferenceServerException, match="only the front end"):
+            client.infer("canvasrt", [tensor], parameters={OWNER: owner})
+
+
+def test_a_key_s_answers_count_on_both_ports(keyed: Serving):
+    """They did not on Triton's."""
+    head = {**JSON, "Authorization": "Bearer sesame"}
+    waiting = http.client.HTTPConnection(keyed.said["http"], timeout=60)
+    with contextlib.closing(waiting):
+        waiting.request("POST", GENERATE, json.dumps({**PROMPT, **ENDLESS}), head)
+        assert eventually(lambda: chat(keyed.host, key="sesame").status == 429)
+        assert triton(keyed, GENERATE, PROMPT, "sesame")[0] == 429
+        assert triton(keyed, GENERATE, PROMPT, "open")[0] == 200
+    assert eventually(lambda: triton(keyed, GENERATE, PROMPT, "sesame")[0] == 200)
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/v2/models/canvasrt_stream/generate_stream"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_model_stops_for_callers_who_have_left(keyed: Serving, path: str, begun: bool):
+    """Triton itself goes on answering them, which would fill the queue."""
+
+    def running() -> int:
+        page = httpx.get(keyed.said["metrics"]).text
+        found = re.search(r"^canvasrt_requests_in_flight (\S+)", page, re.M)
+        return int(float(found[1])) if found else -1
+
+    left = http.client.HTTPConnection(keyed.said["http"], timeout=60)
+    with contextlib.closing(left):
+        head = {**JSON, "Authorization": "Bearer sesame"}
+        named = {OWNER: "0123456789abcdef/1"}  # which does not count
+        left.request("POST", path, json.dumps({**PROMPT, **ENDLESS, **named}), head)
+        assert not begun or eventually(lambda: running() == 1)
+    assert eventually(lambda: triton(keyed, GENERATE, PROMPT, "sesame")[0] == 200)
+    assert eventually(lambda: running() == 0)
+
+
+@pytest.mark.parametrize("method", ["post", "PUT", "TRACE"])
+def test_methods_that_triton_lacks_are_refused(keyed: Serving, method: str):
+    connection = http.client.HTTPConnection(keyed.said["http"], timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, GENERATE, json.dumps(PROMPT), JSON)
+        assert connection.getresponse().status == 405
