@@ -139,8 +139,10 @@ class OpenAIClient:
         return CanvasError(f"no server answers openai at {self.url}: {why}", _START)
 
     def _refused(self, message: str) -> CanvasError:
-        key = "" if "API key" not in message else f"set {KEY_VARIABLE} to one of the server's keys"
-        return CanvasError(f"the server refused the request: {message}", key)
+        hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
+        if message.startswith("HTTP 404"):  # not in OpenAI's form, so from another API
+            hint = f"give the OpenAI API's port ({API_PORT} by default) with --url"
+        return CanvasError(f"the server refused the request: {message}", hint)
 
 
 def address(url: str | None) -> str:

@@ -267,17 +267,10 @@ def about_model(
         "precision": profile.precision,
         "max_context": max_model_len or profile.max_context,
         "canvas_length": manifest.model.canvas_length,
-        "vision": manifest.model.vision is not None and "image" in _chat_template(source),
+        "vision": source.takes_images,
         "demo": any(each.get("sha256") == _DEMO_TOKENIZER for each in manifest.files.values()),
         "made_by": manifest.made_by,
     }
-
-
-def _chat_template(source: Bundle) -> str:
-    """Return the chat template; a checkpoint that was not trained on images has none for them."""
-    names = source.manifest.tokenizer or ()
-    files = [source.file(name) for name in names if name.endswith("chat_template.jinja")]
-    return files[0].read_text(encoding="utf-8") if files else ""
 
 
 def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:

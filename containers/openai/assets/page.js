@@ -1,14 +1,14 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 const run = { frames: [], finals: [], shown: -1, follow: true, abort: null, timer: 0 };
-const LATEST = 900; // milliseconds until a server that says nothing counts as gone
+const LATEST = 900, FIRST = 5000; // milliseconds until a server that says nothing counts as gone
 const EXAMPLES = [
   "Explain in three sentences why the sea is salty.",
   "Write a limerick about a slow printer.",
   "Name five rivers of Europe, with the countries that they cross.",
 ];
 const DEMO = ["12+34=", "reverse planet", "sort 40172", "upper hello", "count 7 to 10"];
-let model = "", about = {}, turns = [], connected, timer = 0;
+let model = "", about = {}, turns = [], stale = true, connected, timer = 0;
 
 // ---- the server
 
@@ -25,10 +25,11 @@ function gone(error) {
 }
 
 async function look() {
-  const get = (path) => fetch(path, { headers: headers(), signal: AbortSignal.timeout(LATEST) });
+  const wait = model ? LATEST : FIRST;
+  const get = (path) => fetch(path, { headers: headers(), signal: AbortSignal.timeout(wait) });
   let text = "the server does not answer", on = false;
   try {
-    if (!model) {
+    if (!model || stale) {
       const reply = await get("/v1/models");
       const body = await reply.json();
       if (reply.status === 401) $("settings").open = true;
@@ -38,6 +39,7 @@ async function look() {
       $("mode").hidden = (await get("/v1/decisions")).status === 404;
       about = await (await get("/v1/metadata")).json();
       model = body.data[0].id;
+      stale = false;
       $("attach").hidden = !about.vision;
       examples();
     }
@@ -46,7 +48,7 @@ async function look() {
     text = on ? model : (await ready.json()).error.message;
   } catch (error) {
     if (error.constructor === Error) text = error.message;
-    model = ""; // another may be served next
+    stale = true; // another model may be served next
   }
   $("state").textContent = text;
   $("light").classList.toggle("on", on);

@@ -85,6 +85,7 @@ def _fails(done: subprocess.CompletedProcess[str], error: str, hint: str) -> Non
         ("http", "grpc", "is not Triton's http API"),
         ("grpc", "http", "is not Triton's grpc API"),
         ("openai", "grpc", "does not speak HTTP"),
+        ("openai", "http", 'HTTP 404: {"error":"Not Found"}'),
         ("openai", "https://api", "does not speak HTTPS"),
     ],
 )
