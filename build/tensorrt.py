@@ -189,7 +189,7 @@ def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, J
         available_bytes() // SHARE,
         # A builder that times kernels needs the GPU to itself. Identical segments then reuse the timing cache.
         len(os.sched_getaffinity(0)) if plan.target.builds_anywhere else 1,
-        started=lambda name: report(f"building {name} for {plan.target.name}", 0, 0),
+        started=lambda name: report(f"building {name} for {plan.target.name}", 0, 1),
         finished=lambda name: report(f"building {name} for {plan.target.name}", 1, 1),
         stop=children.kill,
     )

@@ -128,6 +128,17 @@ class Bundle:
     path: Path
     manifest: Manifest
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether there is a vision tower, and the chat template has a place for images: a checkpoint
+        that was never trained on them has none."""
+        names = [each["name"] for each in self.manifest.segments]
+        if self.manifest.model.vision is None or (names and "vision" not in names):
+            return False
+        files = self.manifest.tokenizer or ()
+        template = next((each for each in files if each.endswith("chat_template.jinja")), None)
+        return template is None or "image" in self.file(template).read_text(encoding="utf-8")
+
     def file(self, name: str) -> Path:
         """Return the path of a file that the manifest lists."""
         if name not in self.manifest.files:

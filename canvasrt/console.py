@@ -166,6 +166,8 @@ def _bars(rate: bool) -> Iterator[Progress]:
         def show(what: str, done: int, total: int) -> None:
             nonlocal shown
             if what not in tasks:
+                for stage in (each for each in bars.tasks if each.total is None):
+                    bars.update(stage.id, total=1, completed=1)
                 # What an earlier call has done does not count as this one's speed.
                 tasks[what] = bars.add_task(what, total=total or None, completed=done)
             elif time.monotonic() - shown < _SHOW_EVERY and done != total:

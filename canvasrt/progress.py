@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-# Called with (what is being done, units done, total units); a total of 0 means unknown.
+# Called with (what is being done, units done, total units); a total of 0 is a stage of
+# unknown length, which ends when other work is reported.
 Progress = Callable[[str, int, int], None]
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from canvasrt.containers.client.openai import OpenAIClient
 
-NEW = "/new"
+NEW, HELP = "/new", "/help"
+_HELP = f"{NEW} starts over, Ctrl-C stops an answer, Ctrl-D ends"
+_BLANK = f"{NEW} starts over; the demo model was trained on single questions"
 Plain = Annotated[
     bool, typer.Option("--plain", help="Print text once it is final, without the drafts.")
 ]
@@ -49,21 +51,22 @@ def chat(
 ) -> None:
     """Chat with a running server over the OpenAI API, in the terminal.
 
-    /new starts over, Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, every line of standard input is a message.
+    /new starts over, /help shows how, Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, every line of standard input is a message.
     """
     from canvasrt.containers.client.openai import OpenAIClient
 
     client = OpenAIClient(url, timeout)
     drawn = sys.stdout.isatty() and not plain
     if sys.stdin.isatty():
-        print(
-            f"{client.model} at {client.url}; {NEW} starts over, Ctrl-C stops an answer, Ctrl-D ends"
-        )
+        print(f"{client.model} at {client.url}; {_HELP}")
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     for text in _lines():
         if text == NEW:
             messages = list(opening)
+            continue
+        if text == HELP:
+            print(_HELP)
             continue
         messages.append({"role": "user", "content": text})
         inputs = {**sampling, "messages": json.dumps(messages)}
@@ -81,6 +84,8 @@ def chat(
             print("\nstopped; this message is not part of the conversation")
             messages.pop()
             continue
+        if not answer.strip():
+            print_error("the answer is blank", _BLANK)
         messages.append({"role": "assistant", "content": answer})
 
 

@@ -37,6 +37,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 # Every machine can use these extras; without them it has a gap.
 _WANTED = ("export", "rtx", "serve")
 
+_WSL_FIX = "follow docs/hardware.md, Windows: the driver is installed in Windows"
 _STYLES = {
     "ok": "green",
     "gap": "bold red",
@@ -168,6 +169,8 @@ def _gpus() -> list[MachineCheck]:
     from canvasrt import machine
 
     found = machine.gpus()
+    if not found and (lacks := wsl_lacks(platform.release())):
+        return [MachineCheck("GPU", "gap", f"Windows' Linux (WSL) has no {lacks}", _WSL_FIX)]
     if not found:
         return [MachineCheck("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
     return [
@@ -179,6 +182,17 @@ def _gpus() -> list[MachineCheck]:
         )
         for number, gpu in enumerate(found)
     ]
+
+
+def wsl_lacks(release: str, root: Path = Path("/")) -> str:
+    """Return what WSL lacks for a GPU, by the kernel's release; empty outside WSL, or if nothing."""
+    if "microsoft" not in release.lower():
+        return ""
+    if not (root / "dev/dxg").exists():
+        return "GPU: /dev/dxg is missing (WSL 1, or no driver in Windows)"
+    if not (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
+        return "driver: /usr/lib/wsl/lib/libcuda.so.1 is missing"
+    return "" if shutil.which("nvidia-smi") else "nvidia-smi in PATH: add /usr/lib/wsl/lib"
 
 
 def _triton() -> MachineCheck:

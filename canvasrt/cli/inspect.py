@@ -1,13 +1,18 @@
 """`canvasrt inspect`: prints a bundle's manifest or its kernels."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli import options
 from canvasrt.console import emit, size, table
+
+if TYPE_CHECKING:
+    from canvasrt.bundle import Bundle
 
 Kernels = Annotated[
     bool,
@@ -80,10 +85,11 @@ def inspect(
 
         show(loaded, batch, context, capacity, gpu, rates, page)
         return
-    emit(loaded.manifest.data, lambda console: _render(console, loaded.manifest))
+    emit(loaded.manifest.data, lambda console: _render(console, loaded))
 
 
-def _render(console: Any, manifest: Any) -> None:
+def _render(console: Any, bundle: Bundle) -> None:
+    manifest = bundle.manifest
     facts = [
         ("kind", manifest.kind),
         ("digest", manifest.digest),
@@ -93,7 +99,7 @@ def _render(console: Any, manifest: Any) -> None:
         ("made from", _pairs(_short(manifest.made_from))),
         ("options", _pairs(_named(manifest.options))),
         ("quantized", _quantized(manifest.segments)),
-        *_model_facts(manifest),
+        *_model_facts(bundle),
     ]
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
@@ -119,7 +125,8 @@ def _quantized(segments: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{formats.count(each)} weights {each}" for each in sorted(set(formats)))
 
 
-def _model_facts(manifest: Any) -> list[tuple[str, str]]:
+def _model_facts(bundle: Bundle) -> list[tuple[str, str]]:
+    manifest = bundle.manifest
     model, sampler = manifest.model, manifest.sampler
     kinds = [layer.kind for layer in model.layers]
     names = [segment["name"] for segment in manifest.segments]
@@ -135,15 +142,17 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
             f"{model.canvas_length} tokens, at most {sampler.max_denoising_steps} steps per block,"
             f" temperature {sampler.t_max} to {sampler.t_min}, entropy bound {sampler.entropy_bound}",
         ),
-        ("vision", _tower(model.vision) if "vision" in names else "none"),
+        ("vision", _tower(bundle) if "vision" in names else "none"),
         ("tokenizer", "yes" if manifest.tokenizer else "no"),
         ("segments", ", ".join(names)),
     ]
 
 
-def _tower(vision: dict[str, Any]) -> str:
-    """Return the size of a vision tower: one of a single layer, as the demo's, may never have been trained."""
-    return f"{vision['num_hidden_layers']}-layer tower, hidden {vision['hidden_size']}"
+def _tower(bundle: Bundle) -> str:
+    """Return the size of the vision tower, and whether it is of use."""
+    vision = bundle.manifest.model.vision or {}
+    unused = "" if bundle.takes_images else "; unused: the chat template takes no images"
+    return f"{vision['num_hidden_layers']}-layer tower, hidden {vision['hidden_size']}{unused}"
 
 
 def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:

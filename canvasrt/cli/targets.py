@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from canvasrt.cli import options
 from canvasrt.console import emit, size, table
-
-if TYPE_CHECKING:
-    from canvasrt.targets import Target
 
 
 def targets(as_json: options.AsJson = False) -> None:
@@ -35,8 +32,8 @@ def targets(as_json: options.AsJson = False) -> None:
     def render(console: Any) -> None:
         columns = (
             "target",
-            "GPU, capability, memory",
-            "builder",
+            "capability",
+            "GB",
             "precisions",
             "26B at 8K",
             "here",
@@ -44,10 +41,10 @@ def targets(as_json: options.AsJson = False) -> None:
         rows = [
             (
                 target.name,
-                _gpu(target),
-                target.builder,
-                ", ".join(target.precisions),
-                f"{fit.precision}, {size(fit.memory.total)}" if fit else "too large",
+                target.capability_text.replace(", ", "/") if target.capability else "",
+                f"{target.memory / 10**9:.0f}" if target.memory else "",
+                "/".join(target.precisions),
+                size(fit.memory.total) if fit else "too large",
                 _here(no_build, no_run),
             )
             for target, fit, no_build, no_run in found
@@ -57,14 +54,8 @@ def targets(as_json: options.AsJson = False) -> None:
     emit(data, render)
 
 
-def _gpu(target: Target) -> str:
-    if target.capability is None:
-        return target.gpu
-    return f"{target.gpu}, {target.capability_text}, {size(target.memory or 0)}"
-
-
 def _here(no_build: str, no_run: str) -> str:
     """Return what this machine does with a target, or what it lacks to build for it."""
     if no_build:
         return no_build.partition(" (")[0]
-    return "builds" if no_run else "builds, runs"
+    return "builds" if no_run else "runs"

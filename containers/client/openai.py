@@ -112,9 +112,16 @@ class OpenAIClient:
                 f"{self.url} did not answer within {self._timeout:g} s",
                 "allow more time with --timeout",
             ) from error
+        except (ssl.SSLError, http.client.BadStatusLine) as error:
+            if isinstance(error, ssl.SSLCertVerificationError | ConnectionError):
+                raise self._unreachable(error) from error
+            scheme = "HTTPS" if self._secure else "HTTP"
+            raise CanvasError(
+                f"what answers at {self.url} does not speak {scheme}",
+                "give the OpenAI API's address with --url: http:// or https://, as it is served",
+            ) from error
         except (OSError, http.client.HTTPException) as error:
-            why = str(error) or type(error).__name__
-            raise CanvasError(f"no server answers openai at {self.url}: {why}", _START) from error
+            raise self._unreachable(error) from error
         finally:
             connection.close()
 
@@ -127,9 +134,15 @@ class OpenAIClient:
             self._host, self._port, timeout=self._timeout, context=context
         )
 
+    def _unreachable(self, error: Exception) -> CanvasError:
+        why = str(error) or type(error).__name__
+        return CanvasError(f"no server answers openai at {self.url}: {why}", _START)
+
     def _refused(self, message: str) -> CanvasError:
-        key = "" if "API key" not in message else f"set {KEY_VARIABLE} to one of the server's keys"
-        return CanvasError(f"the server refused the request: {message}", key)
+        hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
+        if message.startswith("HTTP 404"):  # not in OpenAI's form, so from another API
+            hint = f"give the OpenAI API's port ({API_PORT} by default) with --url"
+        return CanvasError(f"the server refused the request: {message}", hint)
 
 
 def address(url: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import queue
 import time
@@ -144,11 +145,15 @@ class Client:
             raise self._late() from error
         except OSError as error:
             raise self._unreachable(str(error) or type(error).__name__) from error
+        except http.client.HTTPException as error:
+            raise self._foreign() from error
 
     def _explained(self, message: str, status: str, model: str) -> CanvasError:
         text = message.lower()
         if "deadline" in text or "deadline_exceeded" in status.lower() or "timed out" in text:
             return self._late()
+        if "unknown request url" in text or "parsing http/2" in text or "socket closed" in text:
+            return self._foreign()
         if "unknown model" in text or "not found" in text:
             return CanvasError(
                 f"the server at {self.url} has no model {model!r}",
@@ -164,6 +169,12 @@ class Client:
     def _late(self) -> CanvasError:
         return CanvasError(
             f"{self.url} did not answer within {self.timeout:g} s", "allow more time with --timeout"
+        )
+
+    def _foreign(self) -> CanvasError:
+        return CanvasError(
+            f"what answers at {self.url} is not Triton's {self.protocol} API",
+            f"give that port ({getattr(Ports(), self.protocol)} by default) with --url, or --protocol openai for the OpenAI API's",
         )
 
     def _unreachable(self, why: str) -> CanvasError:

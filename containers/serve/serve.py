@@ -41,6 +41,8 @@ Ready = Callable[[dict[str, Any]], None]
 _LOOK_EVERY = 0.2
 _FAILED_FOR = 1.0  # seconds in which health checks see the failure
 _MOST_BYTES = 40  # of the path of temporary files
+# SHA-256 of the demo checkpoints' tokenizer.json, by which the page knows them.
+_DEMO_TOKENIZER = "b6a5ffb0defbe76f2c3d84d437cb65a372fd2d9a9f50fe088741b7a5b02cee70"
 _LAST_REPLIES = 2.0  # seconds in which the front end's callers get the error
 
 
@@ -265,6 +267,8 @@ def about_model(
         "precision": profile.precision,
         "max_context": max_model_len or profile.max_context,
         "canvas_length": manifest.model.canvas_length,
+        "vision": source.takes_images,
+        "demo": any(each.get("sha256") == _DEMO_TOKENIZER for each in manifest.files.values()),
         "made_by": manifest.made_by,
     }
 

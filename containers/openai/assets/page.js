@@ -1,7 +1,14 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 const run = { frames: [], finals: [], shown: -1, follow: true, abort: null, timer: 0 };
-let model = "";
+const LATEST = 900, FIRST = 5000; // milliseconds until a server that says nothing counts as gone
+const EXAMPLES = [
+  "Explain in three sentences why the sea is salty.",
+  "Write a limerick about a slow printer.",
+  "Name five rivers of Europe, with the countries that they cross.",
+];
+const DEMO = ["12+34=", "reverse planet", "sort 40172", "upper hello", "count 7 to 10"];
+let model = "", about = {}, turns = [], stale = true, connected, timer = 0;
 
 // ---- the server
 
@@ -11,30 +18,57 @@ function headers() {
   return key ? { ...all, Authorization: `Bearer ${key}` } : all;
 }
 
-async function connect() {
-  let text = "the server does not answer", on = false, again = 2000;
+// What a question or a poll gets when nothing is there.
+function gone(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Error("the server went away; this page sees when it is back");
+}
+
+async function look() {
+  const wait = model ? LATEST : FIRST;
+  const get = (path) => fetch(path, { headers: headers(), signal: AbortSignal.timeout(wait) });
+  let text = "the server does not answer", on = false;
   try {
-    const reply = await fetch("/v1/models", { headers: headers() });
-    const body = await reply.json();
-    if (reply.status === 401) {
-      text = "this server needs an API key";
-      $("settings").open = true;
-      again = 0;
-    } else if (!reply.ok) {
-      text = body.error.message;
-    } else {
-      model = body.data[0].id;
-      const ready = await fetch("/v1/health/ready");
-      on = ready.ok;
-      text = on ? model : (await ready.json()).error.message;
+    if (!model || stale) {
+      const reply = await get("/v1/models");
+      const body = await reply.json();
+      if (reply.status === 401) $("settings").open = true;
+      if (reply.status === 401) throw new Error("this server needs an API key");
+      if (!reply.ok) throw new Error(body.error.message);
       // 405 when the server has the endpoint, which takes POST.
-      if (on) $("mode").hidden = (await fetch("/v1/decisions")).status === 404;
-      again = on ? 0 : 2000;
+      $("mode").hidden = (await get("/v1/decisions")).status === 404;
+      about = await (await get("/v1/metadata")).json();
+      model = body.data[0].id;
+      stale = false;
+      $("attach").hidden = !about.vision;
+      examples();
     }
-  } catch { /* not there yet */ }
+    const ready = await get("/v1/health/ready");
+    on = ready.ok;
+    text = on ? model : (await ready.json()).error.message;
+  } catch (error) {
+    if (error.constructor === Error) text = error.message;
+    stale = true; // another model may be served next
+  }
   $("state").textContent = text;
   $("light").classList.toggle("on", on);
-  if (again) setTimeout(connect, again);
+}
+
+// Questions wait for the latest look, so that they have a model.
+function connect() {
+  clearTimeout(timer);
+  connected = look();
+  connected.then(() => { timer = setTimeout(connect, 1000); });
+}
+
+async function post(path, build) {
+  const { signal } = run.abort;
+  await connected;
+  if (!model) throw new Error($("state").textContent);
+  const sent = { method: "POST", headers: headers(), body: JSON.stringify(build()) };
+  const reply = await fetch(path, { ...sent, signal }).catch(gone);
+  if (!reply.ok) throw new Error((await reply.json()).error.message);
+  return reply;
 }
 
 function attached() {
@@ -57,7 +91,11 @@ function body() {
   const text = $("prompt").value;
   const images = attached().map((url) => ({ type: "image_url", image_url: { url } }));
   const content = images.length ? [...images, { type: "text", text }] : text;
-  const messages = [{ role: "user", content }];
+  // The demo model was trained on single questions.
+  const messages = (about.demo ? [] : turns).flatMap((turn) => [
+    { role: "user", content: turn.asked }, { role: "assistant", content: turn.answer },
+  ]);
+  messages.push({ role: "user", content });
   if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value });
   const fields = {
     seed: "seed", max_denoising_steps: "steps", max_tokens: "tokens",
@@ -73,7 +111,7 @@ async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(gone);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -87,14 +125,12 @@ async function* events(reply) {
 async function ask() {
   reset();
   const begin = performance.now();
+  const asked = $("prompt").value;
   let tokens = 0, first = 0;
   run.abort = new AbortController();
   busy(true);
   try {
-    const reply = await fetch("/v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(body()), signal: run.abort.signal,
-    });
-    if (!reply.ok) throw new Error((await reply.json()).error.message);
+    const reply = await post("/v1/chat/completions", body);
     for await (const chunk of events(reply)) {
       if (chunk.error) throw new Error(chunk.error.message);
       $("f-seed").textContent = chunk.canvasrt.seed;
@@ -116,6 +152,9 @@ async function ask() {
       }
     }
     $("f-total").textContent = milliseconds(performance.now() - begin);
+    turns.push({ asked, answer: $("answer").textContent });
+    chat(turns.length - 1);
+    if (document.activeElement === $("prompt")) $("prompt").select(); // typing replaces it
   } catch (error) {
     if (error.name !== "AbortError") fail(error.message);
   }
@@ -145,18 +184,13 @@ async function decide() {
   run.abort = new AbortController();
   busy(true);
   try {
-    const wanted = {
-      model, input: input(), questions: [question()], layout: $("layout").value,
-      ...numbers({ samples: "samples", seed: "seed" }),
-    };
-    const reply = await fetch("/v1/decisions", {
-      method: "POST", headers: headers(), body: JSON.stringify(wanted), signal: run.abort.signal,
-    });
-    const found = await reply.json();
-    if (!reply.ok) throw new Error(found.error.message);
-    bars(found.answers[0]);
+    const given = numbers({ samples: "samples", seed: "seed" });
+    const reply = await post("/v1/decisions", () => ({
+      model, input: input(), questions: [question()], layout: $("layout").value, ...given,
+    }));
+    bars((await reply.json().catch(gone)).answers[0]);
     const time = milliseconds(performance.now() - begin);
-    $("decided").textContent = `${wanted.samples || 1} draws of noise in ${time}; not calibrated`;
+    $("decided").textContent = `${given.samples || 1} draws of noise in ${time}; not calibrated`;
     $("decision").hidden = false;
   } catch (error) {
     if (error.name !== "AbortError") fail(error.message);
@@ -182,6 +216,51 @@ function bars(answer) {
     number.textContent = `${(100 * each.probability).toFixed(1)}%`;
     return row;
   }));
+}
+
+// ---- the chat
+
+function button(text, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.className = "quiet";
+  made.textContent = text;
+  made.addEventListener("click", act);
+  return made;
+}
+
+function examples() {
+  $("examples").hidden = turns.length > 0 || !$("work").hidden;
+  $("examples").replaceChildren(...(about.demo ? DEMO : EXAMPLES).map((text) => button(text, () => {
+    $("prompt").value = text;
+    $("ask").requestSubmit();
+  })));
+}
+
+// Show the first `count` turns, the latest above; the one after them is in the canvas.
+function chat(count) {
+  $("chat").hidden = !turns.length;
+  const sent = about.demo ? " (shown only: the demo model takes single questions)" : "";
+  $("kept").textContent = count ? `Earlier${sent}` : "";
+  $("turns").replaceChildren(...turns.slice(0, count).reverse().map(({ asked, answer }) => {
+    const turn = document.createElement("div");
+    for (const text of [asked, answer]) {
+      turn.append(document.createElement("p"));
+      turn.lastChild.textContent = text;
+    }
+    turn.append(button("Copy", (event) => copy(event.target, turn.lastChild.previousSibling)));
+    return turn;
+  }));
+}
+
+// navigator.clipboard is absent over plain HTTP, except on this machine.
+async function copy(from, source) {
+  getSelection().selectAllChildren(source);
+  if (navigator.clipboard) await navigator.clipboard.writeText(source.textContent);
+  else document.execCommand("copy");
+  getSelection().removeAllRanges();
+  from.textContent = "Copied";
+  setTimeout(() => { from.textContent = "Copy"; }, 1500);
 }
 
 // ---- frames: one per step, and one per finished block
@@ -281,6 +360,8 @@ function reset() {
   for (const id of ["steps", "pass", "first", "total", "seed"]) $(`f-${id}`).textContent = "\u2013";
   $("slider").max = 0;
   $("error").hidden = true;
+  $("examples").hidden = true;
+  chat(turns.length);
 }
 
 function busy(on) {
@@ -341,7 +422,7 @@ $("files").addEventListener("change", () => {
   attach($("files").files);
   $("files").value = "";
 });
-$("prompt").addEventListener("paste", (event) => attach(event.clipboardData.files));
+$("prompt").addEventListener("paste", (event) => about.vision && attach(event.clipboardData.files));
 $("slider").addEventListener("input", () => {
   clearInterval(run.timer);
   const index = Number($("slider").value);
@@ -349,12 +430,24 @@ $("slider").addEventListener("input", () => {
   show(index);
 });
 $("play").addEventListener("click", play);
+$("padding").addEventListener("change", () => {
+  $("canvas").classList.toggle("all", $("padding").checked);
+});
+$("copy").addEventListener("click", () => copy($("copy"), $("answer")));
+$("new").addEventListener("click", () => {
+  if (run.abort) run.abort.abort();
+  turns = [];
+  reset();
+  $("work").hidden = true;
+  examples();
+});
 for (const each of document.querySelectorAll("[name=view]")) {
   each.addEventListener("change", () => show(run.shown));
 }
 $("key").value = sessionStorage.getItem("canvasrt-key") || "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("canvasrt-key", $("key").value);
+  model = "";
   connect();
 });
 connect();

@@ -16,7 +16,9 @@ import pytest
 
 from canvasrt.cli import app, doctor
 from canvasrt.cli.app import COMMANDS, parsed_command
+from canvasrt.targets import TARGETS
 from tests.conftest import Command
+from tests.helpers import library
 from tests.helpers.bundles import make
 
 HEAVY = (
@@ -149,7 +151,14 @@ def test_help_and_targets_cut_no_word_in_80_columns(
     assert app.run(["targets"]) == 0
     targets = capsys.readouterr().out
     assert max(map(len, targets.splitlines())) <= 80
-    assert {"rtx-pro-6000", "tensorrt-rtx", "precisions", "nvfp4-mixed,"} <= set(targets.split())
+    assert {"rtx-pro-6000", "precisions", "int4/fp8/bf16"} <= set(targets.split())
+    assert len(targets.splitlines()) == len(TARGETS) + 1  # a line each
+
+
+def test_a_tower_that_was_never_trained_is_said_to_be_unused(here: Command) -> None:
+    for checkpoint, unused in (("demo", True), ("demo-vision", False)):
+        shown = here("inspect", library.bundle(checkpoint)).stdout
+        assert ("unused: the chat template takes no images" in shown) == unused
 
 
 def test_targets_and_doctor_as_data(here: Command) -> None:

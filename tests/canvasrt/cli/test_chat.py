@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.conftest import Command
 from tests.helpers.serving import needs_triton
@@ -162,3 +163,14 @@ def test_without_a_server_it_says_so(here: Command, monkeypatch: pytest.MonkeyPa
     done = here("chat", "--url", "127.0.0.1:9")
     assert done.returncode == 1
     assert "no server answers openai at" in done.stderr
+
+
+def test_help_is_not_sent_and_a_blank_answer_is_explained(
+    chat: Callable[[str], str], openai: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chat("/help\n12+34=\n").partition("\n")[2] == answer(openai, "12+34=") + "\n"
+    monkeypatch.setattr(OpenAIClient, "stream", lambda self, inputs: iter(()))
+    told = io.StringIO()
+    monkeypatch.setattr("canvasrt.cli.chat.print_error", lambda *told_: told.write(str(told_)))
+    chat("12+34=\n")
+    assert "/new starts over" in told.getvalue()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.cli.app import run
+from canvasrt.cli.doctor import wsl_lacks
 from canvasrt.cli.doctor_report import report, without_secrets
 
 SECRETS = {
@@ -75,3 +76,18 @@ def test_a_report_lists_the_compiled_kernels_in_a_container_too(
 def test_what_looks_like_a_key_is_removed() -> None:
     text = "hf_abcdefghijk nvapi-0123456789 sk-abcdefgh12 tasks-12345678 short sk-1"
     assert without_secrets(text, []) == "[removed] [removed] [removed] tasks-12345678 short sk-1"
+
+
+def test_what_windows_linux_lacks_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = "6.6.87.2-microsoft-standard-WSL2"
+    assert wsl_lacks("6.8.0-45-generic", tmp_path) == ""
+    assert "/dev/dxg" in wsl_lacks(release, tmp_path)
+    device, library = tmp_path / "dev/dxg", tmp_path / "usr/lib/wsl/lib/libcuda.so.1"
+    for file, lacks in ((device, "libcuda.so.1"), (library, "nvidia-smi")):
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert lacks in wsl_lacks(release, tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/lib/wsl/lib/nvidia-smi")
+    assert wsl_lacks(release, tmp_path) == ""

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.conftest import Command
@@ -74,3 +75,28 @@ def _fails(done: subprocess.CompletedProcess[str], error: str, hint: str) -> Non
     assert error in first
     assert second.startswith("hint: ")
     assert hint in second
+
+
+@pytest.mark.parametrize(
+    ("protocol", "at", "said"),
+    [
+        ("http", "api", "is not Triton's http API"),
+        ("grpc", "api", "is not Triton's grpc API"),
+        ("http", "grpc", "is not Triton's http API"),
+        ("grpc", "http", "is not Triton's grpc API"),
+        ("openai", "grpc", "does not speak HTTP"),
+        ("openai", "http", 'HTTP 404: {"error":"Not Found"}'),
+        ("openai", "https://api", "does not speak HTTPS"),
+    ],
+)
+def test_a_port_of_another_protocol_is_named(
+    infer: Command, server: Server, front: FrontEnd, protocol: str, at: str, said: str
+) -> None:
+    ports = {"api": front.port, "http": server.ports.http, "grpc": server.ports.grpc}
+    scheme, _, name = at.rpartition("://")
+    url = f"{scheme or 'http'}://127.0.0.1:{ports[name]}"
+    done = infer("x", "--url", url, "--protocol", protocol)
+    assert done.returncode == 1
+    error, hint = done.stderr.splitlines()
+    assert error.endswith(said), error
+    assert "--url" in hint

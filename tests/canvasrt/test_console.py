@@ -1,0 +1,30 @@
+"""Progress on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from canvasrt.console import progress
+from canvasrt.progress import report
+
+WORK = ("loading", "building", "asking")
+
+
+def test_a_stage_of_unknown_length_ends_when_other_work_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setenv(
+        "TERM", "dumb"
+    )  # without control codes, each bar is printed once, at the end
+    with progress():
+        report("loading")
+        report("building", 0, 1)
+        report("asking", 1, 2)
+    lines = [line for line in shown.getvalue().splitlines() if "%" in line]
+    ended = {name: "100%" in line for name in WORK for line in lines if name in line}
+    assert ended == {"loading": True, "building": False, "asking": False}
