@@ -301,7 +301,7 @@ def _other_version(file: Path, what: str, schema: Any = BUNDLE_SCHEMA) -> Canvas
 
 def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
     """Raise CanvasError for fields that are missing or unknown in a manifest and its configurations."""
-    for record in _records(data):
+    for record in (each for each in _parts(data) if isinstance(each, _Record)):
         vars(record)["file"] = file
     kinds: tuple[tuple[Mapping[str, Any], type], ...] = (
         (data["model"], ModelConfig),
@@ -334,7 +334,7 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
             raise CanvasError(
                 f"{file} has {word!r} as {place}, which is no name or version", _AGAIN
             )
-    for text in _strings(data):
+    for text in (each for each in _parts(data) if isinstance(each, str)):
         if not text.isprintable():
             raise CanvasError(f"{file} has a string with control characters: {text[:80]!r}", _AGAIN)
 
@@ -349,26 +349,13 @@ def _check_files(file: Path, data: Mapping[str, Any]) -> None:
             raise TypeError(name)
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings of a manifest, names of fields included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield name
-            yield from _strings(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _strings(each)
-
-
-def _records(value: Any) -> Iterator[_Record]:
-    """Yield all objects of a manifest."""
-    if isinstance(value, _Record):
-        yield value
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield a manifest's value and all that is in it, names of fields included."""
+    yield value
     if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _records(each)
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        for each in inside:
+            yield from _parts(each)
 
 
 def _check_sizes(bundle: Bundle, absent: Callable[[Bundle], Collection[str]] | None) -> None:
