@@ -80,6 +80,6 @@ class Capacity:
 
 
 def rounded(capacity: float, tokens: int) -> int:
-    """Round `capacity` up to a small multiple, so that shapes stay few; the result is from 1 to
-    `tokens`."""
+    """Round `capacity` up to a multiple of `MULTIPLE`, which keeps shapes few. The result lies between
+    1 and `tokens`."""
     return min(tokens, max(1, math.ceil(capacity / MULTIPLE) * MULTIPLE))

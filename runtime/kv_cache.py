@@ -40,7 +40,7 @@ class RequestCache:
         return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Add one layer's new tokens, `[1, kv_heads, n, head_dim]`; `advance` follows the last layer."""
+        """Add one layer's keys and values of new tokens, `[1, kv_heads, n, head_dim]`. Call `advance` after the last layer."""
         kept = self.kept(self._kinds[layer])
         keep = min(kept + keys.shape[2], self._most(layer))
         self.keys[layer] = _joined(self.keys[layer], kept, keys, keep)

@@ -74,8 +74,8 @@ def _show_plans(plans: Sequence[Plan]) -> None:
 
 
 def _why_not(plan: Plan) -> tuple[str | None, str | None]:
-    """Return why the plan would be refused, and the way out. For a target that this machine builds but cannot run, return that
-    alone."""
+    """Return why the plan would be refused, and the way out. If this machine can build it but has too little memory to run it,
+    there is no reason, and the way out says what would fit."""
     from canvasrt.build.checks import check_plan, check_space, what_fits
     from canvasrt.errors import CanvasError
     from canvasrt.machine import memory_bytes

@@ -65,7 +65,7 @@ def made_by(value: ir.Value | None, kind: str) -> ir.Node | None:
 
 
 def user(value: ir.Value, kind: str) -> ir.Node:
-    """Return the only node of a kind that reads a value."""
+    """Return the only node of the type `kind` that reads `value`."""
     (found,) = (node for node in value.consumers() if node.op_type == kind)
     return found
 

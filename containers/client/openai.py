@@ -136,7 +136,7 @@ class OpenAIClient:
 
     def _unreachable(self, error: Exception) -> CanvasError:
         why = str(error) or type(error).__name__
-        return CanvasError(f"no server answers openai at {self.url}: {why}", _START)
+        return CanvasError(f"no OpenAI API answers at {self.url}: {why}", _START)
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""

@@ -59,7 +59,7 @@ class LatencySpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> LatencySpread | None:
-        """Return the spread of a series in seconds; None for an empty one."""
+        """Return the spread, in milliseconds, of a series given in seconds; None if it is empty."""
         if not seconds:
             return None
         values = 1e3 * np.asarray(seconds)

@@ -25,8 +25,8 @@ TRIAL = GIB
 TEMPORARY = 256 * MIB
 # Triton's Python backend took 4 MB; a region of its shared memory is 1 MB per model to begin with.
 SHARED = GIB
-# Only servers that build engines or compile kernels write to the cache. Of compiled kernels, 0.3 GB are expected; new ones are
-# written beside the old ones.
+# Only servers that build engines or compile kernels write to the cache. Compiled kernels should take about
+# 0.3 GB; new ones are written beside the old ones, so both need room.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
 # TensorRT-RTX compiles kernels on the GPU when a shape is first used: a guess, per shape and layer.
 _COMPILE_SECONDS = 0.5

@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def _say(report: dict[str, Any]) -> None:
-    sys.stdout.write(f"{json.dumps(report)}\n")  # in one piece, since threads report
+    sys.stdout.write(f"{json.dumps(report)}\n")  # one write, since several threads report
     sys.stdout.flush()
 
 

@@ -51,7 +51,7 @@ class Packed:
             if found is not None and not (np.isfinite(found) & (found > 0)).all():
                 raise CanvasError(
                     f"a weight's {name} contains numbers that are not positive and finite",
-                    "calibrate again, or use a checkpoint with complete scales",
+                    "calibrate again, or use a checkpoint whose scales are positive and finite",
                 )
 
     @property

@@ -26,7 +26,7 @@ class Spelling(NamedTuple):
     rank: np.ndarray
 
     def with_special(self, tokens: Collection[int]) -> Spelling:
-        """Return the spelling with special tokens added, as tokens that close something."""
+        """Return the spelling with special tokens added, with the rank of tokens that close something."""
         special = np.array(sorted(tokens), np.int64)
         return Spelling(
             np.concatenate([special, self.tokens]),

@@ -260,10 +260,8 @@ class _Context:
         self._compiled = compiled
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
-        self._latest: tuple[Any, ...] | None = (
-            None  # the repeated call, and its graph once captured
-        )
-        self._graph: int | None = None
+        self._latest: tuple[Any, ...] | None = None  # the latest call's key
+        self._graph: int | None = None  # its CUDA graph, once captured
         self._fits = True
 
     def run(self, call: EngineCall) -> None:

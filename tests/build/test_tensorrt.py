@@ -204,7 +204,7 @@ def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
         return compile.Compiled(25 * 10**9) if job.graph.stem == "body_0" else made
 
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", greedy)
-    with pytest.raises(CanvasError, match=r"body_0 for rtx-4090 needs 25\.0 GB .*there are 24\.0"):
+    with pytest.raises(CanvasError, match=r"body_0 needs 25\.0 GB .*rtx-4090 has 24\.0"):
         built("rtx-4090", "engines", tmp_path / "own")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own"]
 

@@ -142,7 +142,7 @@ def test_nvfp4_codes_are_the_checkpoints(nvfp4: Path, exported: Bundle) -> None:
         assert np.array_equal(found[f"{name}.block_scales"], blocks)
         scales = stacked(tensors, layer, kind, "weight_scale_2")[:, :1, None]
         assert found[f"{name}.factor"].shape == (EXPERTS, 1, 1)
-        # A power of two before the product; after it bfloat16, like the product.
+        # `scale`, before the product, is a power of two; `factor`, after it, is bfloat16, as the product is.
         assert np.log2(found[f"{name}.scale"]) % 1 == 0
         both = found[f"{name}.scale"] * found[f"{name}.factor"]
         np.testing.assert_allclose(both, scales, rtol=2.0**-8)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 TABLE = Path(__file__).parents[1] / "durations.json"
-# Files' seconds have two parts: tests for every change, and those marked `acceptance`.
+# A file has two durations: of the tests for every change, and of those marked `acceptance`.
 DEFAULT, ACCEPTANCE = "default", "acceptance"
 # A test of a file that was never measured.
 UNKNOWN = 1.0

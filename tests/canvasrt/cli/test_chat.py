@@ -162,7 +162,7 @@ def test_without_a_server_it_says_so(here: Command, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
     done = here("chat", "--url", "127.0.0.1:9")
     assert done.returncode == 1
-    assert "no server answers openai at" in done.stderr
+    assert "no OpenAI API answers at" in done.stderr
 
 
 def test_help_is_not_sent_and_a_blank_answer_is_explained(

@@ -1,4 +1,4 @@
-"""Clients of other kinds: curl, tritonclient, and the benchmark that others use."""
+"""Clients other than OpenAI's: curl, tritonclient and AIPerf."""
 
 from __future__ import annotations
 
