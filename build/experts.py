@@ -52,9 +52,9 @@ class Slots:
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
-        """Return how many execution contexts all body segments have: of each engine one per profile, and one for each place
-        in the batch."""
-        return bodies * (2 + (batch > 1) + batch)
+        """Return how many execution contexts all body segments have: of each engine one per profile, one for each place in the
+        batch, and one for shared passes."""
+        return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
         """Return the bytes of their own buffers, with `element` bytes per activation."""

@@ -169,14 +169,14 @@ def _on_gpu(weights: Weights, passes: PassPlan, kv_cache: str | None, experts: E
         buffers=_buffers(weights, passes, element, number)
         + experts.buffers(model, passes, element),
         contexts=CONTEXT * context_count(model, passes, bodies, experts)
-        + CAPTURED_LAYER * len(model.layers) * passes.batch,
+        + CAPTURED_LAYER * len(model.layers) * (passes.batch + (passes.batch > 1)),
     )
 
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
-    """Return how many execution contexts serving takes. The head has one per profile and one with a graph; the vision tower
-    has one."""
-    head = 2 + (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
+    """Return how many execution contexts serving takes. The head has one per profile, and one with a graph for passes of one
+    request and one for shared ones; the vision tower has one."""
+    head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)
 

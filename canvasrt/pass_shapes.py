@@ -74,8 +74,8 @@ class PassPlan:
         batch_rows: rows per expert of a shared pass.
         widths: cached tokens that a pass reads in a full layer.
         window: cached tokens of a sliding layer.
-        shares: whether requests share denoising passes. A request's result must not depend on the number or length of others,
-        so all passes then have the last width.
+        shares: whether requests may share denoising passes. A request's result must not depend on the number or length of
+        others, so all shared ones have the last width.
     """
 
     canvas: int
@@ -112,7 +112,7 @@ class PassPlan:
 
     def sharing(self) -> PassPlan:
         """Return the plan for requests that share passes."""
-        return replace(self, shares=True, widths=self.widths[-1:]) if self.batch > 1 else self
+        return replace(self, shares=self.batch > 1)
 
     def encode(self, tokens: int, width: int) -> PassShape:
         """Return the shape of the pass that encodes one request's `tokens`.
@@ -135,13 +135,9 @@ class PassPlan:
         rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
-    def shared(self, width: int) -> PassShape:
+    def shared(self) -> PassShape:
         """Return the shape of a denoising pass that requests share."""
-        return PassShape(DENOISE, self.batch, self.canvas, self.batch_rows, width)
-
-    def usual(self, width: int) -> PassShape:
-        """Return the shape of most denoising passes."""
-        return self.shared(width) if self.shares else self.denoise(width)
+        return PassShape(DENOISE, self.batch, self.canvas, self.batch_rows, self.widths[-1])
 
     def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
         """Return the shape of the pass that denoises one request's canvas, followed by padding.
@@ -161,9 +157,9 @@ class PassPlan:
         shapes: list[PassShape] = []
         for width in self.widths:
             shapes += [self.encode(tokens, width) for tokens in self.lengths]
-            if self.shares:
-                shapes.append(self.shared(width))
             shapes += [self.denoise(width, load) for load in self.canvas_rows]
+        if self.shares:
+            shapes.append(self.shared())
         yield from dict.fromkeys([*shapes, self.without_overflow()])
 
     def to_json(self) -> dict[str, Any]:

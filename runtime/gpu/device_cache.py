@@ -240,17 +240,14 @@ class DeviceCache:
         return Pitched(address, self.width(cache.kind, row) * cache.token)
 
     def make_room(self, row: DeviceRow, count: int) -> None:
-        """Widen a request's caches if they are too narrow for `count` more tokens."""
-        self._widen(row, round_up(row.length + count, self.widths))
+        """Give a request's caches the least width for `count` more tokens."""
+        self.fit(row, round_up(row.length + count, self.widths))
 
-    def make_widest(self, row: DeviceRow) -> None:
-        """Widen a request's caches as far as possible."""
-        self._widen(row, self.widths[-1])
-
-    def _widen(self, row: DeviceRow, wanted: int) -> None:
-        if wanted <= row.width:
+    def fit(self, row: DeviceRow, width: int) -> None:
+        """Give a request's caches a width, which is not less than its tokens."""
+        if width == row.width:
             return
-        before, row.width = row.width, wanted
+        before, row.width = row.width, width
         for layer in (each for each in self._layers if each.kind == "full"):
             for base in (layer.keys, layer.values):
                 self._restride(layer, base, row, before)
@@ -305,8 +302,8 @@ class DeviceCache:
 
     def _restride(self, layer: LayerCache, base: int, row: DeviceRow, before: int) -> None:
         """Move a request's keys or values to its new width, in place."""
-        kept = before * layer.token
-        source = Pitched(self._at(layer, base, row), kept)
+        kept = min(before, row.width) * layer.token
+        source = Pitched(self._at(layer, base, row), before * layer.token)
         to = Pitched(self._at(layer, base, row), row.width * layer.token)
         # The old and the new place overlap.
         self._device.copy(Pitched(self._scratch, kept), source, kept, layer.heads)

@@ -17,7 +17,7 @@ from canvasrt.engine_profiles import passes_taken
 from canvasrt.pass_shapes import PassPlan, PassShape, canvas_sizes
 from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
 from canvasrt.runtime.gpu.device_cache import DeviceRow, Resident
-from canvasrt.runtime.gpu.launches import Launches, Pass, too_full, upload_inputs
+from canvasrt.runtime.gpu.launches import Launches, OwnPasses, Pass, too_full, upload_inputs
 from canvasrt.runtime.gpu.prefix_pages import Pages
 from canvasrt.runtime.gpu.vision import VisionTower, place
 from canvasrt.runtime.gpu.workspace import DeviceSegment, Workspace, WorkspaceSizes
@@ -67,8 +67,7 @@ class DeviceModel(Model):
         self._sight = VisionTower(self.device, vision, config) if vision else None
         self._launches = Launches(self.workspace, config, self.shapes)
         self._pages: Pages | None = None
-        # Whether a request without company has a pass of its own where requests share passes.
-        self.lone = False
+        self.own_passes = OwnPasses(self.shapes.widths)
 
     @classmethod
     def open(cls, bundle: Bundle, backend: DeviceBackend, max_context: int) -> DeviceModel:
@@ -97,9 +96,9 @@ class DeviceModel(Model):
 
     @property
     def canvas_sizes(self) -> tuple[int, ...]:
-        head = self.segments[-1].engine.profiles
+        pick = self.segments[-1].engine.profiles.pick
         sizes = canvas_sizes(self.canvas_length)
-        return tuple(each for each in sizes if head.pick({"batch": 1, "length": each}) is not None)
+        return tuple(each for each in sizes if pick({"batch": 1, "length": each}) is not None)
 
     def _plan_of(self, bundle: Bundle | None) -> PassPlan:
         """Return the bundle's plan of passes, else one derived from the engines, for requests of `max_context` tokens."""
@@ -112,7 +111,7 @@ class DeviceModel(Model):
         """Let requests share passes from now on, or not. None may be running."""
         self.rows_apart = not share
         self.shapes = self._plan.sharing() if share else self._plan
-        self._cache.widths = self.shapes.widths
+        self.own_passes = OwnPasses(self.shapes.widths)
         self._launches = Launches(self.workspace, self.config, self.shapes)
 
     def warm_up(self) -> None:
@@ -125,10 +124,10 @@ class DeviceModel(Model):
         shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
         # Every place in the batch keeps the capture of its latest call. Most requests start with the same shape: a whole
         # canvas, a short past and the fewest slots.
-        usual = self.shapes.usual(narrow)
+        usual = self.shapes.denoise(narrow)
         for shape, canvas in [each for each in reversed(shapes) if each != (usual, usual.length)]:
             self._warm_up(self._pass(shape, [], canvas), shape.capacity)
-        for slot in range(1 if self.shapes.shares else self._cache.slots):
+        for slot in range(self._cache.slots):
             this = self._pass(usual, [], usual.length)
             self._warm_up(replace(this, first=slot), usual.capacity)
         if self._sight is not None:
@@ -166,8 +165,7 @@ class DeviceModel(Model):
     def _fetch(self, row: DeviceRow, hidden: Hidden) -> np.ndarray:
         if not isinstance(hidden, Resident):
             return np.asarray(hidden)
-        shape = (hidden.length, self.config.hidden_size)
-        kept = np.empty(shape, self.workspace.hidden_dtype)
+        kept = np.empty((hidden.length, self.config.hidden_size), self.workspace.hidden_dtype)
         assert row.kv_slot is not None
         self.device.download(kept, self.workspace.state + row.kv_slot * self.workspace.row_bytes)
         self.device.synchronize()
@@ -201,12 +199,13 @@ class DeviceModel(Model):
         for item in inputs:
             self._cache.take(item.row)
         ordered = sorted(inputs, key=lambda item: item.row.kv_slot)
-        groups: list[list[InputT]] = [[item for item in ordered if self._shares(item)]]
-        groups += [[item] for item in ordered if not self._shares(item)]
-        return [group for group in groups if group]
+        together = [item for item in ordered if self._shares(item)]
+        if self.own_passes.pay([item.row for item in together]):
+            return [[item] for item in ordered]
+        return [together, *([item] for item in ordered if not self._shares(item))]
 
     def _shares(self, item: InputT) -> bool:
-        """Return whether a row's pass has the shape that all requests share, even if it is alone."""
+        """Return whether a row's pass may have the shape that all requests share, even if it is alone."""
         if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
             return False
         return len(item.noise) == self.canvas_length
@@ -234,8 +233,8 @@ class DeviceModel(Model):
     def _encode_once(self, item: EncodeInput, roomy: bool) -> bool:
         """Encode tokens in one pass. Return False, with nothing changed, if they overload an expert."""
         row, count = item.row, len(item.tokens)
-        if roomy:
-            self._cache.make_widest(row)
+        # The last pass may have been wider, because of others.
+        self._cache.make_room(row, self._cache.widths[-1] - row.length if roomy else 0)
         shape = self.shapes.without_overflow() if roomy else self.shapes.encode(count, row.width)
         this = replace(self._pass(shape, [row]), pictured=item.groups is not None)
         tokens = np.full((1, this.length), self.config.pad_token_id, np.int64)
@@ -263,7 +262,7 @@ class DeviceModel(Model):
         return True
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        if not self._shares(batch[0]) or (self.lone and len(batch) == 1):
+        if not self._shares(batch[0]) or (len(batch) == 1 and self.own_passes.pay([batch[0].row])):
             return [self._denoise_alone(item) for item in batch]
         outputs = self._denoise_shared(batch)
         if outputs is not None:
@@ -279,17 +278,16 @@ class DeviceModel(Model):
             if outputs is not None:
                 return outputs[0]
             self.counters.overflows += 1
-        row: DeviceRow = item.row
         for number in range(len(self.segments[:-1])):
-            row.overload(number, self.shapes.shared(row.width).capacity + 1)
+            item.row.overload(number, self.shapes.shared().capacity + 1)
         return self._denoise_alone(item)
 
     def _denoise_shared(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput] | None:
         """Denoise whole canvases in one pass. None, with nothing changed, if they overload an expert."""
-        shape = self.shapes.shared(batch[0].row.width)
+        shape = self.shapes.shared()
         this = self._begin(shape, batch)
-        over = self._run(this, [shape.capacity] * len(self.segments[:-1]))
-        return self._outputs(this, batch) if over is None else None
+        fits = self._run(this, [shape.capacity] * len(self.segments[:-1])) is None
+        return self._outputs(this, batch) if fits else None
 
     def _denoise_alone(self, item: DenoiseInput) -> DenoiseOutput:
         """Denoise one request's canvas.
@@ -298,7 +296,8 @@ class DeviceModel(Model):
         depends on the request alone.
         """
         row: DeviceRow = item.row
-        this, begin = self._begin(self.shapes.alone(len(item.noise), row.width), [item]), 0
+        this = self._begin(self.shapes.alone(len(item.noise), self.own_passes.width(row)), [item])
+        begin = 0
         while True:
             capacities = [
                 self.shapes.alone(this.canvas, this.width, row.load(number)).capacity
@@ -321,10 +320,11 @@ class DeviceModel(Model):
         head = any(item.outputs != "hidden" for item in batch)
         this = self._pass(shape, [item.row for item in batch], len(batch[0].noise), head)
         for item in batch:
+            self._cache.fit(item.row, this.width)
             self._take_hidden(item)
         upload_inputs(space, this, batch)
-        states = space.state + this.first * space.row_bytes
-        self._copy(space.hidden[0], states, this.batch * space.row_bytes)
+        size = space.row_bytes
+        self._copy(space.hidden[0], space.state + this.first * size, this.batch * size)
         return this
 
     def _pass(
@@ -332,7 +332,7 @@ class DeviceModel(Model):
     ) -> Pass:
         slots = [row.kv_slot for row in rows if row.kv_slot is not None]
         first = 0 if shape.batch > 1 or not slots else slots[0]
-        sizes = (shape.batch, shape.length, shape.width)
+        sizes = shape.batch, shape.length, shape.width
         return Pass(shape.phase, first, *sizes, tuple(rows), canvas=canvas, head=head)
 
     def _take_hidden(self, item: DenoiseInput) -> None:
@@ -368,8 +368,9 @@ class DeviceModel(Model):
             space.results.view(name, *shape)[index].copy()
             for name in ("canvas", "argmax", "entropy", "accepted")
         )
-        kept = Resident(row, row.hidden, this.canvas)
-        return DenoiseOutput(canvas, argmax, entropy, accepted, kept, hidden)
+        return DenoiseOutput(
+            canvas, argmax, entropy, accepted, Resident(row, row.hidden, this.canvas), hidden
+        )
 
     def _run(self, this: Pass, capacities: Sequence[int], begin: int = 0) -> int | None:
         """Run the engines in turn, from segment `begin` on. Return the first that overloaded an expert, if any.

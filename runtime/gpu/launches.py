@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET
 from canvasrt.errors import EngineError
-from canvasrt.pass_shapes import DENOISE, PassPlan
+from canvasrt.pass_shapes import PassPlan, PassShape, round_up
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
@@ -42,6 +43,26 @@ class Pass:
         """Return a row's place in the batch."""
         assert row.kv_slot is not None
         return row.kv_slot - self.first
+
+
+@dataclass(frozen=True)
+class OwnPasses:
+    """Passes of one request each, where requests may share them. `widths`: all that a past may have. `seconds`: of own passes
+    that compute the bits of a shared one, by width, ascending. `shared`: the seconds of a shared one."""
+
+    widths: tuple[int, ...]
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    shared: float = 0.0
+
+    def width(self, row: DeviceRow) -> int:
+        """Return the width of a request's own pass: the least, of those with the same bits if there is one."""
+        least = round_up(row.length, self.widths)
+        return next((width for width in self.seconds if width >= least), least)
+
+    def pay(self, rows: Sequence[DeviceRow]) -> bool:
+        """Return whether own passes give requests the same bits as a shared one, and sooner. A lone one's always is."""
+        total = sum(self.seconds.get(self.width(row), math.inf) for row in rows)
+        return total < (self.shared if len(rows) > 1 else math.inf)
 
 
 class Launches:
@@ -77,10 +98,9 @@ class Launches:
     def _place(self, this: Pass, capacity: int) -> int | None:
         """Return whose captures a body's call may use. Fuller passes and short canvases are rarer, and spend less of their
         time on launches or take less."""
-        usual = self.plan.usual(this.width)
-        sizes = this.batch, this.length, capacity
-        is_usual = this.phase == DENOISE and sizes == (usual.batch, usual.length, usual.capacity)
-        return this.first if is_usual else None
+        usual = self.plan.shared() if this.batch > 1 else self.plan.denoise(this.width)
+        shape = PassShape(this.phase, this.batch, this.length, capacity, this.width)
+        return this.first if shape == usual else None
 
     def _remember(self, key: tuple[Any, ...], call: EngineCall) -> EngineCall:
         if len(self._calls) >= _CALLS:

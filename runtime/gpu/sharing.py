@@ -2,83 +2,151 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.device_model import DeviceModel
-from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.runtime.gpu.launches import OwnPasses
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
 # How many different tokens a canvas has: the fewer, the more of them go to the same experts.
-_KINDS = (1 << 30, 64, 1)
-# Every shared pass reads the cached tokens of the longest request that there may be. Beyond this, four short requests in passes
-# of their own are faster on some GPUs and slower on others (bench/results/predicted.json), so nothing is shared unasked.
-WIDEST = 8192
+_KINDS = (1 << 30, 64, 8, 1)
+_PROMPT = 40  # tokens
+_RUNS = 4  # of which the fastest counts
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found: whether requests share passes, whether a lone one has passes of its own even so, how many results were
-    compared, and why one of both is not so."""
+    """What was found: whether requests share passes, how many results were compared, and what differed or was too slow.
+
+    shared_ms: a full shared pass. own_ms: by width, a request's own pass, where it computes the same bits.
+    """
 
     shared: bool
-    lone: bool
     compared: int
     why: str = ""
+    shared_ms: float = 0.0
+    own_ms: dict[int, float] = field(default_factory=dict)
 
 
 def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if a request computes the same bits alone, at every place, beside random others and at several
-    loads of experts. Run every shape that passes then have. No request may be running."""
-    if (most := model.shapes.widths[-1]) > WIDEST:
-        model.warm_up()
-        return Evidence(
-            False, False, 0, f"each pass would read {most} cached tokens, over {WIDEST}"
-        )
+    loads of experts. Passes of their own stay at each width that computes these bits, too, so that every step may take what is
+    faster. Run every shape that passes then have. No request may be running."""
     model.share_passes(True)
+    widths = model.shapes.widths
     model.warm_up()
-    compared, differs = 0, {"alone": "", "in company": "", "in a pass for one": ""}
-    random = np.random.default_rng(0)
-    vocab, length = model.config.vocab_size, model.canvas_length
+    trial = _Trial(model)
     for kind in _KINDS:
-        prompt, canvas = random.integers(0, vocab, 40), _tokens(random, vocab, kind, length)
-        wanted = b""
-        for place in range(model.max_batch):
-            rows = [model.new_row() for _ in range(model.max_batch)]
-            prompts = [random.integers(0, vocab, int(random.integers(1, 100))) for _ in rows]
-            prompts[place] = prompt
-            model.encode([EncodeInput(*each) for each in zip(rows, prompts, strict=True)])
-            others = [_tokens(random, vocab, int(random.choice(_KINDS)), length) for _ in rows]
-            others[place] = canvas
-            given = [_step(model, *each) for each in zip(rows, others, strict=True)]
-            for how, inputs in (
-                ("alone", [given[place]]),
-                ("in company", given),
-                ("in a pass for one", [given[place]]),
-            ):
-                model.lone = how == "in a pass for one"
-                found = _bits(model, rows[place], inputs, inputs.index(given[place]))
-                wanted = wanted or found
-                compared += 1
-                if found != wanted and not differs[how]:
-                    tokens = min(kind, length)
-                    differs[how] = (
-                        f"bits differ {how}, at place {place}, with {tokens} different tokens"
-                    )
-            for row in rows:
-                model.release(row)
-    model.lone = not differs["in a pass for one"]
-    why = differs["alone"] or differs["in company"]
+        trial.compare(kind, _PROMPT, range(model.max_batch))
+    # Kernels may part a past by its width, so each width is tried full as well.
+    for number, width in enumerate(widths):
+        length = min(width, model.max_context - model.canvas_length)
+        trial.compare(_KINDS[0], length, [number % model.max_batch])
+    own, shared = trial.seconds()
+    why = trial.differs.get(0, "")
+    proved = {width: own[width] for width in widths if width not in trial.differs}
+    several = model.max_batch * own[widths[0]]
+    # Without own passes to choose from, a lone request pays for all places and the widest past.
+    if not why and len(proved) < len(widths) and several < shared:
+        passes = f"{model.max_batch} passes of their own take {1e3 * several:.1f} ms"
+        why = f"{passes}, a shared one {1e3 * shared:.1f}; {next(iter(trial.differs.values()))}"
     if why:
-        model.lone = False
         model.share_passes(False)
         model.warm_up()
-    return Evidence(not why, model.lone, compared, why or differs["in a pass for one"])
+        return Evidence(False, trial.compared, why, round(1e3 * shared, 2))
+    model.own_passes = OwnPasses(widths, proved, shared)
+    why = next(iter(trial.differs.values()), "")
+    milliseconds = {width: round(1e3 * each, 2) for width, each in proved.items()}
+    return Evidence(True, trial.compared, why, round(1e3 * shared, 2), milliseconds)
 
 
-def _tokens(random: np.random.Generator, vocab: int, kind: int, length: int) -> np.ndarray:
-    return random.integers(0, min(vocab, kind), length)
+class _Trial:
+    """Compares a request's results. `differs` has the first difference by the width of an own pass; by 0, in a shared pass."""
+
+    def __init__(self, model: DeviceModel) -> None:
+        self._model, self._random = model, np.random.default_rng(0)
+        self.compared, self.differs = 0, dict[int, str]()
+
+    def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
+        """Compare a canvas of `kind` different tokens, after a prompt of `length`, at places alone, beside others, and in
+        passes of its own."""
+        model, wanted = self._model, b""
+        prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
+        for place in places:
+            given = self._requests({place: (prompt, canvas)})
+            one = [given[place]]
+            ways = [(0, "alone", one), (0, "in company", given)]
+            ways += [
+                (width, f"in a pass of its own over {width} cached tokens", one)
+                for width in model.shapes.widths
+                if width >= length
+            ]
+            for width, how, inputs in ways:
+                found = self._bits(width, inputs, inputs.index(given[place]))
+                wanted = wanted or found
+                self.compared += 1
+                if found != wanted:
+                    tokens = min(kind, model.canvas_length)
+                    what = f"bits differ {how}, at place {place}, with {tokens} different tokens"
+                    self.differs.setdefault(width, what)
+            self._release(given)
+
+    def seconds(self) -> tuple[dict[int, float], float]:
+        """Return what a pass of a request's own takes, by width, and a shared one of all."""
+        given = self._requests({})
+        own = {width: self._fastest(width, given[:1]) for width in self._model.shapes.widths}
+        shared = self._fastest(0, given)
+        self._release(given)
+        return own, shared
+
+    def _fastest(self, width: int, inputs: Sequence[DenoiseInput]) -> float:
+        taken = []
+        for _ in range(_RUNS):
+            begin = time.perf_counter()
+            self._denoise(width, inputs)
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
+
+    def _requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
+        """Return requests for every place, random but for the prompts and canvases of those that are chosen."""
+        model, random, given = self._model, self._random, []
+        for place in range(model.max_batch):
+            few = int(random.choice(_KINDS)) if chosen else _KINDS[0]
+            prompt = self._tokens(int(random.integers(1, 100)))
+            prompt, canvas = chosen.get(place, (prompt, self._tokens(model.canvas_length, few)))
+            row = model.new_row()
+            for begin in range(0, len(prompt), model.prefill_chunk):
+                model.encode([EncodeInput(row, prompt[begin : begin + model.prefill_chunk])])
+            given.append(_step(model, row, canvas))
+        return given
+
+    def _tokens(self, length: int, kind: int = _KINDS[0]) -> np.ndarray:
+        return self._random.integers(0, min(self._model.config.vocab_size, kind), length)
+
+    def _release(self, given: Sequence[DenoiseInput]) -> None:
+        for each in given:
+            self._model.release(each.row)
+
+    def _denoise(self, width: int, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
+        """Run a shared pass, or with a width, one of the request's own."""
+        widths = self._model.shapes.widths
+        self._model.own_passes = OwnPasses(widths, {width: 0.0} if width else {})
+        found = self._model.denoise(inputs)
+        for each in inputs:
+            each.row.loads.clear()
+        return found
+
+    def _bits(self, width: int, inputs: Sequence[DenoiseInput], index: int) -> bytes:
+        """Return all that a request gets of a pass."""
+        out, row = self._denoise(width, inputs)[index], inputs[index].row
+        arrays = (out.canvas, out.argmax, out.entropy, out.accepted, out.hidden)
+        parts = [np.asarray(each).tobytes() for each in arrays]
+        return b"".join([*parts, self._model._fetch(row, out.next_hidden).tobytes()])
 
 
 def _step(model: DeviceModel, row: DeviceRow, canvas: np.ndarray) -> DenoiseInput:
@@ -87,12 +155,3 @@ def _step(model: DeviceModel, row: DeviceRow, canvas: np.ndarray) -> DenoiseInpu
     noise = random.integers(0, model.config.vocab_size, length)
     hidden = model.first_hidden(canvas)
     return DenoiseInput(row, hidden, np.float32(0.7), 0.1, uniforms, noise, outputs="both")
-
-
-def _bits(model: DeviceModel, row: DeviceRow, inputs: list[DenoiseInput], index: int) -> bytes:
-    """Return all that a request gets of a pass."""
-    out = model.denoise(inputs)[index]
-    row.loads.clear()
-    arrays = (out.canvas, out.argmax, out.entropy, out.accepted, out.hidden)
-    parts = [np.asarray(each).tobytes() for each in arrays]
-    return b"".join([*parts, model._fetch(row, out.next_hidden).tobytes()])

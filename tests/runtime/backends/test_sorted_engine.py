@@ -174,7 +174,7 @@ def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> N
 
 
 def test_the_plan_counts_every_context(bundle: Bundle) -> None:
-    model, device = open_sorted(bundle)
+    model, device = open_sorted(bundle, share=True)
     model.warm_up()
     planned = context_count(model.config, model.shapes, len(bodies(model)), find_experts(SORTED))
     assert device.count("context") == planned

@@ -13,6 +13,7 @@ import pytest
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.gpu.launches import OwnPasses
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
@@ -78,6 +79,33 @@ def test_requests_apart_have_widths_of_their_own(
     widths = {8 * call.dims["octets_full"] for call in backend.engines["body_1"].calls}
     assert len(widths) >= 3
     assert widths <= set(model.shapes.widths)
+
+
+def test_a_step_takes_own_passes_or_a_shared_one_whichever_is_faster(
+    tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own passes as wide as a request's past, shared ones as wide as any; a request goes from one to the other and back."""
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 64)
+    model, backend = resident(tiny.graphs)
+    widths = model.shapes.widths
+    model.own_passes = OwnPasses(widths, dict.fromkeys(widths, 1.0), 2.5)
+    rows = [model.new_row() for _ in range(3)]
+    model.encode([EncodeInput(row, np.array(prompt(20, seed))) for seed, row in enumerate(rows)])
+    noise = step_noise(0, 0, 1, CANVAS, model.config.vocab_size)
+    for count, batches in ((1, [1]), (2, [1, 1]), (3, [4])):
+        before, hidden = len(backend.engines["head"].calls), model.first_hidden(noise[1])
+        model.denoise(
+            [DenoiseInput(row, hidden, np.float32(1), 0.1, *noise) for row in rows[:count]]
+        )
+        assert [each.dims["batch"] for each in backend.engines["head"].calls[before:]] == batches
+    for row in rows:
+        model.release(row)
+    wanted = requests(tiny, prompt, [5, 300, 40, 700, 1, 90, 64, 500])
+    same(Generator(model, 4).run(wanted), Generator(tiny.model, 1).run(wanted))
+    read: dict[int, set[int]] = {1: set(), 4: set()}
+    for call in backend.engines["body_1"].calls:
+        read[call.dims["batch"]].add(8 * call.dims["octets_full"])
+    assert read == {1: set(widths[:3]), 4: {widths[-1]}}
 
 
 def test_a_cancelled_request_gives_its_slot_to_the_next(

@@ -22,7 +22,7 @@ from canvasrt.runtime.gpu.prefix_pages import HEADROOM
 from canvasrt.runtime.gpu.sharing import prove
 from canvasrt.targets import find_target
 from tests.helpers.fake_tensorrt import IRuntimeCache
-from tests.helpers.gpu_server import BATCH, CONTEXT, Server, _few_tokens, few_slots, folder
+from tests.helpers.gpu_server import BATCH, Server, _few_tokens, few_slots, folder
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, requests, same
 
@@ -97,7 +97,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
 
 
 def test_the_plan_counts_every_context(few_slots: None, folder: Path, tiny: Pair) -> None:
-    server = Server(folder)
+    server = Server(folder, apart=False)
     server.model.warm_up()
     config, bodies = server.model.config, len(server.model.segments) - 1
     planned = context_count(config, server.model.shapes, bodies, SLOTS)
@@ -125,59 +125,67 @@ def test_prefixes_leave_memory_for_captures(folder: Path) -> None:
     assert server.device.left >= HEADROOM
 
 
+OWN = "in a pass of its own over 1024 cached tokens"
+
+
 @pytest.mark.parametrize(
-    "broken", [None, "alone", "in company", "in a pass for one"], ids=lambda each: str(each)
+    ("broken", "own_ms", "shared", "proved"),
+    [
+        (None, 10, True, (1024, 2048)),
+        ("alone", 10, False, ()),
+        ("in company", 10, False, ()),
+        (OWN, 10, True, (2048,)),
+        (OWN, 8, False, ()),  # 24 ms for three, where a shared pass takes 25
+    ],
 )
 def test_requests_share_passes_where_that_changes_no_bit(
     broken: str | None,
+    own_ms: int,
+    shared: bool,
+    proved: tuple[int, ...],
     folder: Path,
     tiny: Pair,
     prompt: Prompt,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a device whose products differ in the last bit: at a place, beside others, or in passes of another size."""
+    """On a device whose products differ in the last bit: at a place, beside others, or in passes of another size. Own passes
+    stay where they compute the same; if that is not everywhere, three of them must be slower."""
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 1024)
     server = Server(folder)
-    run = DeviceModel._output
+    model, run, fastest = server.model, DeviceModel._output, sharing._Trial._fastest
 
     def output(model: DeviceModel, this: Any, item: Any, states: Any) -> Any:
         found = run(model, this, item, states)
         differs = {
             "alone": this.batch > 1 and len(this.rows) == 1 and item.row.kv_slot == 2,
             "in company": len(this.rows) > 1 and item.row.kv_slot == 1,
-            "in a pass for one": this.batch == 1,
+            OWN: this.batch == 1 and this.width == 1024,
         }
         # Whatever the host's own products do, the device's are exact unless they are broken.
         noise = np.uint8(broken is not None and differs[broken])
         exact = np.full(found.entropy.shape, noise, np.float32)
         return replace(found, entropy=exact, hidden=exact, canvas=exact, argmax=exact)
 
+    def seconds(trial: Any, width: int, inputs: Any) -> float:
+        assert fastest(trial, width, inputs)
+        return 1e-3 * (own_ms if width else 25)
+
     monkeypatch.setattr(DeviceModel, "_output", output)
     monkeypatch.setattr(DeviceModel, "_fetch", lambda *_: np.zeros(1))
-    evidence = prove(server.model)
+    monkeypatch.setattr(sharing._Trial, "_fastest", seconds)
+    evidence = prove(model)
     monkeypatch.undo()
-    assert evidence.compared == 3 * 3 * BATCH
-    assert (evidence.shared, evidence.lone) == {
-        None: (True, True),
-        "in a pass for one": (True, False),
-    }.get(broken, (False, False))
+    # Alone, in company and in two passes of its own; after a prompt that fills the second, in one.
+    assert evidence.compared == 4 * 4 * BATCH + 4 + 3
+    assert (evidence.shared, tuple(evidence.own_ms)) == (shared, proved)
     assert bool(evidence.why) == (broken is not None)
     assert broken is None or broken in evidence.why
-    assert server.model.shapes.shares == evidence.shared
-    assert server.model.lone == evidence.lone
+    assert (model.shapes.shares, tuple(model.own_passes.seconds)) == (shared, proved)
     wanted = requests(tiny, prompt, [40, 50], max_new_tokens=CANVAS, max_denoising_steps=3)
-    same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
+    same(Generator(model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
     server.device.stalls.clear()
-    Generator(server.model, BATCH).run(wanted[:1])
+    Generator(model, BATCH).run(wanted[:1])
     assert not server.compiled()
-
-
-def test_long_contexts_are_not_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "WIDEST", CONTEXT - 1)
-    server = Server(folder)
-    evidence = prove(server.model)
-    assert (evidence.shared, evidence.compared) == (False, 0)
-    assert "each pass would read 2048 cached tokens" in evidence.why
-    assert server.device.count("compile")
 
 
 def test_what_another_gpu_compiled_is_not_taken(
