@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from canvasrt.bundle import Bundle, Manifest, load_bundle
@@ -102,7 +103,7 @@ def choose_backend(
             )
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
-        compiled = _compiled_kernels(manifest)
+        compiled = partial(_compiled_kernels, manifest)
         return TensorRTBackend(target, not share_passes, compiled=compiled, gpu=gpu)
     if builder != "onnxruntime":
         raise CanvasError(
@@ -125,12 +126,13 @@ def choose_backend(
     return OrtBackend(threads, pass_work(manifest.model))
 
 
-def _compiled_kernels(manifest: Manifest) -> Path:
-    """Return the file in the cache that keeps what TensorRT-RTX compiles for a bundle's engines."""
+def _compiled_kernels(manifest: Manifest, gpu: str) -> Path:
+    """Return the file in the cache that keeps what TensorRT-RTX compiles for a bundle's engines on GPUs of a name."""
     engines = {
         entry["file"]: manifest.files[entry["file"]]["sha256"] for entry in manifest.segments
     }
-    return cache_folder() / "compiled" / key_of({"engines": engines, "target": manifest.target})
+    key = key_of({"engines": engines, "target": manifest.target, "gpu": gpu})
+    return cache_folder() / "compiled" / key
 
 
 def _check_graphs(precision: str, device: str | None) -> None:

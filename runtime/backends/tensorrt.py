@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -80,14 +80,14 @@ class TensorRTBackend:
         rows_apart: bool = True,
         module: Any = None,
         device: CudaDevice | None = None,
-        compiled: Path | None = None,
+        compiled: Callable[[str], Path] | None = None,
         gpu: int = 0,
     ) -> None:
         """Open the GPU of that number.
 
         target: the manifest's. rows_apart: run one request per pass. module, device: replace the
-        target's module and the GPU. compiled: the file that keeps what TensorRT-RTX compiled
-        for this GPU; None keeps nothing.
+        target's module and the GPU. compiled: from the GPU's name, the file that keeps what
+        TensorRT-RTX compiled for it; None keeps nothing.
         Raises CanvasError when the module or the GPU is missing, or when the engines are for
         another one.
         """
@@ -107,7 +107,7 @@ class TensorRTBackend:
         self.engines: list[TensorRTEngine] = []
         self._between = BetweenPieces(self.device)
         self._activations: tuple[int, int] | None = None
-        self.compiled = CompiledKernels(compiled)
+        self.compiled = CompiledKernels(compiled(self.device.name) if compiled else None)
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> Engine:
         if file.name.endswith(SORTED_SUFFIX):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,18 @@ def write_engines(tiny: Pair, tmp_path: Path, **entry_fields: Any) -> Path:
 class Server:
     """A bundle's engines behind a fake TensorRT, warmed up as before the first request."""
 
-    def __init__(self, folder: Path, rtx: bool = True, apart: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rtx: bool = True,
+        apart: bool = True,
+        compiled: Path | Callable[[str], Path] | None = None,
+        **options: Any,
+    ) -> None:
+        """compiled: the file that keeps compiled kernels, whatever the GPU or by its name."""
         self.device = FakeCudaDevice()
+        by_name = (lambda name: compiled) if isinstance(compiled, Path) else compiled
+        options = {"compiled": by_name} | options
         module = fake_tensorrt(VERSION, rtx, self.device)
         backend: Any = TensorRTBackend(RTX, apart, module, self.device, **options)  # type: ignore[arg-type]
         model = open_model(folder, check=False, backend=backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,12 +46,43 @@ def test_triton_takes_no_memory_of_the_gpus_it_sees(
 
 
 @pytest.mark.parametrize(
-    ("planned", "given", "wanted"),
-    [(10, None, READY_TIMEOUT), (4321, None, 4321), (4321, 9.0, 9.0)],
+    ("devices", "names", "serve_them"),
+    [
+        (None, "AAA", [0]),
+        ("all", "AAA", [0, 1, 2]),
+        ("all", "ABA", [0, 2]),
+        ("all", "", []),
+    ],
+)
+def test_all_devices_are_those_of_the_first_one_s_name(
+    devices: str | None,
+    names: str,
+    serve_them: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    there = [replace(GPU, name=name, uuid=f"GPU-{number}") for number, name in enumerate(names)]
+    monkeypatch.setattr(machine, "gpus", lambda: there)
+    profile: Any = SimpleNamespace(gpus=list)
+    found = serve.gpus_of(Settings(Path("bundle"), devices=devices), profile)
+    assert found == [there[number] for number in serve_them]
+    assert ("but not B" in capsys.readouterr().err) == ("B" in names)
+
+
+@pytest.mark.parametrize(
+    ("planned", "given", "gpus", "wanted"),
+    [
+        (10, None, 1, READY_TIMEOUT),
+        (4321, None, 0, 4321),
+        (4321, None, 3, 3 * 4321),
+        (4321, 9.0, 3, 9.0),
+    ],
 )
 def test_the_plan_says_when_it_must_be_ready(
-    planned: int, given: float | None, wanted: float, packaged: Bundle, monkeypatch: Any
+    planned: int, given: float | None, gpus: int, wanted: float, packaged: Bundle, monkeypatch: Any
 ) -> None:
+    """GPUs are warmed up one after the other."""
+
     def over(server: Server, front: Any) -> None:
         raise CanvasError(f"{server._ready_timeout:g} s")
 
@@ -58,6 +90,7 @@ def test_the_plan_says_when_it_must_be_ready(
         return replace(choose_profile(*arguments), startup=planned)
 
     monkeypatch.setattr(serve, "choose_profile", chosen)
+    monkeypatch.setattr(serve, "gpus_of", lambda *_: [GPU] * gpus)
     monkeypatch.setattr(serve.FrontEnd, "over", over)
     settings = Settings(packaged.path, ready_timeout=given)
     with pytest.raises(CanvasError, match=rf"^{wanted:g} s$"):

@@ -194,7 +194,7 @@ def test_an_image_keeps_compiled_kernels_in_its_volume(
     environment = image.environment | server._environment(find_installation())
     for name in ("CANVASRT_CACHE", "HOME"):
         monkeypatch.setenv(name, environment[name])
-    assert _compiled_kernels(engines.manifest).is_relative_to(CACHE)
+    assert _compiled_kernels(engines.manifest, "a GPU").is_relative_to(CACHE)
 
 
 def test_shared_passes_are_asked_for_and_reach_the_model(

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from canvasrt.bundle import load_bundle
 from canvasrt.containers.triton.start import open_all
 from canvasrt.runtime.gpu import sharing
 from canvasrt.runtime.gpu.launches import OwnPasses
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.open import _compiled_kernels
+from tests.helpers.fake_tensorrt import FakeCudaDevice
 from tests.helpers.gpu_server import Server, _few_tokens, folder
 from tests.helpers.reference import tiny
 
 __all__ = ["_few_tokens", "folder", "tiny"]
 
 
-def test_a_gpu_takes_what_the_one_before_it_compiled(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["RTX 5090", "RTX 5080"])
+def test_a_gpu_takes_what_another_of_its_name_compiled(
+    other: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike GPUs on one volume keep files of their own."""
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    compiled = partial(_compiled_kernels, load_bundle(folder, check=False).manifest)
     servers: list[Server] = []
 
     def open_one(number: int) -> Model:
-        servers.append(Server(folder, compiled=tmp_path / "compiled"))
+        monkeypatch.setattr(FakeCudaDevice, "name", ("RTX 5090", other)[number])
+        servers.append(Server(folder, compiled=compiled))
         return servers[-1].model
 
     open_all(open_one, 2, proves=False)
     assert servers[0].compiled()
-    assert not servers[1].compiled()
+    assert bool(servers[1].compiled()) == (other != "RTX 5090")
+    assert len(list((tmp_path / "cache" / "compiled").iterdir())) == len({"RTX 5090", other})
 
 
 @pytest.mark.parametrize("refuses", [0, 1, None])
