@@ -10,6 +10,7 @@ from canvasrt.build.memory import CONTEXT_ON_HOST, Estimate, Weights, estimate
 from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SLOTTED
+from canvasrt.engine_profiles import passes_of
 from canvasrt.pass_shapes import PassPlan, plan_passes
 from canvasrt.targets import TARGETS, Target, find_target
 
@@ -69,7 +70,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     startup = _START + 2 * total / _READ
     compiles = target.builder == "tensorrt-rtx"
     if compiles:
-        shapes = {each.sizes for each in _passes(manifest, max_batch)}
+        shapes = {each.sizes for each in _passes(manifest, max_batch).sharing()}
         startup += _COMPILE_SECONDS * len(shapes) * len(manifest.model.layers)
     if builds:
         need = max(need, *builder_needs(weights, SLOTS).values())
@@ -114,6 +115,8 @@ def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool =
 
 def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
     """Return the plan of passes that a bundle was, or would be, built with."""
+    if manifest.passes is not None:
+        return passes_of(manifest)
     options = manifest.options
     context = int(
         options.get("max_context") or min(manifest.model.max_position_embeddings, MAX_CONTEXT)

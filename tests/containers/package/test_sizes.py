@@ -15,9 +15,11 @@ from canvasrt.containers.package.sizes import (
     BUILD_SECONDS_PER_GB,
     TEMPORARY,
     ReplicaSizes,
+    estimate_of,
     overhead,
     sizes_of,
 )
+from canvasrt.pass_shapes import plan_passes
 from canvasrt.targets import find_target
 from tests.helpers.configs import RELEASED
 from tests.helpers.memory import estimate
@@ -64,6 +66,16 @@ def test_a_gpu_s_host_holds_one_engine_at_a_time(engines: Bundle) -> None:
     contexts = CONTEXT_ON_HOST * estimate(manifest.model, "nvfp4", 32768, 4).contexts
     assert sizes(manifest, "rtx-5090").memory == overhead(manifest) + largest + contexts
     assert sizes(manifest, "rtx-5090").memory < 8 * GIB
+
+
+def test_a_bundle_s_own_passes_decide_its_memory_and_time(engines: Bundle) -> None:
+    manifest = engines_for(engines.manifest, "rtx-5090")
+    passes = plan_passes(RELEASED, 8192, 2).to_json()
+    listed = engines_for(engines.manifest, "rtx-5090", passes=passes)
+    need = estimate(RELEASED, "nvfp4", 8192, 2)
+    found = estimate_of(listed)
+    assert (found.kv_cache, found.contexts) == (need.kv_cache, need.contexts)
+    assert sizes(listed, "rtx-5090").startup < sizes(manifest, "rtx-5090").startup
 
 
 def test_the_first_start_has_time_and_room_for_compiled_kernels(engines: Bundle) -> None:
