@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.package import releases
@@ -13,6 +15,8 @@ from canvasrt.containers.package.package import package
 from canvasrt.containers.package.requirements import read_requirements, requirements
 from canvasrt.errors import CanvasError
 from tests.containers.package.conftest import Relabelled
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt-rtx", "tensorrt"])
@@ -91,6 +95,15 @@ def test_bundles_that_do_not_go_together_are_refused(
     old = relabelled("rtx-5090", "tensorrt-rtx", "1.6.1.120")
     with pytest.raises(CanvasError, match=r"two versions of tensorrt-rtx"):
         package([old, rtx], tmp_path / "versions")
+
+
+def test_an_install_without_constraints_builds_engines_that_a_default_base_reads() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = map(Requirement, project["optional-dependencies"]["tensorrt"])
+    (allowed,) = [each.specifier for each in extra if each.name == "tensorrt"]
+    published = ("11.0.0.114", "11.1.0.106", "11.2.1.2", "11.3.0.99", "11.4.0.106")
+    chosen = list(allowed.filter(published))[-1]
+    assert chosen in [each for tag, each in releases.TENSORRT.items() if tag.endswith("-py3")]
 
 
 @pytest.mark.parametrize("tag", [tag for tag in releases.TENSORRT if tag.endswith("-py3")])
