@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from canvasrt.runtime.model import Model
@@ -26,8 +26,6 @@ def open_all(
         found.append(_warmed_up(models[-1], proves))
     why = next((each["why"] for each in found if each and not each["shared"]), "")
     if not why:
-        if found[0]:
-            _agree(models)
         return models, found[0]
     log.warning("requests share no passes: %s", why)
     for model, each in zip(models, found, strict=True):
@@ -45,20 +43,10 @@ def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
         from canvasrt.runtime.gpu.sharing import prove
 
         found = prove(model) if isinstance(model, DeviceModel) else None
-    if found is None:
-        model.warm_up()
-        return {}
-    if found.shared and found.why:
-        log.warning("some requests have no pass of their own: %s", found.why)
-    return asdict(found)
-
-
-def _agree(models: Any) -> None:
-    """Keep own passes only over the widths that all models proved, so that tokens do not depend on the GPU."""
-    common = set.intersection(*(set(each.own_passes.seconds) for each in models))
-    for each in models:
-        kept = {width: s for width, s in each.own_passes.seconds.items() if width in common}
-        each.own_passes = replace(each.own_passes, seconds=kept)
+    if found is not None:
+        return asdict(found)
+    model.warm_up()
+    return {}
 
 
 def _withdraw(opened: Any) -> None:

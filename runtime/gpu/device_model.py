@@ -202,7 +202,8 @@ class DeviceModel(Model):
         together = [item for item in ordered if self._shares(item)]
         if self.own_passes.pay([item.row for item in together]):
             return [[item] for item in ordered]
-        return [together, *([item] for item in ordered if not self._shares(item))]
+        apart: list[Sequence[InputT]] = [[item] for item in ordered if not self._shares(item)]
+        return [together, *apart] if together else apart
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a row's pass may have the shape that all requests share, even if it is alone."""

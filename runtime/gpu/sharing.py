@@ -21,9 +21,9 @@ _RUNS = 4  # of which the fastest counts
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found: whether requests share passes, how many results were compared, and what differed or was too slow.
+    """What was found: whether requests share passes, how many results were compared, and what differed.
 
-    shared_ms: a full shared pass. own_ms: by width, a request's own pass, where it computes the same bits.
+    shared_ms: a full shared pass. own_ms: by width, a request's own pass. Both only where requests share passes.
     """
 
     shared: bool
@@ -34,9 +34,9 @@ class Evidence:
 
 
 def prove(model: DeviceModel) -> Evidence:
-    """Let requests share passes if a request computes the same bits alone, at every place, beside random others and at several
-    loads of experts. Passes of their own stay at each width that computes these bits, too, so that every step may take what is
-    faster. Run every shape that passes then have. No request may be running."""
+    """Let requests share passes if a request computes the same bits alone, at every place, beside random others, at several
+    loads of experts, and in passes of its own over every width. Then every step may take what is faster; a choice between
+    passes of other bits would make tokens depend on timing. Run every shape that passes then have. No request may be running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
@@ -47,22 +47,16 @@ def prove(model: DeviceModel) -> Evidence:
     for number, width in enumerate(widths):
         length = min(width, model.max_context - model.canvas_length)
         trial.compare(_KINDS[0], length, [number % model.max_batch])
-    own, shared = trial.seconds()
-    why = trial.differs.get(0, "")
-    proved = {width: own[width] for width in widths if width not in trial.differs}
-    several = model.max_batch * own[widths[0]]
-    # Without own passes to choose from, a lone request pays for all places and the widest past.
-    if not why and len(proved) < len(widths) and several < shared:
-        passes = f"{model.max_batch} passes of their own take {1e3 * several:.1f} ms"
-        why = f"{passes}, a shared one {1e3 * shared:.1f}; {next(iter(trial.differs.values()))}"
-    if why:
+    if trial.differs:
         model.share_passes(False)
         model.warm_up()
-        return Evidence(False, trial.compared, why, round(1e3 * shared, 2))
-    model.own_passes = OwnPasses(widths, proved, shared)
-    why = next(iter(trial.differs.values()), "")
-    milliseconds = {width: round(1e3 * each, 2) for width, each in proved.items()}
-    return Evidence(True, trial.compared, why, round(1e3 * shared, 2), milliseconds)
+        return Evidence(
+            False, trial.compared, trial.differs.get(0, next(iter(trial.differs.values())))
+        )
+    own, shared = trial.seconds()
+    model.own_passes = OwnPasses(widths, own, shared)
+    milliseconds = {width: round(1e3 * each, 2) for width, each in own.items()}
+    return Evidence(True, trial.compared, "", round(1e3 * shared, 2), milliseconds)
 
 
 class _Trial:

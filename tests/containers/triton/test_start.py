@@ -10,7 +10,6 @@ import pytest
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.triton.start import open_all
 from canvasrt.runtime.gpu import sharing
-from canvasrt.runtime.gpu.launches import OwnPasses
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import _compiled_kernels
 from tests.helpers.fake_tensorrt import FakeCudaDevice
@@ -49,15 +48,9 @@ def test_requests_share_passes_only_if_every_gpu_proved_it(
     def prove(model: object) -> sharing.Evidence:
         shared = refuses is None or model is not servers[refuses].model
         model.share_passes(shared)  # type: ignore[attr-defined]
-        if shared:
-            own = {256: 1.0, 128 if model is servers[0].model else 512: 1.0}
-            model.own_passes = OwnPasses((128, 256, 512), own)  # type: ignore[attr-defined]
         return sharing.Evidence(shared, 1, "" if shared else "bits differ")
 
     monkeypatch.setattr(sharing, "prove", prove)
     models, evidence = open_all(lambda number: servers[number].model, 2, proves=True)
     assert [each.rows_apart for each in models] == [refuses is not None] * 2
     assert evidence["shared"] == (refuses is None)
-    assert [list(each.model.own_passes.seconds) for each in servers] == [
-        [256] if refuses is None else []
-    ] * 2
