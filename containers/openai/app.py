@@ -14,9 +14,9 @@ from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddle
 from starlette.types import ASGIApp
 
 import canvasrt
-from canvasrt.containers.openai import chunks, ollama
+from canvasrt.containers.openai import anthropic, chunks, ollama
 from canvasrt.containers.openai.about import add_management, add_models
-from canvasrt.containers.openai.auth import Callers, Keys
+from canvasrt.containers.openai.auth import Callers, Keys, authorization
 from canvasrt.containers.openai.body import Ignored, read_body
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
@@ -58,6 +58,8 @@ ENDPOINTS = (
     INFILL,
     TOKENIZE,
     DETOKENIZE,
+    anthropic.MESSAGES,
+    anthropic.COUNT,
     ollama.CHAT,
     ollama.GENERATE,
 )
@@ -135,7 +137,7 @@ class Front:
 
         ApiError for a missing key, beyond the caller's limit, or while no request is accepted.
         """
-        caller = self.keys.check(request.headers.get("authorization"))
+        caller = self.keys.check(authorization(request.headers))
         if (refusal := self._state.refusal()) is not None:
             raise refusal
         request.scope[MORE] = request.scope[AT_END].enter_context(self._callers.one(caller))
@@ -205,7 +207,7 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return internal_error(request.scope[ID])  # the middleware logs it
+    return internal_error(request.scope[ID], request.url.path)  # the middleware logs it
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

@@ -129,10 +129,10 @@ class _Exchange:
         except (Disconnected, ClientDisconnect):
             self.status = DISCONNECTED
         except ApiError as error:
-            await self._fail(error.response())
+            await self._fail(error.response(self._scope["path"]))
         except Exception:
             logging.getLogger(__name__).exception("request %s failed", self.id)
-            await self._fail(internal_error(self.id))
+            await self._fail(internal_error(self.id, self._scope["path"]))
 
     async def _answer(self, app: ASGIApp) -> None:
         """Run the application until its time is over. Once the answer has begun, its own errors
@@ -210,7 +210,7 @@ def too_many_connections() -> ApiError:
     return error
 
 
-def internal_error(id: str) -> Response:
+def internal_error(id: str, path: str) -> Response:
     """Return the reply to a request that met a bug; the log has the details under its id."""
     message = f"Internal error; the request's id is {id}."
-    return ApiError(500, message, code="internal_error").response()
+    return ApiError(500, message, code="internal_error").response(path)
