@@ -94,7 +94,7 @@ def add_management(
     @app.get("/v1/metadata", summary="What is served.", response_model=Json, responses=_FORBIDDEN)
     async def metadata() -> Response:
         name, url = LICENSE
-        about = options.about
+        about = {name: each for name, each in options.about.items() if name != "files"}
         if state.phase == "serving" and state.detail:
             about = {**about, "passes": json.loads(state.detail)}
         return JSONResponse(
@@ -107,6 +107,16 @@ def add_management(
                 **about,
             }
         )
+
+    @app.get(
+        "/v1/manifest",
+        summary="The profile that is served, and the digests of its bundle's files.",
+        response_model=Json,
+        responses=_FORBIDDEN,
+    )
+    async def manifest() -> Response:
+        told = {name: options.about.get(name) for name in ("digest", "profile", "files")}
+        return JSONResponse({"model": options.names[0], **told})
 
     @app.get(
         "/v1/license",

@@ -256,7 +256,7 @@ def _at_once() -> threading.Event:
 def about_model(
     source: Bundle, profile: ServingProfile, max_model_len: int | None
 ) -> dict[str, Any]:
-    """Return what `/v1/metadata` says about the model."""
+    """Return what `/v1/metadata` and `/v1/manifest` say about the model."""
     manifest = source.manifest
     return {
         "digest": manifest.digest,
@@ -266,6 +266,7 @@ def about_model(
         "max_context": max_model_len or profile.max_context,
         "canvas_length": manifest.model.canvas_length,
         "made_by": manifest.made_by,
+        "files": manifest.files,
     }
 
 
