@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
 import json
 import time
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -16,7 +18,7 @@ from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.body import unknown_model
 from canvasrt.containers.openai.endpoint import errors
 from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.metrics import FrontMetrics, TritonMetrics
+from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.types import Json
 
@@ -74,7 +76,7 @@ def add_management(
     options: FrontOptions,
     state: ServerState,
     metrics: FrontMetrics,
-    triton: TritonMetrics,
+    others: Sequence[OtherMetrics],
 ) -> None:
     """Add the management routes that NIM has, and the metrics."""
 
@@ -137,7 +139,8 @@ def add_management(
         "/v1/metrics", summary="Metrics, in Prometheus' format.", responses=_FORBIDDEN | {200: text}
     )
     async def all_metrics() -> Response:
-        text = await triton.text() + metrics.text(state.in_flight)
+        texts = await asyncio.gather(*(each.text() for each in others))
+        text = "".join([*texts, metrics.text(state.in_flight)])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -26,7 +27,7 @@ from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
 from canvasrt.containers.openai.health import ServerState, add_health
 from canvasrt.containers.openai.infill import INFILL
-from canvasrt.containers.openai.metrics import FrontMetrics, TritonMetrics
+from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics, gpu_text, triton_text
 from canvasrt.containers.openai.middleware import (
     AT_END,
     CALLER,
@@ -154,7 +155,13 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
     add_health(app, state, front.refusal)
     add_models(app, options, front.keys)
     add_ollama_models(app, options, front.keys, front.pool)
-    add_management(app, options, state, front.metrics, TritonMetrics(settings.metrics))
+    add_management(
+        app,
+        options,
+        state,
+        front.metrics,
+        [OtherMetrics(partial(triton_text, settings.metrics)), OtherMetrics(gpu_text)],
+    )
     add_pages(app, bool(options.keys))
     app.add_middleware(
         GZipMiddleware,
