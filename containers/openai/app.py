@@ -25,7 +25,7 @@ from canvasrt.containers.openai.decisions import DECISIONS
 from canvasrt.containers.openai.endpoint import Endpoint, add_endpoint
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
-from canvasrt.containers.openai.health import ServerState, add_health
+from canvasrt.containers.openai.health import QUIET, ServerState, add_health
 from canvasrt.containers.openai.infill import INFILL
 from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics, gpu_text, triton_text
 from canvasrt.containers.openai.middleware import (
@@ -47,6 +47,7 @@ from canvasrt.containers.openai.responses import RESPONSES
 from canvasrt.containers.openai.streaming import Disconnected, streamed, unless_disconnected
 from canvasrt.containers.openai.systemone import SYSTEM_ONE
 from canvasrt.containers.openai.tokenize import DETOKENIZE, TOKENIZE
+from canvasrt.containers.openai.tracing import telemetry
 from canvasrt.containers.openai.upstream import Upstream
 from canvasrt.runtime.prefix import ANYBODY
 
@@ -191,6 +192,7 @@ def _new_app(front: Front) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,  # a redirect would name the caller's Host
         lifespan=front.lifespan,
+        telemetry=telemetry(QUIET),
         generate_unique_id_function=_operation_id,
     )
     app.add_exception_handler(ApiError, _known)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.errors import ApiError, too_late, unavailable
-from canvasrt.containers.openai.health import HEALTH, ServerState
+from canvasrt.containers.openai.health import HEALTH, QUIET, ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.streaming import Disconnected
@@ -34,7 +34,6 @@ _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 # Seconds added to a request's time here, so that the code that calls the model reports its end
 # first.
 _GRACE = 1.5
-_QUIET = (*HEALTH, "/v1/metrics", "/metrics")
 
 
 class Middleware:
@@ -85,7 +84,7 @@ class Middleware:
         self._metrics.requests[endpoint, exchange.status] += 1
         if scope["method"] == "POST":
             self._metrics.seconds[endpoint].add(seconds)
-        quiet = scope["path"] in _QUIET and exchange.status < 400
+        quiet = scope["path"] in QUIET and exchange.status < 400
         log.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d %.0f ms %s",

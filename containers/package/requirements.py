@@ -22,6 +22,8 @@ _SERVING = (
     "jinja2",
     "llguidance",
     "numpy",
+    "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry-sdk",
     "pillow",
     "pyyaml",
     "rich",
