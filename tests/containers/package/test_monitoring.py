@@ -43,7 +43,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(chart: Path) -> None:
     [
         ([], ["metrics"]),
         (["apiKeys.existingSecret=keys"], ["metrics", "http"]),
-        (["allowedHosts={*}"], ["metrics", "http"]),
+        (["allowedHosts={*}"], ["metrics"]),
         (["apiKeys.existingSecret=keys", "tls.existingSecret=tls"], ["metrics"]),
     ],
 )
