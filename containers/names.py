@@ -57,6 +57,8 @@ ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
 CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
     ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
 }
+# OpenTelemetry's standard variable for the address of a collector.
+COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Variables with secrets, which no child process needs.
 SECRETS = (
     "CANVASRT_API_KEYS",

@@ -24,7 +24,7 @@ FLOORS = (
     "errors types defaults chat_tokens children hashes formats option watch",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages pass_shapes",
-    "engine_profiles",
+    "engine_profiles nvml",
     "cache graphs roofline",
     "sorted_rows",
     "runtime",

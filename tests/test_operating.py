@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from canvasrt import nvml
 from canvasrt.containers.names import (
     CALLER_SECRET_VARIABLE,
     EVIDENCE_VARIABLE,
@@ -74,6 +75,7 @@ def metric_rows() -> list[str]:
     Metrics(SimpleNamespace(MetricFamily=Family))
     found = re.findall(r"^# HELP (\S+) (.+)\n# TYPE \S+ (\w+)$", FrontMetrics().text(0), re.M)
     told += [(name, kind, about) for name, about, kind in found]
+    told += [(f"canvasrt_gpu_{name}", "gauge", each.about) for name, each in nvml.GAUGES.items()]
     return [f"| `{name}` | {kind} | {about} |" for name, kind, about in told]
 
 

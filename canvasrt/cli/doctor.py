@@ -69,12 +69,13 @@ def doctor(report: Report = None, as_json: AsJson = False) -> None:
     """Show what is installed and works on this machine, and how to fix what does not."""
     from rich.text import Text
 
-    from canvasrt import machine
+    from canvasrt import machine, nvml
 
     checks = examine()
     data = {
         "canvasrt": __version__,
         "machine": machine.description(),
+        "gpus_now": nvml.readings(),
         "checks": [asdict(check) for check in checks],
         "gaps": sum(check.state == "gap" for check in checks),
     }
@@ -166,19 +167,20 @@ def _extra(extra: str) -> MachineCheck:
 
 
 def _gpus() -> list[MachineCheck]:
-    from canvasrt import machine
+    from canvasrt import machine, nvml
 
     found = machine.gpus()
     if not found and (lacks := wsl_lacks(platform.release())):
         return [MachineCheck("GPU", "gap", f"Windows' Linux (WSL) has no {lacks}", _WSL_FIX)]
     if not found:
         return [MachineCheck("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
+    now = nvml.readings()
     return [
         MachineCheck(
             f"GPU {number}",
             "ok",
             f"{gpu.name}, {size(gpu.memory)}, capability {'.'.join(map(str, gpu.capability))},"
-            f" driver {gpu.driver}",
+            f" driver {gpu.driver}{_now(now.get(gpu.uuid, {}))}",
         )
         for number, gpu in enumerate(found)
     ]
@@ -193,6 +195,18 @@ def wsl_lacks(release: str, root: Path = Path("/")) -> str:
     if not (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
         return "driver: /usr/lib/wsl/lib/libcuda.so.1 is missing"
     return "" if shutil.which("nvidia-smi") else "nvidia-smi in PATH: add /usr/lib/wsl/lib"
+
+
+def _now(values: dict[str, float]) -> str:
+    """Return what a GPU does now, in words; empty if that is not known."""
+    shown = {
+        "utilization_ratio": lambda ratio: f"{ratio:.0%} busy",
+        "memory_used_bytes": lambda count: f"{size(count)} in use",
+        "power_watts": lambda watts: f"{watts:.0f} W",
+        "sm_clock_hertz": lambda hertz: f"{hertz / 1e6:.0f} MHz",
+    }
+    parts = [say(values[name]) for name, say in shown.items() if name in values]
+    return f"; now {', '.join(parts)}" if parts else ""
 
 
 def _triton() -> MachineCheck:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
 import json
 import time
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -16,7 +18,7 @@ from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.body import unknown_model
 from canvasrt.containers.openai.endpoint import errors
 from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.metrics import FrontMetrics, TritonMetrics
+from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.types import Json
 
@@ -74,7 +76,7 @@ def add_management(
     options: FrontOptions,
     state: ServerState,
     metrics: FrontMetrics,
-    triton: TritonMetrics,
+    others: Sequence[OtherMetrics],
 ) -> None:
     """Add the management routes that NIM has, and the metrics."""
 
@@ -94,7 +96,7 @@ def add_management(
     @app.get("/v1/metadata", summary="What is served.", response_model=Json, responses=_FORBIDDEN)
     async def metadata() -> Response:
         name, url = LICENSE
-        about = options.about
+        about = {name: each for name, each in options.about.items() if name != "files"}
         if state.phase == "serving" and state.detail:
             about = {**about, "passes": json.loads(state.detail)}
         return JSONResponse(
@@ -107,6 +109,16 @@ def add_management(
                 **about,
             }
         )
+
+    @app.get(
+        "/v1/manifest",
+        summary="The profile that is served, and the digests of its bundle's files.",
+        response_model=Json,
+        responses=_FORBIDDEN,
+    )
+    async def manifest() -> Response:
+        told = {name: options.about.get(name) for name in ("digest", "profile", "files")}
+        return JSONResponse({"model": options.names[0], **told})
 
     @app.get(
         "/v1/license",
@@ -127,7 +139,8 @@ def add_management(
         "/v1/metrics", summary="Metrics, in Prometheus' format.", responses=_FORBIDDEN | {200: text}
     )
     async def all_metrics() -> Response:
-        text = await triton.text() + metrics.text(state.in_flight)
+        texts = await asyncio.gather(*(each.text() for each in others))
+        text = "".join([*texts, metrics.text(state.in_flight)])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,9 +14,9 @@ from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddle
 from starlette.types import ASGIApp
 
 import canvasrt
-from canvasrt.containers.openai import chunks, ollama
+from canvasrt.containers.openai import anthropic, chunks, ollama
 from canvasrt.containers.openai.about import add_management, add_models
-from canvasrt.containers.openai.auth import Keys, name_of
+from canvasrt.containers.openai.auth import Keys, authorization, name_of
 from canvasrt.containers.openai.body import Ignored, read_body
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
@@ -23,9 +24,9 @@ from canvasrt.containers.openai.decisions import DECISIONS
 from canvasrt.containers.openai.endpoint import Endpoint, add_endpoint
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
-from canvasrt.containers.openai.health import ServerState, add_health
+from canvasrt.containers.openai.health import QUIET, ServerState, add_health
 from canvasrt.containers.openai.infill import INFILL
-from canvasrt.containers.openai.metrics import FrontMetrics, TritonMetrics
+from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics, gpu_text, triton_text
 from canvasrt.containers.openai.middleware import (
     AT_END,
     CALLER,
@@ -45,6 +46,7 @@ from canvasrt.containers.openai.responses import RESPONSES
 from canvasrt.containers.openai.streaming import Disconnected, streamed, unless_disconnected
 from canvasrt.containers.openai.systemone import SYSTEM_ONE
 from canvasrt.containers.openai.tokenize import DETOKENIZE, TOKENIZE
+from canvasrt.containers.openai.tracing import telemetry
 from canvasrt.containers.openai.upstream import Upstream
 
 ENDPOINTS = (
@@ -56,6 +58,8 @@ ENDPOINTS = (
     INFILL,
     TOKENIZE,
     DETOKENIZE,
+    anthropic.MESSAGES,
+    anthropic.COUNT,
     ollama.CHAT,
     ollama.GENERATE,
 )
@@ -133,7 +137,7 @@ class Front:
 
         ApiError for a missing key, beyond the caller's limit, or while no request is accepted.
         """
-        caller = self.keys.check(request.headers.get("authorization"))
+        caller = self.keys.check(authorization(request.headers))
         if (refusal := self._state.refusal()) is not None:
             raise refusal
         callers = self._state.callers
@@ -150,7 +154,13 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
     add_health(app, state, front.refusal)
     add_models(app, options, front.keys)
     add_ollama_models(app, options, front.keys, front.pool)
-    add_management(app, options, state, front.metrics, TritonMetrics(settings.metrics))
+    add_management(
+        app,
+        options,
+        state,
+        front.metrics,
+        [OtherMetrics(partial(triton_text, settings.metrics)), OtherMetrics(gpu_text)],
+    )
     add_pages(app, bool(options.keys))
     app.add_middleware(
         GZipMiddleware,
@@ -180,6 +190,7 @@ def _new_app(front: Front) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,  # a redirect would name the caller's Host
         lifespan=front.lifespan,
+        telemetry=telemetry(QUIET),
         generate_unique_id_function=_operation_id,
     )
     app.add_exception_handler(ApiError, _known)  # type: ignore[arg-type]
@@ -203,7 +214,7 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return internal_error(request.scope[ID])  # the middleware logs it
+    return internal_error(request.scope[ID], request.url.path)  # the middleware logs it
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

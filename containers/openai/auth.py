@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from canvasrt.containers.openai.errors import ApiError, bad_request, too_many
@@ -34,6 +34,12 @@ class Keys:
         if not any(found):
             raise _refusal("Incorrect API key provided.", "invalid_api_key")
         return given.hex()[:16]
+
+
+def authorization(headers: Mapping[str, str]) -> str | None:
+    """Return the header with a request's key; Anthropic's clients have another one for it."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else None)
 
 
 class Callers:

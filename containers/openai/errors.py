@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
@@ -22,6 +24,32 @@ class ErrorReply(TypedDict):
     """The body of a reply with an error."""
 
     error: ErrorDetails
+
+
+class AnthropicDetails(TypedDict):
+    """What went wrong, in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """The body of an error in Anthropic's form."""
+
+    type: str
+    error: AnthropicDetails
+
+
+# Anthropic's names for the kinds of errors, by status.
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -64,9 +92,20 @@ class ApiError(Exception):
         }
 
     def response(self, path: str = "") -> JSONResponse:
-        """Return the whole reply. Ollama's routes have errors that are strings."""
-        body = {"error": self.message} if path.startswith("/api/") else self.to_json()
+        """Return the whole reply, in the form of the API that the path belongs to."""
+        body: Any = self.to_json()
+        if path.startswith("/api/"):  # Ollama's errors are strings
+            body = {"error": self.message}
+        elif path.startswith("/v1/messages"):
+            body = in_anthropics_form(self)
         return JSONResponse(body, self.status, self.headers)
+
+
+def in_anthropics_form(error: ApiError) -> AnthropicError:
+    """Return the body of an error in Anthropic's form."""
+    kind = "api_error" if error.status >= 500 else "invalid_request_error"
+    details = {"type": _ANTHROPICS.get(error.status, kind), "message": error.message}
+    return {"type": "error", "error": AnthropicDetails(**details)}  # type: ignore[typeddict-item]
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's, vLLM's and Ollama's requests that are not carried out here, as data.
+"""Fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests that are not carried out here, as data.
 
 Each has the values that change no answer, which pass; other values are refused by name. A list passes if all its
 elements do. A field that is neither here nor in its body's model is unknown.
@@ -105,6 +105,17 @@ RESPONSE: Table = {
     "max_tokens": (),
     "logprobs": (False,),
     "top_logprobs": (0,),
+}
+ANTHROPIC: Table = {
+    **GENERATION,
+    **_any("cache_control context_management diagnostics inference_geo speed output_config.effort"),
+    "container": (),
+    "mcp_servers": (),
+    # What a chat has, and a message does not.
+    "n": (1,),
+    "stop": (),
+    "response_format": (),
+    "max_completion_tokens": (),
 }
 TOKENIZE: Table = {
     "continue_final_message": (False,),

@@ -22,6 +22,7 @@ from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
 from canvasrt.containers.openai.response_formats import named_format
+from canvasrt.containers.openai.tracing import Blocks
 from canvasrt.containers.openai.upstream import Answers, Source
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
@@ -250,6 +251,7 @@ class Run:
         self._count = len(inputs)
         self._metrics, self._asked, self._reply = metrics, asked, reply
         self._endpoint = endpoint
+        self._blocks = Blocks()
 
     async def whole(self) -> Any:
         """Return the whole reply. ApiError when the request fails."""
@@ -302,6 +304,7 @@ class Run:
         try:
             async with self._answers as answers:
                 async for index, event in answers:
+                    self._blocks.see(index, event)
                     if event.event == "final":
                         self._add_usage(index, event)
                     yield index, event

@@ -25,6 +25,8 @@ _WAIT = {
 
 # Probes call them by address.
 HEALTH = ("/v1/health/live", "/v1/health/ready", "/health", "/ping")
+# What monitoring asks all the time: no log line while it succeeds, and no trace.
+QUIET = (*HEALTH, "/v1/metrics", "/metrics")
 
 
 @dataclass

@@ -9,12 +9,15 @@ import logging
 import re
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
+
+from canvasrt import nvml
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = (*map(str, _BUCKETS), "+Inf")
-_TIMEOUT = 3.0  # seconds
+_TIMEOUT = 3.0  # seconds without a byte of Triton's
+_LONGEST = 10.0  # seconds of any read
 log = logging.getLogger(__name__)
 _MOST_NAMED = 256  # fields in the log
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -85,8 +88,14 @@ class FrontMetrics:
         return "\n".join([*lines, ""])
 
 
-def _metric(name: str, kind: str, about: str, values: dict[str, int]) -> list[str]:
-    name = f"canvasrt_openai_{name}"
+def _metric(
+    name: str,
+    kind: str,
+    about: str,
+    values: Mapping[str, float],
+    prefix: str = "canvasrt_openai",
+) -> list[str]:
+    name = f"{prefix}_{name}"
     shown = [f"{name}{labels} {value}" for labels, value in values.items()]
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *shown]
 
@@ -102,30 +111,45 @@ def _histograms(name: str, about: str, found: dict[str, Histogram]) -> list[str]
     return lines
 
 
-class TritonMetrics:
-    """Reads Triton's metrics. Callers that ask during a read share its result."""
+class OtherMetrics:
+    """Reads metrics of others on a thread. Callers that ask during a read share its result."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read_text = read
         self._reading: asyncio.Task[str] | None = None
 
     async def text(self) -> str:
-        """Return the text of the metrics endpoint; empty without an answer."""
+        """Return the text of the metrics; empty without an answer in time."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
-        return await asyncio.shield(
-            self._reading
-        )  # a caller that disconnects does not cancel the read
+        # A caller that disconnects does not cancel the read, and a GPU that hangs does not hold others up.
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._reading), _LONGEST)
+        except TimeoutError:
+            return ""
 
     async def _read(self) -> str:
         try:
             # The event loop's own threads have no other use.
-            return await asyncio.to_thread(_fetch, self._url)
+            return await asyncio.to_thread(self._read_text)
         finally:
             self._reading = None
 
 
-def _fetch(url: str) -> str:
+def gpu_text() -> str:
+    """Return the gauges of this machine's GPUs as text; empty without any."""
+    lines, found = [], nvml.readings()
+    for name, gauge in nvml.GAUGES.items():
+        values = {
+            f'{{gpu="{uuid}"}}': values[name] for uuid, values in found.items() if name in values
+        }
+        if values:
+            lines += _metric(f"gpu_{name}", "gauge", gauge.about, values, "canvasrt")
+    return "\n".join([*lines, ""]) if lines else ""
+
+
+def triton_text(url: str) -> str:
+    """Return the text of Triton's metrics endpoint; empty without an answer."""
     try:
         with _DIRECT.open(url, timeout=_TIMEOUT) as reply:
             text: str = reply.read().decode()

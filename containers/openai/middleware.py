@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.errors import ApiError, too_late, unavailable
-from canvasrt.containers.openai.health import HEALTH, ServerState
+from canvasrt.containers.openai.health import HEALTH, QUIET, ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.streaming import Disconnected
@@ -34,7 +34,6 @@ _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 # Seconds added to a request's time here, so that the code that calls the model reports its end
 # first.
 _GRACE = 1.5
-_QUIET = (*HEALTH, "/v1/metrics", "/metrics")
 
 
 class Middleware:
@@ -85,7 +84,7 @@ class Middleware:
         self._metrics.requests[endpoint, exchange.status] += 1
         if scope["method"] == "POST":
             self._metrics.seconds[endpoint].add(seconds)
-        quiet = scope["path"] in _QUIET and exchange.status < 400
+        quiet = scope["path"] in QUIET and exchange.status < 400
         log.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d %.0f ms %s",
@@ -129,10 +128,10 @@ class _Exchange:
         except (Disconnected, ClientDisconnect):
             self.status = DISCONNECTED
         except ApiError as error:
-            await self._fail(error.response())
+            await self._fail(error.response(self._scope["path"]))
         except Exception:
             logging.getLogger(__name__).exception("request %s failed", self.id)
-            await self._fail(internal_error(self.id))
+            await self._fail(internal_error(self.id, self._scope["path"]))
 
     async def _answer(self, app: ASGIApp) -> None:
         """Run the application until its time is over. Once the answer has begun, its own errors
@@ -210,7 +209,7 @@ def too_many_connections() -> ApiError:
     return error
 
 
-def internal_error(id: str) -> Response:
+def internal_error(id: str, path: str) -> Response:
     """Return the reply to a request that met a bug; the log has the details under its id."""
     message = f"Internal error; the request's id is {id}."
-    return ApiError(500, message, code="internal_error").response()
+    return ApiError(500, message, code="internal_error").response(path)

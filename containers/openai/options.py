@@ -90,7 +90,7 @@ class FrontOptions:
     )
     keys: tuple[str, ...] = field(default=(), repr=False)
     tls: dict[str, str] | None = None  # certificate, key and, for mutual TLS, ca
-    about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata
+    about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata and /v1/manifest
     origins: tuple[str, ...] = field(
         default=(),
         metadata=option(

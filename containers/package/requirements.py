@@ -22,6 +22,8 @@ _SERVING = (
     "jinja2",
     "llguidance",
     "numpy",
+    "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry-sdk",
     "pillow",
     "pyyaml",
     "rich",
@@ -33,8 +35,8 @@ _SERVING = (
 # A target's backend → the distributions that run its engines.
 _RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime",),
-    "tensorrt-rtx": ("tensorrt-rtx", "cuda-bindings"),
-    "tensorrt": ("tensorrt-cu13-bindings", "cuda-bindings"),
+    "tensorrt-rtx": ("tensorrt-rtx", "cuda-bindings", "nvidia-ml-py"),
+    "tensorrt": ("tensorrt-cu13-bindings", "cuda-bindings", "nvidia-ml-py"),
 }
 # Distributions with the version of the engines' builder, including their dependencies.
 _OF_BUILDER = {

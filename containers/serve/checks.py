@@ -6,16 +6,18 @@ import os
 import ssl
 from pathlib import Path
 
-from canvasrt.containers.names import LOOPBACK
+from canvasrt.containers.names import COLLECTOR, LOOPBACK
 from canvasrt.containers.ports import PortRequest, check_distinct, listen
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.extras import require
 
 
 def check_settings(settings: Settings) -> None:
     """Raise UsageError for options that contradict each other, and CanvasError for TLS files that
     cannot be used."""
+    check_tracing()
     _check_gpus(settings)
     _check_triton_host(settings)
     _check_tls_options(settings)
@@ -24,6 +26,13 @@ def check_settings(settings: Settings) -> None:
         raise UsageError("--json-logs writes to stderr, but --log names a file", "leave out one")
     if settings.tls is not None:
         _check_tls_files(**settings.tls)
+
+
+def check_tracing() -> None:
+    """Raise CanvasError when a collector is named, and what sends spans is not installed."""
+    if os.environ.get(COLLECTOR):
+        require("opentelemetry.sdk.trace", "otel")
+        require("opentelemetry.exporter.otlp.proto.http.trace_exporter", "otel")
 
 
 def check_machine(settings: Settings) -> None:

@@ -258,7 +258,7 @@ def _at_once() -> threading.Event:
 def about_model(
     source: Bundle, profile: ServingProfile, max_model_len: int | None
 ) -> dict[str, Any]:
-    """Return what `/v1/metadata` says about the model."""
+    """Return what `/v1/metadata` and `/v1/manifest` say about the model."""
     manifest = source.manifest
     return {
         "digest": manifest.digest,
@@ -270,6 +270,7 @@ def about_model(
         "vision": source.takes_images,
         "demo": any(each.get("sha256") == _DEMO_TOKENIZER for each in manifest.files.values()),
         "made_by": manifest.made_by,
+        "files": manifest.files,
     }
 
 

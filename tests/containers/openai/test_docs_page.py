@@ -27,10 +27,10 @@ from canvasrt.containers.triton.options import ModelOptions
 from tests.helpers.serving import needs_triton
 
 ROUTES = {
-    "get": """/v1/models /v1/models/{name} /v1/health/live /v1/health/ready /v1/version /v1/metadata
+    "get": """/v1/models /v1/models/{name} /v1/health/live /v1/health/ready /v1/version /v1/metadata /v1/manifest
         /v1/license /v1/metrics /api/tags /api/ps /api/version""",
     "post": """/v1/chat/completions /v1/completions /v1/responses /v1/decisions /v1/systemone /v1/infill
-        /tokenize /detokenize /api/chat /api/generate /api/show""",
+        /tokenize /detokenize /v1/messages /v1/messages/count_tokens /api/chat /api/generate /api/show""",
 }
 
 

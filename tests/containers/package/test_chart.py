@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,10 @@ from canvasrt.containers.package.image_settings import Health
 from canvasrt.containers.package.sizes import ReplicaSizes
 from canvasrt.containers.serve import frontend
 from canvasrt.targets import TARGETS, find_target
-from tests.helpers.ci import in_ci
+from tests.helpers.helm import check_schemas, helm, needs_helm, render
 
-HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
-pytestmark = pytest.mark.skipif(HELM is None and not in_ci(), reason="helm is not installed")
+pytestmark = needs_helm
 
-# Custom resources, whose schemas are not Kubernetes' own.
-CUSTOM = {"ServiceMonitor", "InferenceService"}
 EVERYTHING = [
     "autoscaling.enabled=true",
     "serviceMonitor.enabled=true",
@@ -42,26 +37,6 @@ PEERS = (
     "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
 )
 GIB = 1 << 30
-
-
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    assert HELM is not None
-    return subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False)
-
-
-def render(chart: Path, *settings: str) -> dict[str, dict]:
-    """The objects by kind."""
-    flags = [part for each in settings for part in ("--set", each)]
-    result = helm("template", "release", str(chart), *flags)
-    assert result.returncode == 0, result.stderr
-    return {each["kind"]: each for each in yaml.safe_load_all(result.stdout) if each}
-
-
-def check_schemas(objects: dict[str, dict]) -> None:
-    validate = pytest.importorskip("kubernetes_validate")
-    for kind, each in objects.items():
-        if kind not in CUSTOM:
-            validate.validate(each, "1.31", strict=True)
 
 
 def pod(objects: dict[str, dict]) -> dict:
@@ -357,7 +332,6 @@ def test_tritons_ports_are_opened_on_purpose_only(chart: Path, opened: bool) -> 
 
 @pytest.mark.parametrize("guard", ["apiKeys.existingSecret=keys", "tls.existingSecret=cert"])
 def test_keys_and_tls_are_not_got_around(chart: Path, guard: str) -> None:
-    assert HELM is not None
     command = ["template", "release", str(chart), "--set", guard, "--set", "triton.open=true"]
     refused = helm(*command)
     assert refused.returncode != 0

@@ -25,7 +25,8 @@ def test_an_image_needs_only_what_serving_needs(backend: str):
     names = {pin.name for pin in pins}
     assert not names & {"torch", "transformers", "onnx", "onnxscript", "nvidia-modelopt", "pip"}
     assert ("onnxruntime" in names) == (backend == "onnxruntime")
-    assert ("cuda-bindings" in names) == (backend != "onnxruntime")
+    for name in ("cuda-bindings", "nvidia-ml-py"):
+        assert (name in names) == (backend != "onnxruntime")
     assert ("tensorrt-rtx-cu13-libs" in names) == (backend == "tensorrt-rtx")
     assert [pin.version for pin in pins if pin.name.startswith("tensorrt")] == (
         {"onnxruntime": [], "tensorrt-rtx": ["1.7.1.116"] * 4, "tensorrt": ["1.7.1.116"]}[backend]

@@ -1,0 +1,69 @@
+"""What this machine's GPUs do now, by NVIDIA's management library. What it does not say is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+from canvasrt import machine
+
+
+class Gauge(NamedTuple):
+    """One number of a GPU. `read` gets the library's module and the GPU's handle."""
+
+    about: str
+    read: Callable[[Any, Any], float]
+
+
+GAUGES = {
+    "utilization_ratio": Gauge(
+        "Share of the time in which a kernel ran",
+        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    ),
+    "memory_used_bytes": Gauge(
+        "GPU memory in use, by all processes",
+        lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    ),
+    "memory_total_bytes": Gauge(
+        "GPU memory", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total
+    ),
+    "power_watts": Gauge(
+        "Power that the GPU draws", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+    ),
+    "sm_clock_hertz": Gauge(
+        "Clock of the multiprocessors",
+        lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6,
+    ),
+    "memory_clock_hertz": Gauge(
+        "Clock of the GPU's memory",
+        lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1e6,
+    ),
+}
+
+
+def readings() -> dict[str, dict[str, float]]:
+    """Return the gauges of each GPU by its UUID: those that NVML gives, so nothing without a GPU."""
+    nvml, found = _library(), {}
+    for gpu in machine.gpus() if nvml else ():
+        values = {}
+        for name, gauge in GAUGES.items():
+            # A GPU may not support it, or be lost.
+            with suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+                values[name] = float(gauge.read(nvml, handle))
+        found[gpu.uuid] = values
+    return found
+
+
+@cache
+def _library() -> Any:
+    """Return the module, ready for calls; None if it or the driver is missing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # a broken driver must not break what only reports
+        return None
+    return pynvml

@@ -1,0 +1,239 @@
+"""Anthropic's API: its form on the wire, and as the real `anthropic` client sees it; the model plays a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from canvasrt.containers.openai.anthropic import MessagesRequest, messages_generation
+from canvasrt.containers.openai.app import make_app
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+from canvasrt.containers.serve.frontend import FrontEnd
+from tests.helpers.agents import WEATHER
+from tests.helpers.scripted import Script, Served
+from tests.helpers.serving import needs_triton
+
+anthropic = pytest.importorskip("anthropic")
+pytestmark = needs_triton
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+SCHEMA = WEATHER["function"]["parameters"]  # type: ignore[index]
+TOOLS: list[Any] = [
+    {"name": "weather", "description": "The weather.", "input_schema": SCHEMA},
+    {"name": "clock", "input_schema": {"type": "object"}},
+]
+THINK: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+SAME: Any = {"model": "canvasrt", "max_tokens": 1024}
+
+
+@pytest.fixture
+def client(acting_server: Served) -> Iterator[Any]:
+    url = acting_server.front.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(client: Any, acting: Script):
+    """`ask(script, …)` returns a message."""
+
+    def call(script: str, messages: Any = HELLO, **options: Any) -> Any:
+        extra = {**acting.choose(script), **options.pop("extra_body", {})}
+        return client.messages.create(messages=messages, extra_body=extra, **{**SAME, **options})
+
+    return call
+
+
+def test_the_form_on_the_wire(acting_server: Served, acting: Script) -> None:
+    url = acting_server.front.url + "/messages"
+    body = {**SAME, "messages": HELLO, **acting.choose("calls"), "tools": TOOLS, "stream": True}
+    text = httpx.post(url, json=body, timeout=60).text
+    events = []
+    for event in text.split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    start, ping, block, delta, stop, end, last = events
+    id, call = start["message"].pop("id"), block["content_block"].pop("id")
+    assert (id[:4], call[:5]) == ("msg_", "call_")
+    usage = {"input_tokens": 0, "output_tokens": 0}
+    whole = {"type": "message", "role": "assistant", "model": "canvasrt", "content": []}
+    whole |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
+    assert start == {"type": "message_start", "message": whole}
+    assert ping == {"type": "ping"}
+    empty = {"type": "tool_use", "name": "weather", "input": {}}
+    assert block == {"type": "content_block_start", "index": 0, "content_block": empty}
+    part = {"type": "input_json_delta", "partial_json": '{"city": "Paris", "days": 2}'}
+    assert delta == {"type": "content_block_delta", "index": 0, "delta": part}
+    assert stop == {"type": "content_block_stop", "index": 0}
+    assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert end["usage"]["input_tokens"] > 100
+    assert last == {"type": "message_stop"}
+
+
+@pytest.mark.parametrize("script", ["plain", "thinks", "calls", "thinks and calls", "two", "long"])
+def test_a_stream_builds_the_whole_message(client: Any, ask: Any, acting: Script, script: str):
+    whole = ask(script, tools=TOOLS, **THINK)
+    extra = acting.choose(script)
+    with client.messages.stream(
+        **SAME, messages=HELLO, tools=TOOLS, **THINK, extra_body=extra
+    ) as stream:
+        final = stream.get_final_message()
+    kinds = {"plain": ["text"], "thinks": ["thinking", "text"], "calls": ["tool_use"]}
+    assert [each.type for each in whole.content] == kinds.get(script) or script not in kinds
+    assert list(map(bare, final.content)) == list(map(bare, whole.content))
+    assert final.stop_reason == whole.stop_reason
+    totals = [
+        (each.usage.input_tokens + each.usage.cache_read_input_tokens, each.usage.output_tokens)
+        for each in (whole, final)
+    ]
+    assert totals[0] == totals[1]
+
+
+def bare(block: Any) -> dict[str, Any]:
+    """A block without its random and derived fields."""
+    names = ("type", "text", "thinking", "name", "input")
+    return {name: getattr(block, name) for name in names if hasattr(block, name)}
+
+
+def test_the_whole_conversation_goes_back(client: Any, ask: Any, agent: Any, acting: Script):
+    first = ask("thinks and calls", tools=TOOLS, **THINK)
+    thought, call = first.content
+    text = {"type": "text", "text": "sunny", "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [text]}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    told = {"tools": TOOLS, "system": [{**text, "text": "Be brief."}], **THINK}
+    answer = ask("thinks and calls", messages, **told)
+    assert (answer.content[-1].text, answer.stop_reason) == ("It is sunny in Paris.", "end_turn")
+    functions = [
+        {
+            "name": each["name"],
+            "description": each.get("description"),
+            "parameters": each["input_schema"],
+        }
+        for each in TOOLS
+    ]
+    made = {"name": call.name, "arguments": json.dumps(call.input)}
+    chat = agent.chat.completions.create(
+        model="canvasrt",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            *HELLO,
+            {
+                "role": "assistant",
+                "reasoning_content": thought.thinking,
+                "tool_calls": [{"id": call.id, "type": "function", "function": made}],
+            },
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+        ],
+        tools=[{"type": "function", "function": each} for each in functions],
+        extra_body={**acting.choose("thinks and calls"), "enable_thinking": True},
+    )
+    usage = answer.usage
+    assert chat.usage.prompt_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    counted = client.messages.count_tokens(
+        model="canvasrt", messages=messages, tools=TOOLS, system="Be brief.", **THINK
+    )
+    assert counted.input_tokens == chat.usage.prompt_tokens
+
+
+def test_choices_of_tools(ask: Any) -> None:
+    tools = [{**each, "strict": False} for each in TOOLS]
+    free = {"settle_steps": 1}  # no grammar, which would not follow the script
+    for choice in ({"type": "tool", "name": "weather"}, {"type": "any"}):
+        script = "named" if "name" in choice else "required"
+        (call,) = ask(script, tools=tools, tool_choice=choice, extra_body=free).content
+        assert (call.name, call.input) == ("weather", {"city": "Rome"})
+    assert ask("calls", tools=TOOLS, tool_choice={"type": "none"}).content[0].type == "text"
+
+
+def test_limits(ask: Any) -> None:
+    short = ask("plain", max_tokens=4)
+    assert (short.content[0].text, short.stop_reason) == ("Hell", "max_tokens")
+    assert short.usage.output_tokens == 4
+    assert ask("plain", stop_sequences=["the"]).content[0].text == "Hello "
+    answer = ask("plain", tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    assert "web_search" in answer.canvasrt["warnings"][0]
+
+
+def test_formats(front: FrontEnd) -> None:
+    """With a random model, which can follow a schema."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    body = {**SAME, "max_tokens": 40, "messages": HELLO, "output_config": {"format": form}}
+    reply = httpx.post(f"{front.url}/messages", json=body, timeout=60).json()
+    assert json.loads(reply["content"][0]["text"]) == {"a": 1}
+
+
+def test_images_are_a_chats() -> None:
+    """Whichever way they come."""
+    sources = [
+        {"type": "base64", "media_type": "image/png", "data": "aGk="},
+        {"type": "url", "url": "https://example.com/a.png"},
+    ]
+    blocks = [
+        *({"type": "image", "source": each} for each in sources),
+        {"type": "text", "text": "?"},
+    ]
+    body = MessagesRequest(model="", messages=[{"role": "user", "content": blocks}])
+    (message,) = messages_generation(body).messages or ()
+    urls = [each["image_url"]["url"] for each in message["content"][:2]]
+    assert urls == ["data:image/png;base64,aGk=", "https://example.com/a.png"]
+
+
+def test_its_own_header_has_the_key() -> None:
+    options = FrontOptions(hosts=("*",), keys=("secret",))
+    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
+    with TestClient(make_app(settings, ServerState(phase="serving"))) as front:
+        for key, status in (("secret", 503), ("other", 401)):  # there is no model
+            reply = front.post(
+                "/v1/messages", json={**SAME, "messages": HELLO}, headers={"x-api-key": key}
+            )
+            assert reply.status_code == status
+    assert reply.json()["error"]["type"] == "authentication_error"
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "!"}}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "n": ({"extra_body": {"n": 2}}, "n is not supported"),
+    "a prefill": ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "not continued"),
+    "a role": ({"messages": [{"role": "tool", "content": "a"}]}, r"messages\.0\.role"),
+    "a block": (
+        {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+        r"messages\.0\.content\.0: a block of type 'document'",
+    ),
+    "a picture": ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages.source"),
+    "a schema": (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+        "output_config.format",
+    ),
+    "a choice": ({"tool_choice": {"type": "sometimes"}, "tools": TOOLS}, "tool_choice"),
+    "a budget": ({"max_tokens": 1 << 20}, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
+def test_wrong_use_is_refused_by_name(ask: Any, options: dict[str, Any], says: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(anthropic.BadRequestError, match=says) as error:
+            ask("plain", **options, stream=stream)
+        assert error.value.body["type"] == "error"
+        assert error.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_errors_are_in_its_form(ask: Any, acting_server: Served) -> None:
+    with pytest.raises(anthropic.NotFoundError) as error:
+        ask("plain", model="other")
+    assert error.value.body["error"]["type"] == "not_found_error"
+    base = acting_server.front.url
+    large = httpx.post(f"{base}/messages", content=b" " * (17 << 20), timeout=60)
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")

@@ -1,0 +1,32 @@
+"""`/v1/manifest` says which bytes are served."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from canvasrt.containers.openai.app import make_app
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+from canvasrt.containers.serve.serve import about_model
+from canvasrt.containers.serve.serving_profiles import choose_profile
+from tests.helpers.agents import SCRIPTS
+from tests.helpers.scripted import Script, gemma_template, write_bundle
+
+
+def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "graphs", Script(SCRIPTS), gemma_template())
+    about = about_model(bundle, choose_profile(bundle), None)
+    options = FrontOptions(hosts=("*",), names=("one", "two"), about=about)
+    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
+    with TestClient(make_app(settings, ServerState())) as front:
+        manifest = front.get("/v1/manifest").json()
+        assert "files" not in front.get("/v1/metadata").json()
+    assert (manifest["model"], manifest["digest"]) == ("one", bundle.manifest.digest)
+    assert manifest["profile"]["name"] == "onnxruntime-fp32-tp1-pp1"
+    assert "body_0.onnx" in manifest["files"]
+    for name, each in manifest["files"].items():
+        data = (bundle.path / name).read_bytes()
+        assert each == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}

@@ -1,0 +1,54 @@
+"""What the chart gives Prometheus and Grafana."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from canvasrt.containers.package.chart import write_chart
+from canvasrt.targets import find_target
+from tests.helpers.helm import check_schemas, needs_helm, render
+
+pytestmark = needs_helm
+
+
+@pytest.fixture
+def chart(tmp_path: Path) -> Path:
+    write_chart(tmp_path / "chart", "canvasrt:1", find_target("h100"))
+    return tmp_path / "chart"
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(chart: Path) -> None:
+    objects = render(chart, "dashboard.enabled=true")
+    check_schemas(objects)
+    dashboard = objects["ConfigMap"]
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    panels = json.loads(dashboard["data"]["canvasrt.json"])["panels"]
+    asked = [each["expr"] for panel in panels for each in panel["targets"]]
+    named = {name for expr in asked for name in re.findall(r"\b[a-z]+_[a-z_]{3,}\b", expr)}
+    named -= {"histogram_quantile", "__rate_interval"}
+    there = set(
+        re.findall(r"^\| `(canvasrt_\w+)`", Path("docs/operating.md").read_text("utf-8"), re.M)
+    )
+    assert {re.sub(r"_seconds_bucket$", "_seconds", name) for name in named} <= there
+    assert {name for name in there if name.startswith("canvasrt_gpu_")} <= named
+    assert "ConfigMap" not in render(chart)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ports"),
+    [
+        ([], ["metrics"]),
+        (["apiKeys.existingSecret=keys"], ["metrics", "http"]),
+        (["allowedHosts={*}"], ["metrics"]),
+        (["apiKeys.existingSecret=keys", "tls.existingSecret=tls"], ["metrics"]),
+    ],
+)
+def test_prometheus_reads_what_answers_it(
+    chart: Path, settings: list[str], ports: list[str]
+) -> None:
+    monitor = render(chart, "serviceMonitor.enabled=true", *settings)["ServiceMonitor"]
+    assert [each["port"] for each in monitor["spec"]["endpoints"]] == ports
