@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
@@ -111,6 +114,18 @@ def from_validation(error: ValidationError) -> ApiError:
         return bad_request("The body of the request must be a JSON object.", None, "invalid_type")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return bad_request(f"Invalid {param!r}: {message}.", param, code)
+
+
+def rename(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error of the chat that a request was read as, with the caller's names of its fields."""
+    for name, own in names.items():
+        if error.param and re.match(rf"{re.escape(name)}\b", error.param):
+            error.param = own + error.param[len(name) :]
+            # As a word, it also has other meanings.
+            word = re.escape(name) + (r"(?=\[)" if name == "messages" else r"\b")
+            error.message = re.sub(rf"(?<!\w){word}", own, error.message)
+            break
+    return error
 
 
 def path_of(loc: tuple[int | str, ...]) -> str:

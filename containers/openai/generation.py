@@ -21,7 +21,6 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
-from canvasrt.containers.openai.response_formats import named_format
 from canvasrt.containers.openai.upstream import Answers, Source
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
@@ -60,7 +59,7 @@ class Generation:
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
     plain: bool = False  # the whole text is the answer: it has no thoughts or calls
-    budget: str = "max_tokens"  # the caller's name for max_new_tokens
+    names: dict[str, str] = field(default_factory=dict)  # of the model's inputs → the caller's
     ignored: Ignored | None = None  # what was left out, where that is allowed
 
     def parser(self) -> AnswerParser | PlainText:
@@ -220,13 +219,10 @@ class Reply(ABC):
     def named(self, error: ApiError) -> ApiError:
         """Return the model's error with the caller's names of the fields."""
         path = error.param or ""
-        field, budget = re.split(r"\W", path, maxsplit=1)[0], self.asked.budget
-        if path == "max_new_tokens" and budget:
-            error.param, error.message = budget, error.message.replace(path, budget)
-        elif field == "grammar" and budget:
-            calls = "tool_calls" in self.asked.options.get("grammar", "")[:24]
-            error.param = "tools" if calls else named_format(path)
-            error.message = error.message.replace(path, error.param, 1)
+        field = re.split(r"\W", path, maxsplit=1)[0]
+        if own := self.asked.names.get(field):
+            error.param = own
+            error.message = error.message.replace(path, own, 1 if field == "grammar" else -1)
         elif field not in type(self.body).model_fields or field == self.text_field:
             error.param = self.text_field
         return error

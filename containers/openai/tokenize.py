@@ -111,7 +111,7 @@ def detokenize(body: DetokenizeRequest) -> Generation:
 
 def _encoding(options: Json, **prompt: Any) -> Generation:
     tokenize = {"tokenize": json.dumps(options)}
-    return Generation(tokenize, **prompt, seed=0, plain=True, budget="")
+    return Generation(tokenize, **prompt, seed=0, plain=True)
 
 
 class TokenizeReply(Reply):

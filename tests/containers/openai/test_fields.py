@@ -1,0 +1,117 @@
+"""Fields that real clients send: what changes no answer passes, and refusals have the caller's names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from canvasrt.containers.openai import decisions, ollama, systemone
+from canvasrt.containers.openai.body import Ignored, read_body
+from canvasrt.containers.openai.chat import (
+    ChatRequest,
+    CompletionRequest,
+    chat_generation,
+    completion_generation,
+)
+from canvasrt.containers.openai.errors import ApiError
+
+CHAT = {"messages": [{"role": "user", "content": "12+34="}]}
+SCHEMA = {"type": "object"}
+NOUL = {"type": "noul", "instructions": "Is it?"}
+CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a", "odd": 1}]}
+PARSERS: dict[Any, Any] = {
+    ChatRequest: chat_generation,
+    CompletionRequest: completion_generation,
+    decisions.DecisionRequest: decisions.decide,
+    systemone.SystemOneRequest: systemone.ask,
+    ollama.OllamaChat: ollama.chat,
+}
+
+
+def parsed(kind: Any, fields: dict[str, Any], ignored: Ignored | None = None) -> Any:
+    return PARSERS[kind](read_body(kind, json.dumps(fields).encode(), ignored))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "path"),
+    [
+        (
+            ChatRequest,
+            CHAT
+            | {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": SCHEMA, "foo": 1},
+                }
+            },
+            "response_format.json_schema.foo",
+        ),
+        (
+            ChatRequest,
+            CHAT | {"response_format": {"type": "json_object", "foo": 1}},
+            "response_format.foo",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "structured_outputs": {"regex": "a", "foo": 1}},
+            "structured_outputs.foo",
+        ),
+        (
+            decisions.DecisionRequest,
+            {"input": "a", "questions": [CHOICE]},
+            "questions[0].choices[0].odd",
+        ),
+        (
+            decisions.DecisionRequest,
+            {"input": "a", "questions": [{"type": "predicate", "prompt": 1}]},
+            "questions[0].prompt",
+        ),
+        (
+            systemone.SystemOneRequest,
+            {"state": "a", "questions": {"a": NOUL | {"prompt": 1}}},
+            "questions.a.prompt",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_nested_unknown_fields_are_left_out(kind: Any, fields: dict[str, Any], path: str) -> None:
+    ignored = Ignored()
+    asked = parsed(kind, fields, ignored)
+    assert ignored == [f"Unknown parameter: {path!r}."]
+    assert path.rpartition(".")[2] not in json.dumps(asked.options)
+    with pytest.raises(ApiError) as caught:
+        parsed(kind, fields)
+    assert (caught.value.param, caught.value.code) == (path, "unknown_parameter")
+
+
+def test_what_clients_of_others_send() -> None:
+    """More stop strings than OpenAI allows, an empty one, no model, an object's schema as in llama.cpp."""
+    stops = [str(number) for number in range(15)]
+    form = {"type": "json_object", "schema": SCHEMA}
+    asked = parsed(ChatRequest, CHAT | {"stop": ["", *stops], "response_format": form})
+    assert asked.options["stop"] == stops
+    assert json.loads(asked.options["grammar"]) == {"type": "json_schema", "schema": SCHEMA}
+    assert "stop" not in parsed(ChatRequest, CHAT | {"stop": ""}).options
+    for kind in PARSERS:
+        body = kind.model_construct()
+        body.check_model(("one", "two"))
+        assert body.model == "one"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"options": {"num_predict": "a"}}, "options.num_predict"),
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"think": "very"}, "think"),
+    ],
+    ids=str,
+)
+def test_ollamas_refusals_name_ollamas_fields(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(ollama.OllamaChat, CHAT | fields)
+    error = ollama.CHAT.renamed(caught.value)
+    assert error.param == says
+    assert says in error.message
