@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, path_of
+from canvasrt.containers.openai.errors import bad_request, from_validation, path_of, unknown_model
 from canvasrt.containers.openai.fields import GENERATION, REASONS, Table, passes
 from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH, MAX_STOPS
 from canvasrt.containers.untrusted import check_json, load_json
@@ -223,9 +223,22 @@ else:
     )
 
 
-class Sampling(_Own):
+_Ids = Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_CANVAS)]
+
+
+class Diffusion(Strict):
+    """vLLM's settings of this very model, which it takes in `vllm_xargs`."""
+
+    diffusion_seed_canvas: _Ids | None = None
+    diffusion_pinned: _Ids | None = None
+    diffusion_max_steps: int | None = None
+    diffusion_canvas_length: int | None = None
+
+
+class Sampling(_Own, Diffusion):
     """The parameters of all endpoints that generate text."""
 
+    model_config = ConfigDict(extra="allow")
     table: ClassVar[Table] = GENERATION
 
     n: Annotated[
@@ -266,6 +279,11 @@ class Sampling(_Own):
         Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
         about("Tokens that end the answer, besides the checkpoint's."),
     ] = None
+    min_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_INT32)] | None,
+        about("How many tokens come before one that may end the answer."),
+    ] = None
+    vllm_xargs: Diffusion | None = None
     ignore_eos: Annotated[
         bool | None, about("Never end before the budget, as benchmarks want it.")
     ] = None
@@ -379,13 +397,3 @@ def _remove(data: Any, loc: tuple[int | str, ...]) -> bool:
         except (LookupError, TypeError):
             return False
     return isinstance(data, dict) and data.pop(name, data) is not data
-
-
-def unknown_model(name: str, served: Iterable[str]) -> ApiError:
-    """Return the 404 for a model that is not served here."""
-    return ApiError(
-        404,
-        f"The model {name!r} does not exist; this server serves {', '.join(served)}.",
-        param="model",
-        code="model_not_found",
-    )

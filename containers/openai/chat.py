@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, fail
+from canvasrt.containers.openai.canvases import canvas_of, sampling_of
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
 from canvasrt.containers.openai.generation import Generation
@@ -107,6 +108,8 @@ def _shared(request: Sampling, wanted: Format | None) -> dict[str, Any]:
         "names": {
             "max_new_tokens": request.token_budget[0],
             "grammar": wanted.path if wanted else "response_format",
+            **sampling_of(request)[1],
+            **canvas_of(request)[1],
         },
         "ignored": request.ignored,
     }
@@ -127,7 +130,9 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
             "unsupported_parameter",
         )
     given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None
-    given["canvas"] = None if request.canvas is None else json.dumps(request.canvas)
+    given |= sampling_of(request)[0]
+    canvas = canvas_of(request)[0]
+    given["canvas"] = json.dumps(canvas) if canvas or request.canvas is not None else None
     given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
@@ -75,6 +75,16 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400: the request is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def unknown_model(name: str, served: Iterable[str]) -> ApiError:
+    """Return the 404 for a model that is not served here."""
+    return ApiError(
+        404,
+        f"The model {name!r} does not exist; this server serves {', '.join(served)}.",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def too_many(message: str) -> ApiError:

@@ -220,7 +220,8 @@ class Reply(ABC):
         """Return the model's error with the caller's names of the fields."""
         path = error.param or ""
         field = re.split(r"\W", path, maxsplit=1)[0]
-        if own := self.asked.names.get(field):
+        names = self.asked.names
+        if own := names.get(path) or names.get(field):
             error.param = own
             error.message = error.message.replace(path, own, 1 if field == "grammar" else -1)
         elif field not in type(self.body).model_fields or field == self.text_field:

@@ -100,6 +100,21 @@ def test_what_clients_of_others_send() -> None:
         assert body.model == "one"
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_vllms_settings_of_this_model(nested: bool) -> None:
+    """As in its structured_diffusion example: a canvas whose fixed tokens hold on every step."""
+    theirs = {"diffusion_seed_canvas": [5, 6, 7, 8], "diffusion_pinned": [0, 2]}
+    theirs |= {"diffusion_max_steps": 3, "diffusion_canvas_length": 4}
+    fields = {"vllm_xargs": theirs | {"diffusion_read_only": False}} if nested else theirs
+    options = parsed(CompletionRequest, {"prompt": "a", "min_tokens": 2, **fields}).options
+    canvas = {"seed": [5, 6, 7, 8], "pin": {"0": 5, "2": 7}, "least": 2}
+    assert json.loads(options["canvas"]) == canvas
+    assert (options["max_denoising_steps"], options["canvas_length"]) == (3, 4)
+    ignored = Ignored()
+    parsed(CompletionRequest, {"prompt": "a", "vllm_xargs": {"odd": 1}}, ignored)
+    assert ignored == ["Unknown parameter: 'vllm_xargs.odd'."]
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
