@@ -74,7 +74,8 @@ class Front:
         self._callers = Callers(self._options.max_key_requests)
         about = self._options.about
         fingerprint = "fp_" + str(about.get("digest", ""))[:12]
-        self._served = Served(self._options.max_n, about.get("max_context"), fingerprint)
+        context, canvas = about.get("max_context"), about.get("canvas_length") or 0
+        self._served = Served(self._options.max_n, context, canvas, fingerprint)
         self.pool = BodyPool()
         self._fetcher = Fetcher() if self._options.allow_remote_images else None
         self._upstream: Upstream

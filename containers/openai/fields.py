@@ -140,6 +140,7 @@ _PENALTY = "the tokens of a block are decided together, not one after the other"
 # Why a field is refused, when its name does not say it.
 REASONS = {
     "best_of": "all n answers are returned",
+    "echo": "a prompt is read, not denoised, so its tokens have no log-probabilities; /v1/decisions has those of options",
     "background": "nothing is stored here",
     "previous_response_id": "nothing is stored here",
     "conversation": "nothing is stored here",

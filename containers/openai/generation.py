@@ -38,6 +38,7 @@ class Served(NamedTuple):
 
     max_n: int = MAX_ANSWERS
     max_context: int | None = None
+    canvas: int = 0  # tokens of one block
     fingerprint: str = ""  # identifies the model's build
 
 
@@ -83,7 +84,8 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
         if served.max_context is not None and count > served.max_context:
             raise bad_request(
                 f"The prompt ({count} tokens) plus the new tokens exceed the context of"
-                f" {served.max_context}.",
+                f" {served.max_context}: shorten it to {served.max_context - served.canvas} tokens, for"
+                f" {served.canvas} new ones.",
                 "prompt",
                 "context_length_exceeded",
             )

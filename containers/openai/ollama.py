@@ -153,6 +153,10 @@ def _settings(body: OllamaRequest) -> Json:
             fields[_OPTIONS[name]] = value
         else:
             settle(f"options.{name}", value, OLLAMA, body.ignored)
+            if name == "repeat_penalty" and value not in (None, 1) and body.ignored is not None:
+                body.ignored.note(
+                    "options.repeat_penalty is not applied: blocks are decided at once."
+                )
     for name in ("max_tokens", "seed"):
         value = fields.get(name)
         if isinstance(value, int) and value < 0:  # as many as there is room for, and any seed

@@ -16,6 +16,9 @@ from canvasrt.containers.openai.chat import (
     completion_generation,
 )
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.generation import Served, answer_inputs
+from canvasrt.containers.triton.inputs import check_shapes
+from canvasrt.errors import CanvasError
 
 CHAT = {"messages": [{"role": "user", "content": "12+34="}]}
 SCHEMA = {"type": "object"}
@@ -98,6 +101,30 @@ def test_what_clients_of_others_send() -> None:
         body = kind.model_construct()
         body.check_model(("one", "two"))
         assert body.model == "one"
+
+
+def test_a_prompt_beyond_the_context_is_told_a_length_that_fits() -> None:
+    served = Served(max_context=64, canvas=32)
+    for count, fits in ((65, False), (32, True)):
+        asked = parsed(CompletionRequest, {"prompt": [5] * count})
+        if fits:
+            answer_inputs(asked, served)
+        else:
+            with pytest.raises(ApiError, match="to 32 tokens, for 32 new ones"):
+                answer_inputs(asked, served)
+            with pytest.raises(CanvasError) as caught:
+                check_shapes({"prompt_ids": [count]}, 64, 32)
+            assert "to 32 tokens" in caught.value.hint
+
+
+def test_ollamas_penalty_and_echo_are_not_passed_over_in_silence() -> None:
+    ignored = Ignored()
+    parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1.1}}, ignored)
+    parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1}}, ignored)
+    assert [each.split()[0] for each in ignored] == ["options.repeat_penalty"]
+    with pytest.raises(ApiError, match="log-probabilities") as caught:
+        parsed(CompletionRequest, {"prompt": "a", "echo": True, "logprobs": 1}, ignored)
+    assert caught.value.param == "echo"
 
 
 @pytest.mark.parametrize("nested", [False, True])
