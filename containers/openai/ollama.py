@@ -153,7 +153,7 @@ def _settings(body: OllamaRequest) -> Json:
             fields[_OPTIONS[name]] = value
         else:
             settle(f"options.{name}", value, OLLAMA, body.ignored)
-            if name == "repeat_penalty" and value not in (None, 1) and body.ignored is not None:
+            if name == "repeat_penalty" and value == 1.1 and body.ignored is not None:
                 body.ignored.note(
                     "options.repeat_penalty is not applied: blocks are decided at once."
                 )
