@@ -11,7 +11,7 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 
-_FIELDS = ("seed", "pin", "allow")
+_FIELDS = ("seed", "pin", "allow", "least")
 _MOST = 65_536  # tokens that all of `allow` may list
 _EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
 
@@ -21,20 +21,21 @@ class Conditions:
     """Conditions by position of the answer, counted from 0 across canvases.
 
     seed: tokens of a block's first canvas instead of noise. pin: tokens that hold on every step and in
-    the answer. allow: the permitted tokens, ascending.
+    the answer. allow: the permitted tokens, ascending. least: how many tokens come before an end.
 
-    The answer does not end before the last pin: no position before it takes a token that ends the
-    sequence, unless `allow` lists one there.
+    The answer does not end before the last pin or before `least` either: no position before it takes a token that
+    ends the sequence, unless `allow` lists one there.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)
     pin: Mapping[int, int] = field(default_factory=dict)
     allow: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    least: int = 0
 
     @property
     def restricts(self) -> bool:
         """Whether they apply beyond a block's first canvas."""
-        return bool(self.pin or self.allow)
+        return bool(self.pin or self.allow or self.least)
 
     def check(self, config: ModelConfig, budget: int, ends: Sequence[int]) -> None:
         """Raise CanvasError, which names the path, for positions beyond the answer, unknown tokens, and contradicting
@@ -58,6 +59,10 @@ class Conditions:
                         f"{path} names token {foreign[0]}",
                         f"give token ids from 0 to {config.vocab_size - 1}",
                     )
+        if not 0 <= self.least <= budget:
+            raise CanvasError(
+                f"canvas.least is {self.least}", f"give a whole number from 0 to {budget}"
+            )
         self._check_agreement(ends)
 
     def _check_agreement(self, ends: Sequence[int]) -> None:
@@ -91,7 +96,7 @@ class Conditions:
         self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
     ) -> dict[int, np.ndarray]:
         """Return the tokens, int64 `[k]`, of each restricted position of the canvas from `begin` on."""
-        last = max(self.pin, default=-1)
+        last = max(max(self.pin, default=-1), self.least)
         others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
         found = {}
         for place in range(length):
@@ -149,7 +154,10 @@ def read_conditions(data: Any) -> Conditions:
     tokens = {
         n: _token(each, f"canvas.seed.{n}") for n, each in enumerate(seed) if each is not None
     }
-    return Conditions(tokens, pin, allow)
+    least = data.get("least", 0)
+    if type(least) is not int:
+        raise CanvasError(f"canvas.least is {least!r}"[:200], "give a whole number")
+    return Conditions(tokens, pin, allow, least)
 
 
 def _by_position(given: Any, name: str) -> dict[int, Any]:

@@ -69,7 +69,10 @@ class Local:
             return Generator(model, self._max_batch, prefixes)
 
         self._encoder = PromptEncoder(tokenizer, model.max_context)
-        self._served = Served(max_context=model.max_context, fingerprint=f"fp_{self.digest[:12]}")
+        canvas = model.config.canvas_length
+        self._served = Served(
+            max_context=model.max_context, canvas=canvas, fingerprint=f"fp_{self.digest[:12]}"
+        )
         self._preparing = Preparing()
         self._worker = Worker(make, lost=self._lose)
         return self
@@ -117,7 +120,9 @@ class Local:
         sink = _Sink(lambda end: loop.call_soon_threadsafe(ended.put_nowait, end))
         try:
             check_shapes(
-                {name: each.shape for name, each in arrays.items()}, self._model.max_context
+                {name: each.shape for name, each in arrays.items()},
+                self._model.max_context,
+                self._model.config.canvas_length,
             )
             ticket = self._worker.take_ticket("", sink)
             answers = int((parameters or {}).get(ANSWERS, 1))

@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 
 import canvasrt
 from canvasrt.containers.openai.auth import Keys
-from canvasrt.containers.openai.body import unknown_model
 from canvasrt.containers.openai.endpoint import errors
+from canvasrt.containers.openai.errors import unknown_model
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics
 from canvasrt.containers.openai.options import FrontOptions

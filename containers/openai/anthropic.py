@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import OPENAI_MAX_STOPS, Messages, Sampling, Strict, Strings
+from canvasrt.containers.openai.body import Messages, Sampling, Strict, Strings
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import (
@@ -34,6 +34,7 @@ from canvasrt.containers.openai.generation import (
 from canvasrt.containers.openai.messages import has_images
 from canvasrt.containers.openai.parse_answer import Piece
 from canvasrt.containers.openai.tools import MAX_TOOLS
+from canvasrt.containers.tensors import MAX_STOPS
 from canvasrt.types import Json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -63,7 +64,7 @@ class MessagesRequest(Sampling):
 
     messages: Messages
     system: str | list[Json] | None = None
-    stop_sequences: Annotated[Strings, Field(max_length=OPENAI_MAX_STOPS)] | None = None
+    stop_sequences: Annotated[Strings, Field(max_length=MAX_STOPS)] | None = None
     tools: Annotated[list[Json], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None

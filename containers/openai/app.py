@@ -75,7 +75,8 @@ class Front:
         self.keys = Keys(self._options.keys)
         about = self._options.about
         fingerprint = "fp_" + str(about.get("digest", ""))[:12]
-        self._served = Served(self._options.max_n, about.get("max_context"), fingerprint)
+        context, canvas = about.get("max_context"), about.get("canvas_length") or 0
+        self._served = Served(self._options.max_n, context, canvas, fingerprint)
         self.pool = BodyPool()
         self._fetcher = Fetcher() if self._options.allow_remote_images else None
         self._upstream: Upstream

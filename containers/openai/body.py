@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -24,14 +24,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, path_of
+from canvasrt.containers.openai.errors import bad_request, from_validation, path_of, unknown_model
 from canvasrt.containers.openai.fields import GENERATION, REASONS, Table, passes
 from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH, MAX_STOPS
 from canvasrt.containers.untrusted import check_json, load_json
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
-OPENAI_MAX_STOPS = 4  # as in OpenAI's API
 MAX_WARNINGS = 16  # about one request
 # Each message and part takes time, however short it is.
 MAX_MESSAGES = 8192
@@ -89,13 +88,18 @@ MaybeMessages = Annotated[
     AfterValidator(_checked),
 ]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_Stops = _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=OPENAI_MAX_STOPS)]
+_Stops = _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
+
+
+def _stops(value: Any) -> Any:
+    value = [value] if isinstance(value, str) else value
+    return [each for each in value if each != ""] if isinstance(value, list) else value
+
+
 Strings = Annotated[
     list[_Stop],
     Field(fail_fast=True),
-    BeforeValidator(
-        lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=_Stops
-    ),
+    BeforeValidator(_stops, json_schema_input_type=_Stops),
 ]
 Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Budget = Annotated[Whole | None, about("Most new tokens.")]
@@ -147,6 +151,20 @@ def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None
     ignored.note(error.message)
 
 
+def known(
+    given: Mapping[str, Any],
+    names: Collection[str],
+    path: str,
+    table: Table,
+    ignored: Ignored | None,
+) -> dict[str, Any]:
+    """Return the members of an object with these names. The others are settled, each with its path."""
+    for name, value in given.items():
+        if name not in names:
+            settle(f"{path}.{name}", value, table, ignored)
+    return {name: value for name, value in given.items() if name in names}
+
+
 class Body(Strict):
     """The body of a request. Fields that its model has not are those of its table, or unknown."""
 
@@ -156,7 +174,9 @@ class Body(Strict):
     # What was left out; None where nothing unknown may be.
     _ignored: Ignored | None = PrivateAttr(default=None)
 
-    model: Annotated[str, about("A name under which the model is served.")]
+    model: Annotated[
+        str, about("A name under which the model is served; without one, its first.")
+    ] = ""
 
     @property
     def ignored(self) -> Ignored | None:
@@ -167,7 +187,8 @@ class Body(Strict):
         """Raise ApiError for fields that do not fit together, of a body of `size` bytes."""
 
     def check_model(self, served: Collection[str]) -> None:
-        """Raise ApiError 404 for a model that is not served here."""
+        """Take the served model if none is named. ApiError 404 for one that is not served here."""
+        self.model = self.model or next(iter(served))
         if self.model not in served:
             raise unknown_model(self.model, served)
 
@@ -202,9 +223,22 @@ else:
     )
 
 
-class Sampling(_Own):
+_Ids = Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_CANVAS)]
+
+
+class Diffusion(Strict):
+    """vLLM's settings of this very model, which it takes in `vllm_xargs`."""
+
+    diffusion_seed_canvas: _Ids | None = None
+    diffusion_pinned: _Ids | None = None
+    diffusion_max_steps: int | None = None
+    diffusion_canvas_length: int | None = None
+
+
+class Sampling(_Own, Diffusion):
     """The parameters of all endpoints that generate text."""
 
+    model_config = ConfigDict(extra="allow")
     table: ClassVar[Table] = GENERATION
 
     n: Annotated[
@@ -213,7 +247,7 @@ class Sampling(_Own):
     ] = None
     seed: Seed = None
     stop: Annotated[
-        Annotated[Strings, Field(max_length=OPENAI_MAX_STOPS)] | None,
+        Annotated[Strings, Field(max_length=MAX_STOPS)] | None,
         about("Strings that end the answer, which is cut before them."),
     ] = None
     stream: Annotated[bool | None, about("Send text as server-sent events, once it is final.")] = (
@@ -245,6 +279,11 @@ class Sampling(_Own):
         Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
         about("Tokens that end the answer, besides the checkpoint's."),
     ] = None
+    min_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_INT32)] | None,
+        about("How many tokens come before one that may end the answer."),
+    ] = None
+    vllm_xargs: Diffusion | None = None
     ignore_eos: Annotated[
         bool | None, about("Never end before the budget, as benchmarks want it.")
     ] = None
@@ -358,13 +397,3 @@ def _remove(data: Any, loc: tuple[int | str, ...]) -> bool:
         except (LookupError, TypeError):
             return False
     return isinstance(data, dict) and data.pop(name, data) is not data
-
-
-def unknown_model(name: str, served: Iterable[str]) -> ApiError:
-    """Return the 404 for a model that is not served here."""
-    return ApiError(
-        404,
-        f"The model {name!r} does not exist; this server serves {', '.join(served)}.",
-        param="model",
-        code="model_not_found",
-    )

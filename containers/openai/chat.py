@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, fail
+from canvasrt.containers.openai.canvases import canvas_of, sampling_of
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
 from canvasrt.containers.openai.generation import Generation
-from canvasrt.containers.openai.response_formats import format_of, grammar_of
-from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs
+from canvasrt.containers.openai.response_formats import Format, format_of
+from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
 from canvasrt.runtime.pictures import BUDGETS
 
 
@@ -79,37 +80,47 @@ class CompletionRequest(Sampling):
 
 def chat_generation(request: ChatRequest) -> Generation:
     """Return a chat's generation. ApiError for wrong tools or a wrong format."""
-    return Generation(
-        {**_options(request), **template_inputs(request)},
+    wanted, inputs = format_of(request), template_inputs(request)
+    asked = Generation(
+        {**_options(request, wanted), **inputs},
         messages=request.messages,
         image_tokens=request.image_tokens,
         tools=schemas(request),
         parallel_calls=request.parallel_tool_calls is not False,
-        **_shared(request),
+        **_shared(request, wanted),
     )
+    asked.names |= template_names(request) | ({"grammar": "tools"} if "grammar" in inputs else {})
+    return asked
 
 
 def completion_generation(request: CompletionRequest) -> Generation:
     """Return a completion's generation. ApiError for a wrong prompt or format."""
     prompts = [_prompt(each) for each in request.prompt]
-    return Generation(_options(request), prompts=prompts, plain=True, **_shared(request))
+    wanted = format_of(request)
+    options, shared = _options(request, wanted), _shared(request, wanted)
+    return Generation(options, prompts=prompts, plain=True, **shared)
 
 
-def _shared(request: Sampling) -> dict[str, Any]:
+def _shared(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     return {
         "n": request.n or 1,
         "seed": request.seed,
-        "budget": request.token_budget[0],
+        "names": {
+            "max_new_tokens": request.token_budget[0],
+            "grammar": wanted.path if wanted else "response_format",
+            **sampling_of(request)[1],
+            **canvas_of(request)[1],
+        },
         "ignored": request.ignored,
     }
 
 
-def _options(request: Sampling) -> dict[str, Any]:
+def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
     if isinstance(request, CompletionRequest) and request.logprobs is not None:
         # Completions have one parameter for both.
         given |= {"logprobs": True, "top_logprobs": request.logprobs}
-    given["grammar"] = grammar_of(format_of(request))
+    given["grammar"] = json.dumps(wanted.grammar) if wanted else None
     given["stop"], given["stop_token_ids"] = request.stop, request.stop_token_ids
     given["ignore_eos"] = request.ignore_eos or None
     if given["ignore_eos"] and given["grammar"]:
@@ -119,7 +130,9 @@ def _options(request: Sampling) -> dict[str, Any]:
             "unsupported_parameter",
         )
     given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None
-    given["canvas"] = None if request.canvas is None else json.dumps(request.canvas)
+    given |= sampling_of(request)[0]
+    canvas = canvas_of(request)[0]
+    given["canvas"] = json.dumps(canvas) if canvas or request.canvas is not None else None
     given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}

@@ -14,6 +14,7 @@ from canvasrt.containers.openai.body import (
     Seed,
     about,
     check_parts,
+    known,
 )
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
@@ -26,6 +27,8 @@ from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.types import Json
 
 _OWN = ("samples", "steps", "layout", "temperatures")
+# Fields of questions and their options.
+_QUESTION = ("type", "instructions", "name", "choices", "levels", "value", "label", "description")
 _ROLES = {"user": "user", "developer": "system", "system": "system", "assistant": "assistant"}
 
 
@@ -56,7 +59,6 @@ class Ask(Body):
             seed=self.seed or 0,
             image_tokens=self.image_tokens,
             plain=True,
-            budget="",
         )
 
 
@@ -101,7 +103,19 @@ class DecisionReply(Reply):
 
 def decide(body: DecisionRequest) -> Generation:
     """Return a decision's generation. ApiError names the wrong field."""
-    return body.asking(_messages(body.input), body.questions)
+    questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
+    return body.asking(_messages(body.input), questions)
+
+
+def _known(given: Any, path: str, body: Ask) -> Any:
+    """Return a question or an option without unknown fields; what is none, the model refuses."""
+    if not isinstance(given, dict):
+        return given
+    read = known(given, _QUESTION, path, DECISION, body.ignored)
+    for name in ("choices", "levels"):
+        if isinstance(options := read.get(name), list):
+            read[name] = [_known(e, f"{path}.{name}[{i}]", body) for i, e in enumerate(options)]
+    return read
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -113,6 +115,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def unknown_model(name: str, served: Iterable[str]) -> ApiError:
+    """Return the 404 for a model that is not served here."""
+    return ApiError(
+        404,
+        f"The model {name!r} does not exist; this server serves {', '.join(served)}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
 def too_many(message: str) -> ApiError:
     """Return a 429: a limit was reached; the same request may succeed later."""
     headers = {"Retry-After": str(RETRY_AFTER)}
@@ -150,6 +162,18 @@ def from_validation(error: ValidationError) -> ApiError:
         return bad_request("The body of the request must be a JSON object.", None, "invalid_type")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return bad_request(f"Invalid {param!r}: {message}.", param, code)
+
+
+def rename(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error of the chat that a request was read as, with the caller's names of its fields."""
+    for name, own in names.items():
+        if error.param and re.match(rf"{re.escape(name)}\b", error.param):
+            error.param = own + error.param[len(name) :]
+            # As a word, it also has other meanings.
+            word = re.escape(name) + (r"(?=\[)" if name == "messages" else r"\b")
+            error.message = re.sub(rf"(?<!\w){word}", own, error.message)
+            break
+    return error
 
 
 def path_of(loc: tuple[int | str, ...]) -> str:

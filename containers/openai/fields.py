@@ -17,6 +17,7 @@ def _any(names: str) -> Table:
     return dict.fromkeys(names.split(), ANY)
 
 
+_READS = ("diffusion_read_only", "diffusion_constrained")
 # Of every body that asks for text.
 GENERATION: Table = {
     **_any("user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
@@ -29,7 +30,6 @@ GENERATION: Table = {
     **_any("stream_options.include_obfuscation stream_options.continuous_usage_stats"),
     "repetition_penalty": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -40,14 +40,9 @@ GENERATION: Table = {
     "logits_processors": (),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    "vllm_xargs": ({},),
-    # Of vLLM's for this model.
-    "diffusion_seed_canvas": (),
-    "diffusion_pinned": (),
-    "diffusion_max_steps": (),
-    "diffusion_canvas_length": (),
-    "diffusion_read_only": (False,),
-    "diffusion_constrained": (False,),
+    # Of vLLM's for this model, at both places.
+    **{f"{at}{name}": (False,) for at in ("", "vllm_xargs.") for name in _READS},
+    "vllm_xargs.logprob_token_ids": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
     **_any("structured_outputs.disable_fallback structured_outputs.disable_any_whitespace"),
@@ -151,21 +146,17 @@ MESSAGE: Table = {
     "refusal": (),
 }
 
+_READ = "send a request to /v1/decisions, which reads probabilities of options, instead"
 _PENALTY = "the tokens of a block are decided together, not one after the other"
 # Why a field is refused, when its name does not say it.
 REASONS = {
     "best_of": "all n answers are returned",
+    "echo": "a prompt is read, not denoised, so its tokens have no log-probabilities; /v1/decisions has those of options",
     "background": "nothing is stored here",
     "previous_response_id": "nothing is stored here",
     "conversation": "nothing is stored here",
     "functions": "send tools instead",
-    "vllm_xargs": "send canvas and the sampler's settings as fields instead",
-    "diffusion_seed_canvas": "send canvas instead",
-    "diffusion_pinned": "send canvas instead",
-    "diffusion_max_steps": "send the sampler's own number of steps instead",
-    "diffusion_canvas_length": "send it without diffusion_ instead",
-    "diffusion_read_only": "send a request to /v1/decisions instead",
-    "diffusion_constrained": "send a request to /v1/decisions instead",
+    **{f"{at}{name}": _READ for at in ("", "vllm_xargs.") for name in _READS},
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _PENALTY,

@@ -21,7 +21,6 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
-from canvasrt.containers.openai.response_formats import named_format
 from canvasrt.containers.openai.tracing import Blocks
 from canvasrt.containers.openai.upstream import Answers, Source
 from canvasrt.errors import CanvasError
@@ -40,6 +39,7 @@ class Served(NamedTuple):
 
     max_n: int = MAX_ANSWERS
     max_context: int | None = None
+    canvas: int = 0  # tokens of one block
     fingerprint: str = ""  # identifies the model's build
 
 
@@ -61,7 +61,7 @@ class Generation:
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
     plain: bool = False  # the whole text is the answer: it has no thoughts or calls
-    budget: str = "max_tokens"  # the caller's name for max_new_tokens
+    names: dict[str, str] = field(default_factory=dict)  # of the model's inputs → the caller's
     ignored: Ignored | None = None  # what was left out, where that is allowed
 
     def parser(self) -> AnswerParser | PlainText:
@@ -85,7 +85,8 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
         if served.max_context is not None and count > served.max_context:
             raise bad_request(
                 f"The prompt ({count} tokens) plus the new tokens exceed the context of"
-                f" {served.max_context}.",
+                f" {served.max_context}: shorten it to {served.max_context - served.canvas} tokens, for"
+                f" {served.canvas} new ones.",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -221,13 +222,11 @@ class Reply(ABC):
     def named(self, error: ApiError) -> ApiError:
         """Return the model's error with the caller's names of the fields."""
         path = error.param or ""
-        field, budget = re.split(r"\W", path, maxsplit=1)[0], self.asked.budget
-        if path == "max_new_tokens" and budget:
-            error.param, error.message = budget, error.message.replace(path, budget)
-        elif field == "grammar" and budget:
-            calls = "tool_calls" in self.asked.options.get("grammar", "")[:24]
-            error.param = "tools" if calls else named_format(path)
-            error.message = error.message.replace(path, error.param, 1)
+        field = re.split(r"\W", path, maxsplit=1)[0]
+        names = self.asked.names
+        if own := names.get(path) or names.get(field):
+            error.param = own
+            error.message = error.message.replace(path, own, 1 if field == "grammar" else -1)
         elif field not in type(self.body).model_fields or field == self.text_field:
             error.param = self.text_field
         return error

@@ -63,7 +63,7 @@ def infill(body: InfillRequest) -> Generation:
 
     options = {"infill": body.text, "max_denoising_steps": body.max_denoising_steps}
     prompt = {"prompt": body.prompt or default_prompt(body.text)}
-    return Generation(options, prompts=[prompt], seed=body.seed or 0, plain=True, budget="")
+    return Generation(options, prompts=[prompt], seed=body.seed or 0, plain=True)
 
 
 INFILL = Endpoint(

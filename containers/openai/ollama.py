@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError
@@ -28,7 +29,7 @@ from canvasrt.containers.openai.chat import (
     completion_generation,
 )
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation
+from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
 from canvasrt.containers.openai.fields import OLLAMA, Table
 from canvasrt.containers.openai.generation import (
     Answer,
@@ -43,6 +44,15 @@ from canvasrt.types import Json
 # Options that may be set → the fields of a chat.
 _OPTIONS = {"num_predict": "max_tokens"} | {
     name: name for name in ("seed", "stop", "logit_bias", "canvas", *(each.name for each in OWN))
+}
+
+
+# Fields of a chat → those of Ollama's.
+_NAMES = {own: f"options.{name}" for name, own in _OPTIONS.items()} | {
+    "response_format.json_schema.schema": "format",
+    "response_format": "format",
+    "reasoning_effort": "think",
+    "enable_thinking": "think",
 }
 
 
@@ -63,6 +73,7 @@ class OllamaRequest(Body):
         return self.model.removesuffix(":latest")
 
     def check_model(self, served: Collection[str]) -> None:
+        self.model = self.model or next(iter(served))
         if self.name not in served:
             message = f"model {self.model!r} not found"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -142,6 +153,10 @@ def _settings(body: OllamaRequest) -> Json:
             fields[_OPTIONS[name]] = value
         else:
             settle(f"options.{name}", value, OLLAMA, body.ignored)
+            if name == "repeat_penalty" and value == 1.1 and body.ignored is not None:
+                body.ignored.note(
+                    "options.repeat_penalty is not applied: blocks are decided at once."
+                )
     for name in ("max_tokens", "seed"):
         value = fields.get(name)
         if isinstance(value, int) and value < 0:  # as many as there is room for, and any seed
@@ -243,8 +258,7 @@ class GenerateReply(Reply):
     def _durations(self) -> Json:
         """Return nanoseconds. Encoding the prompt counts with the answer."""
         taken = time.perf_counter_ns() - self._begin
-        parts = {"load_duration": 0, "prompt_eval_duration": 0, "eval_duration": taken}
-        return {"total_duration": taken, **parts}
+        return {"total_duration": taken, "load_duration": 0, "eval_duration": taken}
 
     def _line(self, pieces: list[Piece]) -> Json:
         thought = text_of(pieces, "reasoning")
@@ -267,7 +281,8 @@ class ChatLines(GenerateReply):
 
 
 def _endpoint(path: str, about: str, body: Any, parse: Callable[..., Any], reply: Any) -> Endpoint:
-    return Endpoint(path, about, body, parse, reply, OllamaAnswer, True, error=OllamaError)
+    renamed = partial(rename, names=_NAMES)
+    return Endpoint(path, about, body, parse, reply, OllamaAnswer, True, renamed, OllamaError)
 
 
 CHAT = _endpoint("/api/chat", "Ollama's chats.", OllamaChat, chat, ChatLines)

@@ -16,7 +16,7 @@ from canvasrt.containers.openai.body import (
 )
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation
+from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
 from canvasrt.containers.openai.fields import RESPONSE, Table
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
@@ -27,6 +27,7 @@ _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -107,20 +108,12 @@ def response_generation(request: ResponsesRequest) -> Generation:
     except ValidationError as error:
         raise from_validation(error) from None
     chat._ignored = request.ignored
-    asked = chat_generation(chat)
-    asked.budget = "max_output_tokens"
-    return asked
+    return chat_generation(chat)
 
 
 def renamed(error: ApiError) -> ApiError:
     """Return a chat's error with the names of a response's parameters."""
-    for chat, own in _NAMES.items():
-        if error.param and error.param.startswith(chat):
-            error.param = own + error.param[len(chat) :]
-        # The word also occurs with other meanings.
-        mark = "[" if chat == "messages" else ""
-        error.message = error.message.replace(chat + mark, own + mark)
-    return error
+    return rename(error, _NAMES)
 
 
 def _format(text: Text | None) -> dict[str, Any] | None:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 from typing_extensions import TypedDict
 
-from canvasrt.containers.openai.body import about
+from canvasrt.containers.openai.body import Ignored, about, known
 from canvasrt.containers.openai.decisions import Ask
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.fields import DECISION
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
 from canvasrt.types import Json
 
@@ -36,7 +37,7 @@ class SystemOneAnswers(TypedDict):
 
 def ask(body: SystemOneRequest) -> Generation:
     """Return the questions' generation. ApiError names the wrong field."""
-    questions = [_question(each, name) for name, each in body.questions.items()]
+    questions = [_question(each, name, body.ignored) for name, each in body.questions.items()]
     state = body.state if isinstance(body.state, str) else json.dumps(body.state)
     if not state.strip():
         raise bad_request("state is empty.", "state", "invalid_value")
@@ -81,7 +82,7 @@ class SystemOneReply(Reply):
         return error
 
 
-def _question(question: Any, name: str) -> dict[str, Any]:
+def _question(question: Any, name: str, ignored: Ignored | None) -> dict[str, Any]:
     """Return a System One question in OpenAI's shape."""
     path = f"questions.{name}"
     kind = question.get("type") if isinstance(question, dict) else None
@@ -89,9 +90,7 @@ def _question(question: Any, name: str) -> dict[str, Any]:
         raise bad_request(
             f"{path}.type is {kind!r}: give noul, choice or score.", f"{path}.type", "invalid_value"
         )
-    extra = set(question) - {"type", "instructions", "criteria"}
-    if extra:
-        raise bad_request(f"{path}.{min(extra)} is unknown.", f"{path}.{min(extra)}")
+    question = known(question, ("type", "instructions", "criteria"), path, DECISION, ignored)
     instructions, criteria = _text(question.get("instructions")), question.get("criteria")
     if kind == "noul":
         if isinstance(criteria, dict):

@@ -111,7 +111,7 @@ def detokenize(body: DetokenizeRequest) -> Generation:
 
 def _encoding(options: Json, **prompt: Any) -> Generation:
     tokenize = {"tokenize": json.dumps(options)}
-    return Generation(tokenize, **prompt, seed=0, plain=True, budget="")
+    return Generation(tokenize, **prompt, seed=0, plain=True)
 
 
 class TokenizeReply(Reply):
@@ -143,7 +143,7 @@ def _of_tokens(error: ApiError) -> ApiError:
     """Return the error for a prompt that is too long, in terms of tokens."""
     if error.code != "context_length_exceeded":
         return error
-    count, most = re.findall(r"\d+", error.message)
+    count, most = re.findall(r"\d+", error.message)[:2]
     message = f"tokens has {count} tokens; at most {most} are allowed."
     return bad_request(message, "tokens", "invalid_value")
 

@@ -11,11 +11,10 @@ from pydantic import Field, model_validator
 from canvasrt.chat_tokens import CALL
 from canvasrt.containers.openai.body import Messages, Sampling, Strict, about
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.messages import has_images
 
 MAX_TOOLS = 128  # as in OpenAI's API
 Name = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Function(Strict):
@@ -143,9 +142,7 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
         inputs["template"] = json.dumps(variables)
     grammar = tools_grammar(request)
     if isinstance(request.tool_choice, NamedTool):
-        # After a name, only the grammar knows where the arguments begin.
-        brace = "" if grammar else "{"
-        inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}{brace}"
+        inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}"
     elif request.tool_choice == "required":
         inputs["prefix"] = f"{CALL}call:"
     if grammar:
@@ -153,11 +150,20 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
     return inputs
 
 
+def template_names(request: Conversation) -> dict[str, str]:
+    """Return the caller's names for variables of the template."""
+    names = {name: f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or {}}
+    if request.enable_thinking is not None:
+        names["enable_thinking"] = "enable_thinking"
+    elif request.reasoning_effort is not None:
+        names["enable_thinking"] = "reasoning_effort"
+    return names
+
+
 def tools_grammar(request: Conversation) -> dict[str, Any] | None:
     """Return the grammar that makes calls follow the tools' schemas, or None if none is wanted.
 
     A required call follows its schema unless `strict` is false, an optional one only if it is true.
-    Features that grammars do not support switch the grammar off, except under `strict`.
     """
     found = schemas(request)
     if found is None:
@@ -171,12 +177,6 @@ def tools_grammar(request: Conversation) -> dict[str, Any] | None:
         begun = "call"
     strict = any(each.strict for each in functions)
     if begun == "nothing" and (not strict or request.response_format is not None):
-        return None
-    others = has_images(request.messages) or any(
-        getattr(request, name)
-        for name in ("logprobs", "settle_steps", "score_blocks", "redo_below")
-    )
-    if not strict and others:
         return None
     return {
         "type": "tool_calls",

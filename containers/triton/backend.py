@@ -143,7 +143,8 @@ class StreamModel:
         """Give a request its ticket, and submit it: at once, or by way of the preparing threads."""
         check_parameters(parameters, STREAM_MODEL)
         tensors = request.inputs()
-        check_shapes({each.name(): each.shape() for each in tensors}, self._model.max_context)
+        shapes = {each.name(): each.shape() for each in tensors}
+        check_shapes(shapes, self._model.max_context, self._model.config.canvas_length)
         if os.path.exists(os.environ.get(STOPPING_VARIABLE, "")):
             raise Overloaded("the server is stopping", "send the request to another server")
         arrays = {tensor.name(): np.array(tensor.as_numpy()) for tensor in tensors}

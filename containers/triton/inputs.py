@@ -70,7 +70,7 @@ def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
     return owner, call
 
 
-def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:
+def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: int) -> None:
     """Raise CanvasError for a tensor with too many elements, before they are decoded."""
     sizes: dict[str, int] = {}
     for name, tensor in INPUTS.items():
@@ -81,7 +81,7 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:
     if (count := sizes.get("prompt_ids", 0)) > max_context:
         raise CanvasError(
             f"the prompt ({count} tokens) plus the new tokens exceed the context of {max_context}",
-            "shorten the prompt",
+            f"shorten the prompt to {max_context - canvas} tokens, for {canvas} new ones",
         )
     _check_stop_count(sizes.get("stop", 0))
     most = {"images": MAX_IMAGES, "image_tokens": MAX_IMAGES, "stop_token_ids": MAX_STOPS}

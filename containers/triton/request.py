@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from canvasrt.chat_tokens import CALL
 from canvasrt.containers.tensors import MAX_CANVAS, OPTIONS
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.inputs import (
@@ -110,6 +111,12 @@ class _Reader:
         request = Request(prompt, params, pictures, self.owner, conditions)
         if "grammar" in self.values:
             start = read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
+            call = str(self.values.get("prefix", "")).startswith(CALL)
+            if call and params.max_new_tokens <= start.least:
+                raise CanvasError(
+                    f"max_new_tokens is {params.max_new_tokens}, in which no call ends",
+                    f"give at least {start.least + 1}",
+                )
             end = end_of_answer(self.model, tokenizer)
             request = ConstrainedRequest(prompt, params, pictures, self.owner, start=start, end=end)
         control = bool(self.values.get("control"))

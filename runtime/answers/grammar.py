@@ -18,6 +18,7 @@ import numpy as np
 
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
+from canvasrt.runtime.answers.rewriting import lark_of, without_unique
 from canvasrt.runtime.answers.spelling import Speller, spelling_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -288,13 +289,23 @@ def check_grammar(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
     if kind not in GRAMMAR_TYPES:
         raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
     path, source = _source(spec, path)
-    text = source if isinstance(source, str) else json.dumps(source)
-    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES[kind]:
+    _check_size(source, path, kind)
+    # What it is rewritten to has the same limit.
+    if kind == "json_schema":
+        source = without_unique(source, path)
+    elif kind == "grammar":
+        source = lark_of(source, path)
+    _check_size(source, path, kind)
+    _check_schemas(source, path)
+    return path, source
+
+
+def _check_size(source: Any, path: str, kind: str) -> None:
+    size = len((source if isinstance(source, str) else json.dumps(source)).encode())
+    if size > MAX_GRAMMAR_BYTES[kind]:
         raise CanvasError(
             f"{path} has {size} bytes", f"give at most {MAX_GRAMMAR_BYTES[kind]} bytes"
         )
-    _check_schemas(source, path)
-    return path, source
 
 
 def _check_schemas(source: Any, path: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, THOUGHT, THOUGHT_END
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.rewriting import without_unique
 from canvasrt.runtime.tokenizer import Tokenizer
 
 # How much of a call the prompt already contains.
@@ -36,7 +37,10 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     for number, (name, schema) in enumerate(tools.items()):
         if not _NAME.fullmatch(name) or not isinstance(schema, dict):
             raise CanvasError(f"grammar has the tool {name!r}", "give schemas by name")
-        rules.append(f"args{number}: {_json(schema, bool(spec.get('strict')))}")
+        strict = bool(spec.get("strict"))
+        if strict:
+            schema = without_unique(schema, "grammar")
+        rules.append(f"args{number}: {_json(schema, strict)}")
     ways = [f"{json.dumps(name)} args{number}" for number, name in enumerate(tools)]
     rules.append("one: " + " | ".join(f"{way} {end}" for way in ways))
     rules.append(f'call: {token[CALL]} "call:" one')

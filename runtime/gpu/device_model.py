@@ -202,8 +202,9 @@ class DeviceModel(Model):
         together = [item for item in ordered if self._shares(item)]
         if self.own_passes.pay([item.row for item in together]):
             return [[item] for item in ordered]
-        apart: list[Sequence[InputT]] = [[item] for item in ordered if not self._shares(item)]
-        return [together, *apart] if together else apart
+        batches: list[Sequence[InputT]] = [together] if together else []
+        batches += [[item] for item in ordered if not self._shares(item)]
+        return batches
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a row's pass may have the shape that all requests share, even if it is alone."""

@@ -95,9 +95,9 @@ def test_large_tensors_are_refused_by_their_shape():
         ({"prompt_ids": [2, 3]}, "as one list"),
     ):
         with pytest.raises(CanvasError) as caught:
-            check_shapes(shapes, 4096)
+            check_shapes(shapes, 4096, 32)
         assert says in caught.value.message + caught.value.hint
-    check_shapes({"prompt": [1], "prompt_ids": [4096], "stop": [16]}, 4096)
+    check_shapes({"prompt": [1], "prompt_ids": [4096], "stop": [16]}, 4096, 32)
 
 
 @needs_triton

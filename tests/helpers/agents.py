@@ -37,9 +37,6 @@ SCRIPTS = {
         "never said, as two results come",
         "Sunny, and noon.",
     ],
-    # What the model adds to a call that the prompt begins.
-    "named": ['city:<|"|>Rome<|"|>}<tool_call|><|tool_response>'],
-    "required": ['weather{city:<|"|>Rome<|"|>}<tool_call|><|tool_response>'],
     "long": [
         f"<|channel>thought\n{'so ' * 120}\n<channel|>Then:<|tool_call>"
         f'call:weather{{city:<|"|>{"x" * 300}<|"|>}}<tool_call|><|tool_response>'

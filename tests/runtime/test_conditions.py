@@ -49,7 +49,7 @@ class Told(Reference):
                 self.sets[place] = [given.pin[position]]
             elif position in given.allow:
                 self.sets[place] = sorted(given.allow[position])
-            elif given.pin and position < max(given.pin) and ends:
+            elif ends and position < max([given.least, *given.pin]):
                 self.sets[place] = listed
             if position in given.seed:
                 self.starts[place] = given.seed[position]
@@ -193,6 +193,16 @@ def test_other_options_work_with_them(undertrained: Pair, change: dict[str, Any]
         assert len(result.logprobs) == len(result.token_ids)
 
 
+def test_no_answer_ends_before_least(tiny: Pair, prompt: Prompt) -> None:
+    """Half of the vocabulary ends answers."""
+    params = replace(BASE, eos_token_ids=tuple(range(0, tiny.model.config.vocab_size, 2)))
+    least = Conditions(least=20)
+    result, free = (run(tiny, prompt(20), params, each) for each in (least, Conditions()))
+    assert len(free.token_ids) <= 20 < len(result.token_ids)
+    assert all(each % 2 for each in result.token_ids[:20])
+    assert result.token_ids == reference(tiny, prompt(20), params, least).tokens[0]
+
+
 def test_json_is_read() -> None:
     given = {"seed": [17, None, 3], "pin": {"2": 9}, "allow": {"3": [9, 5, 9]}}
     assert read_conditions(given) == Conditions({0: 17, 2: 3}, {2: 9}, {3: (5, 9)})
@@ -212,6 +222,9 @@ def test_json_is_read() -> None:
         ({"pin": {"1": 3, "01": 4}}, "canvas.pin.01 is given twice"),
         ({"pin": {"64": 3}}, "canvas.pin.64 is out of range"),
         ({"pin": {"2": 512}}, "canvas.pin.2 names token 512"),
+        ({"least": -1}, "canvas.least is -1"),
+        ({"least": 65}, "canvas.least is 65"),
+        ({"least": True}, "canvas.least is True"),
         ({"seed": [-1]}, "canvas.seed.0 names token -1"),
         ({"allow": {"2": 5}}, "canvas.allow.2 is not a list"),
         ({"allow": {"2": []}}, "canvas.allow.2 allows no token"),

@@ -178,19 +178,6 @@ def test_cached_tokens_are_told(ask):
     assert details[1].cached_tokens <= second.usage.input_tokens
 
 
-def test_tool_choice(ask):
-    free = {"settle_steps": 1}  # no grammar, which would not follow the script
-    named = ask(
-        "named",
-        tools=LOOSE,
-        tool_choice={"type": "function", "name": "weather"},
-        extra_body=free,
-    )
-    assert json.loads(named.output[0].arguments) == {"city": "Rome"}
-    required = ask("required", tools=LOOSE, tool_choice="required", extra_body=free)
-    assert required.output[0].name == "weather"
-
-
 def test_tools_of_other_servers_are_left_out(ask):
     answer = ask("plain", tools=[{"type": "web_search"}, *LOOSE])
     assert answer.output_text == "Hello there."

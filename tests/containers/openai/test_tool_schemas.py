@@ -4,6 +4,7 @@ make them."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,6 +115,24 @@ def test_a_required_tool(client: OpenAI, seed: int, parallel: bool) -> None:
     assert choice.message.content is None
 
 
+def test_a_call_comes_without_strict_and_in_the_smallest_budget(client: OpenAI) -> None:
+    """Also by `/v1/responses`. One token less is refused, with a number that works."""
+    loose = tool("lamp", strict=False)
+    asked: dict[str, Any] = {"tools": [loose], "tool_choice": "required"}
+    with pytest.raises(BadRequestError, match="at least") as caught:
+        ask(client, **asked, max_tokens=3)
+    assert caught.value.param == "max_tokens"
+    least = int(re.findall(r"at least (\d+)", str(caught.value))[0])
+    (call,) = ask(client, **asked, max_tokens=least).message.tool_calls
+    assert isinstance(json.loads(call.function.arguments), dict)
+    flat: Any = {"type": "function", **loose["function"]}
+    for choice in ("required", {"type": "function", "name": "lamp"}):
+        reply = client.responses.create(
+            model="canvasrt", input="Hello", tools=[flat], tool_choice=choice, extra_body=FEW
+        )
+        assert reply.output[0].name == "lamp"  # type: ignore[union-attr]
+
+
 def test_it_is_streamed(client: OpenAI) -> None:
     options: Any = {"tools": [tool("weather")], "tool_choice": "required", "max_tokens": 256}
     chunks = client.chat.completions.create(
@@ -180,9 +199,11 @@ def test_what_cannot_be_enforced(client: OpenAI) -> None:
         ask(client, tools=[strict], tool_choice="required")
     assert caught.value.param == "tools"
     ask(client, tools=[loose], tool_choice="required")
-    with pytest.raises(BadRequestError, match="logprobs"):
+    with pytest.raises(BadRequestError, match="logprobs is not supported"):
         ask(client, tools=[tool("lamp", strict=True)], tool_choice="required", logprobs=True)
-    ask(client, tools=[tool("lamp")], tool_choice="required", logprobs=True)
+    for name, value in {"settle_steps": 1, "redo_below": -1.0, "score_blocks": True}.items():
+        with pytest.raises(BadRequestError, match=f"{name} is not supported"):
+            ask(client, tools=[tool("lamp")], tool_choice="required", extra_body={name: value})
 
 
 @pytest.mark.parametrize(
@@ -201,6 +222,8 @@ def test_what_cannot_be_enforced(client: OpenAI) -> None:
 def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -> None:
     body = {"model": "m", "messages": HELLO, "tool_choice": choice}
     request = ChatRequest(**body, tools=[tool("weather", strict=strict)])
+    assert (tools_grammar(request) is not None) == enforced
+    request.messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
     assert (tools_grammar(request) is not None) == enforced
 
 

@@ -151,6 +151,39 @@ def test_blocks_are_as_long_as_the_canvas(demo: Pair, words: Vocabulary) -> None
     assert blocks[-1].tokens[-1] == END
 
 
+def unique(values: list[Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": {"enum": values}, "uniqueItems": True, **more}
+
+
+UNIQUE = {
+    "$defs": {"set": {"uniqueItems": True, "type": "array", "items": {"$ref": "#/$defs/kind"}}}
+    | {"kind": {"enum": ["a", "b", "a"]}},
+    "type": "object",
+    "properties": {"uniqueItems": {"$ref": "#/$defs/set"}},
+    "required": ["uniqueItems"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("of", [unique([1, 2, "x"], minItems=2), UNIQUE], ids=["array", "set"])
+def test_unique_items(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
+    """A bias towards one value, which free arrays would repeat."""
+    bias = {demo.tokenizer.encode(text)[-1]: 60.0 for text in ("1", "a", ",")}
+    start = compile_grammar(schema(of), words, "g")
+    asked = request(demo, start, logit_bias=tuple(bias.items()))
+    (result,) = Generator(demo.model).run([asked])
+    check(of, demo.tokenizer, result)
+    ways = [start.ends_after(demo.tokenizer.encode_text(each)) for each in ("[1,2]", "[1,1]")]
+    assert ways == [of is not UNIQUE, False]
+
+
+def test_gbnf_is_read(words: Vocabulary, demo: Pair) -> None:
+    text = 'root ::= ("yes" | no) [.]{2} # as in llama.cpp\nno ::= "no"'
+    start = compile_grammar({"type": "grammar", "grammar": text}, words, "g")
+    ways = {each: start.ends_after(demo.tokenizer.encode_text(each)) for each in ("no..", "no.")}
+    assert ways == {"no..": True, "no.": False}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"type": "xml"}, "g.type is 'xml'"),
     ({"type": "json_schema"}, "g.schema is not an object"),
@@ -163,7 +196,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
         schema({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
         r"limit 50000|allows no answer of at most 2048 tokens",
     ),
-    (schema({"type": "array", "uniqueItems": True}), "Unimplemented keys"),
+    (schema({"type": "array", "uniqueItems": True}), "g.schema has uniqueItems whose items"),
+    (schema(unique(list(range(6)))), "uniqueItems that more than 400 arrays satisfy"),
+    (schema(unique(["a" * 1000, "b" * 1000, "c", "d"])), "uniqueItems that 65 arrays satisfy"),
+    ({"type": "grammar", "grammar": 'root ::= "a" more'}, "Rule 'more' not found"),
+    ({"type": "grammar", "grammar": "root ::= " + "(" * 5000}, "g.grammar is not a grammar"),
+    ({"type": "grammar", "grammar": "root ::= [a]{3000}"}, "no answer of at most 2048 tokens"),
+    ({"type": "grammar", "grammar": "#" * 17_000 + "\nroot ::= [a]"}, "g.grammar has 17013 bytes"),
     (schema({"enum": ["a" * 70_000]}), "g.schema has 70"),
     (
         schema({"type": "string", "allOf": [{"pattern": f"^(.*{c}.*){{2}}$"} for c in "abcdefgh"]}),

@@ -1,0 +1,85 @@
+"""What llguidance does not read, in terms that it does: GBNF, and arrays of unique elements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import permutations
+from typing import Any
+
+from canvasrt.errors import CanvasError
+
+MAX_ARRAYS, MAX_BYTES = 400, 32_768  # that one `uniqueItems` may stand for
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")
+_ABOUT = ("title", "description", "default", "examples")
+
+
+def lark_of(text: str, path: str) -> str:
+    """Return a grammar in Lark; one in GBNF, whose rules are `name ::= …`, is translated. CanvasError for one that cannot
+    be."""
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import any_to_lark  # only servers have it
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # of many types, such as IndexError and RecursionError
+        raise CanvasError(f"{path} is not a grammar: {error}"[:300], "correct it") from None
+
+
+def without_unique(schema: Any, path: str, root: Any = None, names: bool = False) -> Any:
+    """Return a schema that lists all arrays of every `uniqueItems`. names: the keys are those of properties or
+    definitions.
+
+    CanvasError, which begins with `path`, where they are not a few values.
+    """
+    root = schema if root is None else root
+    if isinstance(schema, list):
+        return [without_unique(each, path, root) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if not names and schema.get("uniqueItems") is True and schema.get("maxItems") not in (0, 1):
+        about = {key: value for key, value in schema.items() if key in _ABOUT}
+        return {**about, "enum": _arrays(schema, path, root)}
+    return {
+        key: value
+        if not names and key in _VALUES
+        else without_unique(value, path, root, not names and key in _NAMED)
+        for key, value in schema.items()
+        if names or key != "uniqueItems"
+    }
+
+
+def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
+    items = schema.get("items")
+    reference = items.get("$ref") if isinstance(items, Mapping) else None
+    if isinstance(reference, str) and reference.startswith("#/"):
+        items = root
+        for part in reference.split("/")[1:]:
+            items = items.get(part) if isinstance(items, Mapping) else None
+    values = items.get("enum") if isinstance(items, Mapping) else None
+    if isinstance(items, Mapping) and items.get("type") == "boolean":
+        values = [False, True]
+    known = {"type", "items", "minItems", "maxItems", "uniqueItems", *_ABOUT}
+    if schema.get("type") != "array" or not isinstance(values, list) or set(schema) - known:
+        raise CanvasError(
+            f"{path} has uniqueItems whose items are not a list of values",
+            "give items an enum, or leave out uniqueItems",
+        )
+    values = [json.loads(each) for each in dict.fromkeys(map(json.dumps, values))]
+    least, most = schema.get("minItems", 0), schema.get("maxItems", len(values))
+    if not (isinstance(least, int) and isinstance(most, int)):
+        raise CanvasError(f"{path} has minItems or maxItems that is no whole number", "correct it")
+    # More values than that are too many even in arrays of one, and their permutations take long to count.
+    few = values[: MAX_ARRAYS + 1]
+    sizes = range(max(least, 0), min(most, len(few)) + 1)
+    count = sum(math.perm(len(few), size) for size in sizes)
+    if not 0 < count <= MAX_ARRAYS or count * len(json.dumps(values)) > MAX_BYTES:
+        shown = count if count <= MAX_ARRAYS else f"more than {MAX_ARRAYS}"
+        raise CanvasError(
+            f"{path} has uniqueItems that {shown} arrays satisfy",
+            f"let 1 to {MAX_ARRAYS} short ones satisfy it, or leave out uniqueItems",
+        )
+    return [list(each) for size in sizes for each in permutations(values, size)]

@@ -1,0 +1,159 @@
+"""Fields that real clients send: what changes no answer passes, and refusals have the caller's names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from canvasrt.containers.openai import decisions, ollama, systemone
+from canvasrt.containers.openai.body import Ignored, read_body
+from canvasrt.containers.openai.chat import (
+    ChatRequest,
+    CompletionRequest,
+    chat_generation,
+    completion_generation,
+)
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.generation import Served, answer_inputs
+from canvasrt.containers.triton.inputs import check_shapes
+from canvasrt.errors import CanvasError
+
+CHAT = {"messages": [{"role": "user", "content": "12+34="}]}
+SCHEMA = {"type": "object"}
+NOUL = {"type": "noul", "instructions": "Is it?"}
+CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a", "odd": 1}]}
+PARSERS: dict[Any, Any] = {
+    ChatRequest: chat_generation,
+    CompletionRequest: completion_generation,
+    decisions.DecisionRequest: decisions.decide,
+    systemone.SystemOneRequest: systemone.ask,
+    ollama.OllamaChat: ollama.chat,
+}
+
+
+def parsed(kind: Any, fields: dict[str, Any], ignored: Ignored | None = None) -> Any:
+    return PARSERS[kind](read_body(kind, json.dumps(fields).encode(), ignored))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "path"),
+    [
+        (
+            ChatRequest,
+            CHAT
+            | {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": SCHEMA, "foo": 1},
+                }
+            },
+            "response_format.json_schema.foo",
+        ),
+        (
+            ChatRequest,
+            CHAT | {"response_format": {"type": "json_object", "foo": 1}},
+            "response_format.foo",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "structured_outputs": {"regex": "a", "foo": 1}},
+            "structured_outputs.foo",
+        ),
+        (
+            decisions.DecisionRequest,
+            {"input": "a", "questions": [CHOICE]},
+            "questions[0].choices[0].odd",
+        ),
+        (
+            decisions.DecisionRequest,
+            {"input": "a", "questions": [{"type": "predicate", "prompt": 1}]},
+            "questions[0].prompt",
+        ),
+        (
+            systemone.SystemOneRequest,
+            {"state": "a", "questions": {"a": NOUL | {"prompt": 1}}},
+            "questions.a.prompt",
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_nested_unknown_fields_are_left_out(kind: Any, fields: dict[str, Any], path: str) -> None:
+    ignored = Ignored()
+    asked = parsed(kind, fields, ignored)
+    assert ignored == [f"Unknown parameter: {path!r}."]
+    assert path.rpartition(".")[2] not in json.dumps(asked.options)
+    with pytest.raises(ApiError) as caught:
+        parsed(kind, fields)
+    assert (caught.value.param, caught.value.code) == (path, "unknown_parameter")
+
+
+def test_what_clients_of_others_send() -> None:
+    """More stop strings than OpenAI allows, an empty one, no model, an object's schema as in llama.cpp."""
+    stops = [str(number) for number in range(15)]
+    form = {"type": "json_object", "schema": SCHEMA}
+    asked = parsed(ChatRequest, CHAT | {"stop": ["", *stops], "response_format": form})
+    assert asked.options["stop"] == stops
+    assert json.loads(asked.options["grammar"]) == {"type": "json_schema", "schema": SCHEMA}
+    assert "stop" not in parsed(ChatRequest, CHAT | {"stop": ""}).options
+    for kind in PARSERS:
+        body = kind.model_construct()
+        body.check_model(("one", "two"))
+        assert body.model == "one"
+
+
+def test_a_prompt_beyond_the_context_is_told_a_length_that_fits() -> None:
+    served = Served(max_context=64, canvas=32)
+    for count, fits in ((65, False), (32, True)):
+        asked = parsed(CompletionRequest, {"prompt": [5] * count})
+        if fits:
+            answer_inputs(asked, served)
+        else:
+            with pytest.raises(ApiError, match="to 32 tokens, for 32 new ones"):
+                answer_inputs(asked, served)
+            with pytest.raises(CanvasError) as caught:
+                check_shapes({"prompt_ids": [count]}, 64, 32)
+            assert "to 32 tokens" in caught.value.hint
+
+
+def test_ollamas_penalty_and_echo_are_not_passed_over_in_silence() -> None:
+    ignored = Ignored()
+    parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1.1}}, ignored)
+    parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1}}, ignored)
+    assert [each.split()[0] for each in ignored] == ["options.repeat_penalty"]
+    with pytest.raises(ApiError, match="log-probabilities") as caught:
+        parsed(CompletionRequest, {"prompt": "a", "echo": True, "logprobs": 1}, ignored)
+    assert caught.value.param == "echo"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_vllms_settings_of_this_model(nested: bool) -> None:
+    """As in its structured_diffusion example: a canvas whose fixed tokens hold on every step."""
+    theirs = {"diffusion_seed_canvas": [5, 6, 7, 8], "diffusion_pinned": [0, 2]}
+    theirs |= {"diffusion_max_steps": 3, "diffusion_canvas_length": 4}
+    fields = {"vllm_xargs": theirs | {"diffusion_read_only": False}} if nested else theirs
+    options = parsed(CompletionRequest, {"prompt": "a", "min_tokens": 2, **fields}).options
+    canvas = {"seed": [5, 6, 7, 8], "pin": {"0": 5, "2": 7}, "least": 2}
+    assert json.loads(options["canvas"]) == canvas
+    assert (options["max_denoising_steps"], options["canvas_length"]) == (3, 4)
+    ignored = Ignored()
+    parsed(CompletionRequest, {"prompt": "a", "vllm_xargs": {"odd": 1}}, ignored)
+    assert ignored == ["Unknown parameter: 'vllm_xargs.odd'."]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"options": {"num_predict": "a"}}, "options.num_predict"),
+        ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"think": "very"}, "think"),
+    ],
+    ids=str,
+)
+def test_ollamas_refusals_name_ollamas_fields(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed(ollama.OllamaChat, CHAT | fields)
+    error = ollama.CHAT.renamed(caught.value)
+    assert error.param == says
+    assert says in error.message
