@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI, pydantic_function_tool
@@ -131,6 +132,17 @@ def test_a_call_comes_without_strict_and_in_the_smallest_budget(client: OpenAI) 
             model="canvasrt", input="Hello", tools=[flat], tool_choice=choice, extra_body=FEW
         )
         assert reply.output[0].name == "lamp"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("choice", [{"type": "tool", "name": "lamp"}, {"type": "any"}])
+def test_anthropics_messages_call_them(client: OpenAI, choice: Any) -> None:
+    tools = [{"name": "lamp", "input_schema": FLAG}]
+    body = {"model": "canvasrt", "max_tokens": 256, "messages": HELLO, "tools": tools, **FEW}
+    reply = httpx.post(
+        f"{client.base_url}messages", json={**body, "tool_choice": choice}, timeout=60
+    )
+    message = reply.json()
+    assert (message["content"][-1]["name"], message["stop_reason"]) == ("lamp", "tool_use")
 
 
 def test_it_is_streamed(client: OpenAI) -> None:

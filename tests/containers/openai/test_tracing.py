@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.openai.tracing import Blocks
+from canvasrt.containers.processes import CALLER_SECRET
 from canvasrt.containers.serve.checks import check_tracing
 from canvasrt.errors import CanvasError
 from tests.helpers.scripted import Script, Served
@@ -46,6 +48,7 @@ def front(acting_server: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`front(on)` is a front end in this process, over the shared Triton."""
     grpc = f"127.0.0.1:{acting_server.server.ports.grpc}"
     settings = FrontSettings(0, grpc, "http://127.0.0.1:1", FrontOptions(hosts=("*",)))
+    settings = replace(settings, caller_secret=CALLER_SECRET)
 
     def started(on: bool) -> TestClient:
         if on:
