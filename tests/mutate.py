@@ -328,22 +328,16 @@ def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"{file}.py holds {old!r} {text.count(old)} times, not once")
         source.write_text(text.replace(old, new))
-        # -P, or the working directory's unbroken package would come first. Last on the path, it has `bench`.
-        arguments = [
-            "-P",
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not acceptance",
-            *tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+        # Without a safe path, the working directory's unbroken package would come first, in servers that tests
+        # start as well. Last on the path, it has `bench`.
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "PYTHONSAFEPATH": "1"}
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not acceptance", *tests]
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         if done.returncode not in (0, 1):
             raise SystemExit(done.stdout + done.stderr)
