@@ -6,7 +6,7 @@ Works only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.tables import pass_work
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto
+    import onnx_ir as ir
 
 LOGITS = "logits"
 
@@ -51,14 +51,15 @@ class ObservingBackend(OrtBackend):
         self.segments[name] = opened
         return opened
 
-    def open_graph(self, name: str, model: ModelProto, folder: Path) -> Any:
+    def open_graph(self, name: str, model: ir.Model, folder: Path) -> Any:
         """Open a graph that exists only in memory; its weights are files in `folder`."""
-        graph = model.SerializeToString()
+        from onnx_ir import to_proto
+
+        graph = to_proto(model).SerializeToString()
         if not self._streamed:
             return self.open_bytes(name, graph, folder)
-        stored = {each.name for each in model.graph.initializer}
-        inputs = frozenset(each.name for each in model.graph.input) - stored
-        outputs = tuple(each.name for each in model.graph.output)
+        inputs = frozenset(str(each.name) for each in model.graph.inputs)
+        outputs = tuple(str(each.name) for each in model.graph.outputs)
         return OnDemand(
             name,
             inputs,
@@ -123,7 +124,7 @@ class ObservedModel:
         self.backend: ObservingBackend | None = None
         self.head: ObservedHead | None = None
         if (bundle.manifest.target or {}).get("backend", "onnxruntime") == "onnxruntime":
-            require("onnx", "export")
+            require("onnx_ir", "export")
             self.backend = ObservingBackend(pass_work(bundle.manifest.model), streamed)
         self.model = open_model(bundle.path, check=False, backend=self.backend)
         if self.backend is not None:
@@ -146,66 +147,66 @@ class ObservedModel:
         return self.backend.open_graph(segment["name"], model, file.parent)
 
 
-def with_logits(model: ModelProto) -> ModelProto:
+def with_logits(model: ir.Model) -> ir.Model:
     """Return a head that also outputs its logits: the value that the temperature divides, or in a shortened sampler, the value
     that the factor multiplies, times the cap in that factor."""
-    from onnx import TensorProto, helper
+    import onnx_ir as ir
 
-    divisions = [node for node in model.graph.node if node.op_type == "Div"]
-    (divided,) = (
-        node for node in divisions if _comes_from(model.graph, node.input[1], "temperature")
-    )
-    factor = [node for node in model.graph.node if divided.output[0] in node.input[1:]]
+    divisions = [node for node in model.graph if node.op_type == "Div"]
+    (divided,) = (node for node in divisions if _source(node.inputs[1]) == "temperature")
+    factor = [node for node, place in divided.outputs[0].uses() if place]
     if factor and factor[0].op_type == "Mul":
-        both = [factor[0].input[0], divided.input[0]]
-        model.graph.node.append(helper.make_node("Mul", both, [LOGITS], LOGITS))
+        logits = ir.node("Mul", [factor[0].inputs[0], divided.inputs[0]])
     else:
-        _name_output(model.graph, divided.input[0], LOGITS)
-    shape = ["batch", "length", "vocabulary"]
-    model.graph.output.append(helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, shape))
+        logits = ir.node("Identity", [divided.inputs[0]])
+    _add_output(model.graph, logits, LOGITS, ["batch", "length", "vocabulary"])
     return model
 
 
-def _comes_from(graph: GraphProto, value: str, name: str) -> bool:
-    """Return whether a value is an input of the graph in another shape."""
-    producers = {output: node for node in graph.node if node.input for output in node.output}
-    while value in producers:
-        value = producers[value].input[0]
-    return value == name
+def _source(value: ir.Value | None) -> str | None:
+    """Return the name of the input of the graph that a value is, in another shape."""
+    while value is not None and (node := value.producer()) is not None and node.inputs:
+        value = node.inputs[0]
+    return value.name if value is not None else None
 
 
-def cut_layers(model: ModelProto, count: int) -> ModelProto:
+def cut_layers(model: ir.Model, count: int) -> ir.Model:
     """Return a body segment of `count` layers, cut at every layer.
 
     Each layer k but the first reads an input `hidden_k`, and each but the last has an output
     `hidden_out_k`. So one run computes every layer on its own given input.
     """
-    from onnx import TensorProto, helper
+    import onnx_ir as ir
 
     graph = model.graph
-    shape = ["batch", "length", next(each for each in graph.input if each.name == "hidden")]
-    width = shape.pop().type.tensor_type.shape.dim[2].dim_value
+    (hidden,) = (value for value in graph.inputs if value.name == "hidden")
+    assert hidden.shape is not None
+    shape = ["batch", "length", hidden.shape[2]]
     for k in range(1, count):
-        norm = f"layers.{k}.input_norm.weight"
-        border = next(node.input[0] for node in graph.node if norm in node.input)
-        for node in graph.node:
-            for place, name in enumerate(node.input):
-                if name == border:
-                    node.input[place] = f"hidden_{k}"
-        _name_output(graph, border, f"hidden_out_{k - 1}")
-        for values, name in ((graph.input, f"hidden_{k}"), (graph.output, f"hidden_out_{k - 1}")):
-            values.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [*shape, width]))
+        norm = graph.initializers[f"layers.{k}.input_norm.weight"]
+        (border,) = next(node.inputs[:1] for node in graph if norm in node.inputs)
+        assert border is not None
+        given = ir.Value(
+            name=f"hidden_{k}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape)
+        )
+        border.replace_all_uses_with(given)
+        graph.inputs.append(given)
+        _add_output(graph, ir.node("Identity", [border]), f"hidden_out_{k - 1}", shape)
     return model
 
 
-def _name_output(graph: GraphProto, value: str, name: str) -> None:
-    """Make a value an output through a copy, so that nothing else in the graph changes."""
-    from onnx import helper
+def _add_output(graph: ir.Graph, node: ir.Node, name: str, shape: Sequence[Any]) -> None:
+    """Add a node whose result is an output, so that nothing else in the graph changes."""
+    import onnx_ir as ir
 
-    graph.node.append(helper.make_node("Identity", [value], [name], f"{name}_observed"))
+    (value,) = node.outputs
+    value.name, value.type = name, ir.TensorType(ir.DataType.FLOAT)
+    value.shape = ir.Shape(shape)
+    graph.append(node)
+    graph.outputs.append(value)
 
 
-def _load(file: Path) -> ModelProto:
-    import onnx
+def _load(file: Path) -> ir.Model:
+    import onnx_ir as ir
 
-    return onnx.load(file, load_external_data=False)
+    return ir.load(file)
