@@ -13,6 +13,7 @@ MACHINES = {image: machine for machine, image in ARCHITECTURES.items()}
 # Folders of a package.
 ENGINES = "engines"
 MODEL_REPOSITORY = "models"
+SBOM = "sbom.cdx.json"
 IMAGE_FOLDER = "image"  # the manifest of what goes into an image
 
 # Where an image keeps its package.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import posixpath
 import re
+import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -137,9 +139,10 @@ class Base:
                 _check_layer(layer)
                 blobs.take(layer.file, layer.digest)
             elif not blobs.path(layer.digest).exists():
-                with layer.file.open("rb") as file, blobs.path(layer.digest).open("wb") as out:
-                    for chunk in _range(file, layer.offset, layer.size):
-                        out.write(chunk)
+                with layer.opened() as (stored, _), blobs.path(layer.digest).open("wb") as out:
+                    shutil.copyfileobj(stored, out, 1 << 20)
+                if stored.digest != layer.digest:
+                    raise damaged(layer)
         return [
             {"mediaType": layer.media_type, "digest": layer.digest, "size": layer.size}
             for layer in self.layers
@@ -152,7 +155,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
     CanvasError when there is none, when it is damaged, or when it has another architecture.
     """
     path = path.expanduser()
-    try:
+    with _readable(path, "base image"):
         if (path / "index.json").is_file():
             base = _read_layout(path, architecture)
         elif path.is_file() and tarfile.is_tarfile(path):
@@ -162,19 +165,25 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
                 f"{path} is neither an OCI layout nor a docker archive",
                 _GET_ONE,
             )
-    except (
-        *(KeyError, ValueError, IndexError, TypeError, AttributeError),
-        *(OSError, EOFError, tarfile.TarError, zlib.error),
-    ) as error:
-        raise CanvasError(
-            f"the base image {path} is damaged: {error or type(error).__name__}", _DAMAGED
-        ) from error
     if architecture is not None and base.architecture != architecture:
         raise CanvasError(
             f"the base image {path} is for {base.architecture}, but the engines need {architecture}",
             f"use the image of that platform: skopeo copy --override-arch {architecture} …",
         )
     return base
+
+
+@contextmanager
+def _readable(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever a damaged image makes its reader raise into a CanvasError."""
+    try:
+        yield
+    except (
+        *(KeyError, ValueError, IndexError, TypeError, AttributeError, RecursionError),
+        *(OSError, EOFError, tarfile.TarError, zlib.error),
+    ) as error:
+        why = error or type(error).__name__
+        raise CanvasError(f"the {what} {path} is damaged: {why}", _DAMAGED) from error
 
 
 def _check_count(layers: int, config: Json) -> None:
@@ -242,7 +251,7 @@ class _Header(tarfile.TarInfo):
 def signed_digest(path: Path) -> str:
     """Return the digest by which a signature names the image at `path`, without reading its layers: the manifest's for a
     layout, the configuration's for an archive."""
-    try:
+    with _readable(path, "image"):
         if (path / "index.json").is_file():
             return str(_only(_index(path)["manifests"], None, path)["digest"])
         with tarfile.open(path, "r:", tarinfo=_Header) as archive:
@@ -250,18 +259,6 @@ def signed_digest(path: Path) -> str:
             (image,) = json.loads(_content(archive, members["manifest.json"]))
             config = _content(archive, members[image["Config"]])
         return "sha256:" + hashlib.sha256(config).hexdigest()
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        OSError,
-        RecursionError,
-        tarfile.TarError,
-    ) as error:
-        raise CanvasError(
-            f"the image {path} is damaged: {error or type(error).__name__}", _DAMAGED
-        ) from error
 
 
 def _index(path: Path) -> Json:
@@ -338,24 +335,14 @@ def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo
     """Return the member that a name leads to: old versions of docker link identical layers."""
     member, passed = members[name], {name}
     while member.issym() or member.islnk():
-        target = (Path(member.name).parent / member.linkname).as_posix()
-        member = members[member.linkname if member.islnk() else _normal(target)]
+        target = posixpath.join("/", posixpath.dirname(member.name), member.linkname)
+        member = members[member.linkname if member.islnk() else posixpath.normpath(target)[1:]]
         if member.name in passed:
             raise ValueError(f"the links of {name} run in a circle")
         passed.add(member.name)
     if not member.isfile():
         raise ValueError(f"{name} is not a file")
     return member
-
-
-def _normal(name: str) -> str:
-    parts: list[str] = []
-    for part in name.split("/"):
-        if part == "..":
-            parts.pop()
-        elif part not in ("", "."):
-            parts.append(part)
-    return "/".join(parts)
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
@@ -379,13 +366,3 @@ def _compression(file: Path, offset: int) -> str:
         opened.seek(offset)
         start = opened.read(4)
     return next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), "")
-
-
-def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
-    file.seek(offset)
-    while size:
-        chunk = file.read(min(size, 1 << 20))
-        if not chunk:
-            raise ValueError("a layer is truncated")
-        size -= len(chunk)
-        yield chunk

@@ -110,7 +110,7 @@ class Blobs:
         Parent folders of the entries are added below `above`; higher ones belong to the base image.
         """
         return self._write(
-            lambda file: _write_tar(file, with_parents(entries, above), count), created_by, compress
+            lambda file: write_tar(file, with_parents(entries, above), count), created_by, compress
         )
 
     def add_archive(self, archive: Path, created_by: str) -> ImageLayer:
@@ -237,10 +237,11 @@ def _compressed(file: io.RawIOBase, compress: bool) -> Iterator[IO[bytes]]:
         yield cast(IO[bytes], packed)
 
 
-def _write_tar(file: io.RawIOBase, entries: Iterable[LayerEntry], count: Counter | None) -> int:
+def write_tar(file: Any, entries: Iterable[LayerEntry], count: Counter | None = None) -> int:
+    """Write a reproducible archive; return the bytes of the files in it."""
     total = 0
     with tarfile.open(
-        fileobj=cast(IO[bytes], file), mode="w|", format=tarfile.GNU_FORMAT, bufsize=_CHUNK
+        fileobj=file, mode="w|", format=tarfile.GNU_FORMAT, bufsize=_CHUNK
     ) as archive:
         for entry in entries:
             info = _header(entry)

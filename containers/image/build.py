@@ -17,11 +17,11 @@ from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, ImageLayer, LayerEntry, entries_of
 from canvasrt.containers.image.contents import contents
 from canvasrt.containers.image.oci_layout import Image, check_tag, write_archive, write_layout
-from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, PACKAGE
+from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, PACKAGE, SBOM
 from canvasrt.containers.package import bindings, releases, wheels
 from canvasrt.containers.package.image_settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.containers.package.options import PackageOptions
-from canvasrt.containers.package.package import SBOM, backends_of, package
+from canvasrt.containers.package.package import backends_of, package
 from canvasrt.containers.package.requirements import canonical_name, read_requirements
 from canvasrt.errors import CanvasError
 from canvasrt.progress import counter, report

@@ -13,7 +13,7 @@ from typing import IO, cast
 from canvasrt.cache import cache_folder
 from canvasrt.containers.image.base import Base, BaseLayer, damaged
 from canvasrt.containers.image.blobs import exhaust
-from canvasrt.containers.package.sbom import Installed
+from canvasrt.containers.package.requirements import Installed
 from canvasrt.staging import scratch, sync
 
 _STATUS = re.compile(r"var/lib/dpkg/(?:status|status\.d/[^/]+)$")

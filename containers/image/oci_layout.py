@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,8 @@ from canvasrt.containers.image.blobs import (
     Blobs,
     ImageLayer,
     Json,
+    LayerEntry,
+    write_tar,
 )
 from canvasrt.containers.package.image_settings import created
 from canvasrt.errors import UsageError
@@ -88,15 +88,9 @@ def write_archive(layout: Path, tag: str, out: Path) -> None:
     names = [_blob_name(each["digest"]) for each in manifest["layers"]]
     config = _blob_name(manifest["config"]["digest"])
     saved = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()
-    with tarfile.open(out, "w", format=tarfile.GNU_FORMAT) as archive:
-        for name in dict.fromkeys((config, *names)):
-            with (layout / name).open("rb") as file:
-                info = tarfile.TarInfo(name)
-                info.size = (layout / name).stat().st_size
-                archive.addfile(info, file)
-        info = tarfile.TarInfo("manifest.json")
-        info.size = len(saved)
-        archive.addfile(info, io.BytesIO(saved))
+    blobs = [LayerEntry(name, layout / name) for name in dict.fromkeys((config, *names))]
+    with out.open("wb") as file:
+        write_tar(file, [*blobs, LayerEntry("manifest.json", content=saved)])
 
 
 def image_config(base: Base, layers: Sequence[ImageLayer], settings: Json) -> Json:

@@ -15,8 +15,7 @@ from canvasrt.bundle import MANIFEST, Bundle, Manifest, parse_manifest
 from canvasrt.containers.image.attest import check_attestation
 from canvasrt.containers.image.base import Base, BaseLayer, read_base, signed_digest
 from canvasrt.containers.image.blobs import exhaust
-from canvasrt.containers.names import IMAGE_FOLDER, PACKAGE
-from canvasrt.containers.package.sbom import SBOM
+from canvasrt.containers.names import IMAGE_FOLDER, PACKAGE, SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import DIFFERS
 from canvasrt.progress import report

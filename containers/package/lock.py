@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from canvasrt.containers.package.requirements import Pin
 
 FILE = Path(__file__).parent / "lock.json"
 
 
-@dataclass(frozen=True)
-class Locked:
+class Locked(NamedTuple):
     """A wheel of the package index."""
 
     file: str

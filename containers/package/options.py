@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from canvasrt.containers.package import releases
-from canvasrt.containers.package.sbom import Installed
+from canvasrt.containers.package.requirements import Installed
 from canvasrt.errors import UsageError
 from canvasrt.option import option
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.bundle import Bundle, Manifest, load_bundle, write_manifest
-from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY
+from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, SBOM
 from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
@@ -20,12 +20,12 @@ from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.render import render_files
 from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
-from canvasrt.containers.package.sbom import SBOM, write_sbom
 from canvasrt.containers.package.sizes import sizes_of, target_of
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.tensors import STREAM_MODEL
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.extras import require
 from canvasrt.hashes import hash_files
 from canvasrt.staging import link_or_copy, staging
 from canvasrt.targets import Target
@@ -147,17 +147,13 @@ def _load(source: Path | str | Sequence[Path | str]) -> dict[str, Bundle]:
             raise CanvasError(
                 f"{other.path} and {first.path} are different models", "package them separately"
             )
-    hosts = {_host(bundle.manifest) for bundle in bundles} - {"any"}
+    hosts = {host for bundle in bundles if (host := architecture_of([bundle.manifest]))}
     if len(hosts) > 1:
         raise CanvasError(
             f"the targets need different hosts, {' and '.join(sorted(hosts))}; an image has one architecture",
             "package them separately",
         )
     return placed
-
-
-def _host(manifest: Manifest) -> str:
-    return architecture_of([manifest]) or "any"
 
 
 def _copy(bundle: Bundle, out: Path) -> None:
@@ -188,6 +184,9 @@ def _write_image_part(
     folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions, pins: Sequence[Pin]
 ) -> None:
     """Write the manifest and the bill of materials of the image's content."""
+    require("cyclonedx", "serve")
+    from canvasrt.containers.package.sbom import write_sbom
+
     copied = bundles if options.engines == "copy" else {}
     known = _known(copied)
     for place in copied:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
         keep_trailing_newline=True,
         autoescape=False,  # not HTML
     )
-    environment.filters["exec"] = _exec
+    # A command in a Dockerfile's JSON form; jinja's `tojson` would escape it for HTML.
+    environment.filters["exec"] = lambda words: json.dumps(list(words))
     settings: image.ImageSettings = facts["settings"]
     known = {
         **facts,
@@ -52,8 +53,3 @@ def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
         "open": " ".join([*image.COMMAND, "--triton-host", "0.0.0.0"]),  # noqa: S104
     }
     return {place: environment.get_template(name).render(known) for name, place in _FILES.items()}
-
-
-def _exec(words: Sequence[str]) -> str:
-    """Return a command in a Dockerfile's JSON form; jinja's `tojson` would escape it for HTML."""
-    return json.dumps(list(words))

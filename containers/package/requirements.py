@@ -77,6 +77,19 @@ class Pin:
         return f"{self} --hash=sha256:{self.sha256}" if self.sha256 else str(self)
 
 
+@dataclass(frozen=True)
+class Installed:
+    """A package in the base image. `kind` is `pypi`, or `deb/debian` with the distribution's name."""
+
+    kind: str
+    name: str
+    version: str
+    architecture: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}@{self.version}:{self.architecture}"
+
+
 def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
     """Write two files for pip, which must not mix them: pins with a hash, and pins without."""
     pins = list(pins)

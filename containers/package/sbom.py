@@ -5,42 +5,26 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from cyclonedx.exception.factory import CycloneDxFactoryException
+from cyclonedx.factory.license import LicenseFactory
+from cyclonedx.model import HashAlgorithm, HashType, Property
+from cyclonedx.model.bom import Bom, BomMetaData
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.model.license import DisjunctiveLicense
+from cyclonedx.output import make_outputter
+from cyclonedx.schema import OutputFormat, SchemaVersion
+from packageurl import PackageURL
 
 import canvasrt
-from canvasrt.extras import require
+from canvasrt.bundle import Manifest
+from canvasrt.containers.package.image_settings import checkpoint_hash, created, target_name
+from canvasrt.containers.package.requirements import Installed, Pin
 
-if TYPE_CHECKING:
-    from canvasrt.bundle import Manifest
-    from canvasrt.containers.package.requirements import Pin
-
-SBOM = "sbom.cdx.json"
 _NAMESPACE = uuid.UUID("6c1ef1a1-6f2c-5d0e-9b43-7b4a1c0b6a55")
-
-
-@dataclass(frozen=True)
-class Installed:
-    """A package in the base image. `kind` is `pypi`, or `deb/debian` with the distribution's name."""
-
-    kind: str
-    name: str
-    version: str
-    architecture: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.name}@{self.version}:{self.architecture}"
-
-    @property
-    def purl(self) -> Any:
-        """The package's URL."""
-        from packageurl import PackageURL
-
-        type, _, space = self.kind.partition("/")
-        qualifiers = {"arch": self.architecture} if self.architecture else None
-        return PackageURL(type, space or None, self.name, self.version, qualifiers)
 
 
 def write_sbom(
@@ -57,13 +41,6 @@ def write_sbom(
     `contents` are the packages of the base image, if that was read, and `base_digest` its SHA-256, if
     that is known.
     """
-    from canvasrt.containers.package.image_settings import created
-
-    require("cyclonedx", "serve")
-    from cyclonedx.model.bom import Bom, BomMetaData
-    from cyclonedx.output import make_outputter
-    from cyclonedx.schema import OutputFormat, SchemaVersion
-
     whole = _canvasrt()
     pins = list(pins)
     libraries = [_library(pin) for pin in pins]
@@ -96,8 +73,6 @@ def write_sbom(
 
 
 def _canvasrt() -> Any:
-    from cyclonedx.model.component import Component, ComponentType
-
     return Component(
         name="canvasrt",
         version=canvasrt.__version__,
@@ -108,10 +83,6 @@ def _canvasrt() -> Any:
 
 
 def _library(pin: Pin) -> Any:
-    from cyclonedx.model import HashAlgorithm, HashType
-    from cyclonedx.model.component import Component, ComponentType
-    from packageurl import PackageURL
-
     return Component(
         name=pin.name,
         version=pin.version,
@@ -119,16 +90,12 @@ def _library(pin: Pin) -> Any:
         bom_ref=f"pypi:{pin}",
         purl=PackageURL("pypi", name=pin.name, version=pin.version),
         licenses=_licenses(pin.license),
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=pin.sha256)] if pin.sha256 else (),
+        hashes=_hashed(pin.sha256),
     )
 
 
 def _licenses(text: str) -> list[Any]:
     """Return the text as an SPDX expression if it is one, else as a name."""
-    from cyclonedx.exception.factory import CycloneDxFactoryException
-    from cyclonedx.factory.license import LicenseFactory
-    from cyclonedx.model.license import DisjunctiveLicense
-
     if not text:
         return []
     try:
@@ -138,11 +105,6 @@ def _licenses(text: str) -> list[Any]:
 
 
 def _model(manifest: Manifest) -> Any:
-    from cyclonedx.model import HashAlgorithm, HashType, Property
-    from cyclonedx.model.component import Component, ComponentType
-
-    from canvasrt.containers.package.image_settings import checkpoint_hash, target_name
-
     facts = {
         "target": target_name(manifest),
         "precision": str(manifest.options.get("precision", "")),
@@ -154,15 +116,12 @@ def _model(manifest: Manifest) -> Any:
         version=manifest.made_by["canvasrt"],
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref=f"bundle:{manifest.digest}",
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=manifest.digest)],
+        hashes=_hashed(manifest.digest),
         properties=[Property(name=f"canvasrt:{name}", value=text) for name, text in facts.items()],
     )
 
 
 def _base(name: str, contents: Sequence[Installed], digest: str) -> Any:
-    from cyclonedx.model import HashAlgorithm, HashType
-    from cyclonedx.model.component import Component, ComponentType
-
     image, _, version = name.rpartition("@" if "@" in name else ":")
     inside = {
         str(each): Component(
@@ -170,7 +129,7 @@ def _base(name: str, contents: Sequence[Installed], digest: str) -> Any:
             version=each.version,
             type=ComponentType.LIBRARY,
             bom_ref=f"base-image:{each}",
-            purl=each.purl,
+            purl=_purl(each),
         )
         for each in contents
     }
@@ -179,19 +138,26 @@ def _base(name: str, contents: Sequence[Installed], digest: str) -> Any:
         version=version,
         type=ComponentType.CONTAINER,
         bom_ref="base-image",
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else [],
+        hashes=_hashed(digest),
         components=inside.values(),
     )
 
 
-def _file(item: tuple[str, Mapping[str, Any]]) -> Any:
-    from cyclonedx.model import HashAlgorithm, HashType
-    from cyclonedx.model.component import Component, ComponentType
+def _purl(installed: Installed) -> PackageURL:
+    type, _, space = installed.kind.partition("/")
+    qualifiers = {"arch": installed.architecture} if installed.architecture else None
+    return PackageURL(type, space or None, installed.name, installed.version, qualifiers)
 
+
+def _hashed(sha256: str) -> list[HashType]:
+    return [HashType(alg=HashAlgorithm.SHA_256, content=sha256)] if sha256 else []
+
+
+def _file(item: tuple[str, Mapping[str, Any]]) -> Any:
     name, entry = item
     return Component(
         name=name,
         type=ComponentType.FILE,
         bom_ref=f"file:{name}",
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=entry["sha256"])],
+        hashes=_hashed(entry["sha256"]),
     )

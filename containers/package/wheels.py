@@ -1,4 +1,4 @@
-"""Downloads wheels for another machine with pip."""
+"""Downloads the wheels that another machine can install, with pip."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from canvasrt.cache import cache_folder
+from canvasrt.containers.names import MACHINES
 from canvasrt.containers.package.lock import locked
 from canvasrt.containers.package.requirements import Pin, canonical_name
-from canvasrt.containers.package.tags import platform_options
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
+
+# tritonserver itself needs glibc 2.35, so every image has at least that.
+_GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+_LEGACY = ("manylinux2014", "manylinux2010", "manylinux1")
 
 
 def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path]:
@@ -73,13 +77,9 @@ def _check(pin: Pin, wheel: Path, python: str, architecture: str) -> None:
 def _find(folder: Path, pin: Pin) -> Path | None:
     for wheel in sorted(folder.glob("*.whl")):
         name, version, *_ = wheel.name.split("-")
-        if canonical_name(name) == pin.name and version == _escaped(pin.version):
+        if canonical_name(name) == pin.name and version == re.sub(r"[^\w.+!]+", "_", pin.version):
             return wheel
     return None
-
-
-def _escaped(version: str) -> str:
-    return re.sub(r"[^\w.+!]+", "_", version)
 
 
 def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str) -> None:
@@ -132,3 +132,12 @@ def _pip(command: Sequence[str], wanted: Sequence[str]) -> str:
         raise CanvasError("pip is not installed here", "run `python -m ensurepip`")
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
     return (errors or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def platform_options(python: str, architecture: str) -> list[str]:
+    """Return pip's options for wheels of a version of Python on `amd64` or `arm64`."""
+    machine = MACHINES[architecture]
+    names = [*(f"manylinux_2_{minor}" for minor in _GLIBC), *_LEGACY]
+    platforms = [part for name in names for part in ("--platform", f"{name}_{machine}")]
+    options = ["--only-binary", ":all:", "--implementation", "cp", "--python-version", python]
+    return [*options, *platforms]

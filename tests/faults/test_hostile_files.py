@@ -19,8 +19,7 @@ from canvasrt.containers.image.base import Base, signed_digest
 from canvasrt.containers.image.blobs import Blobs, LayerEntry
 from canvasrt.containers.image.oci_layout import write_layout
 from canvasrt.containers.image.verify import verify_image
-from canvasrt.containers.names import PACKAGE
-from canvasrt.containers.package.sbom import SBOM
+from canvasrt.containers.names import PACKAGE, SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import canonical
 

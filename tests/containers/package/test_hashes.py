@@ -17,12 +17,13 @@ from canvasrt.cache import cache_folder
 from canvasrt.containers.package import lock, releases, wheels
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import (
+    Installed,
     Pin,
     read_requirements,
     requirements,
     write_requirements,
 )
-from canvasrt.containers.package.sbom import Installed, write_sbom
+from canvasrt.containers.package.sbom import write_sbom
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 
