@@ -102,16 +102,11 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
 def check_extras(plan: Plan) -> None:
     """Raise CanvasError when an extra for exporting or quantizing is missing, before anything is written."""
     if plan.source.graphs is None:
-        for module in ("torch", "onnx"):
-            require(module, "export")
-    if plan.quantizes:
-        for module, extra in (("modelopt", "export"), ("onnx", "export")):
-            if not is_installed(module):
-                raise CanvasError(
-                    f"{module} is not installed", f"run `pip install 'canvasrt[{extra}]'`"
-                )
-    if plan.target.capability is None:
+        require("torch", "export")
+    if plan.source.graphs is None or plan.quantizes or plan.target.capability is None:
         require("onnx", "export")
+    if plan.quantizes and not is_installed("modelopt"):  # importing it takes seconds
+        raise CanvasError("modelopt is not installed", "run `pip install 'canvasrt[export]'`")
     for module, extra in plan.experts.modules:
         require(module, extra)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from canvasrt import pass_shapes
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes
+from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes, usual_capacity
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
@@ -65,7 +64,7 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
     longest = passes.lengths[-1]
-    usual = pass_shapes.usual_capacity(model, longest)
+    usual = usual_capacity(model, longest)
     made = {
         ENCODE: {
             "batch": _always(1),
@@ -82,8 +81,7 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
             continue
         tokens = passes.canvas if _feeds_all_tokens(segment) else None
         # One request's canvas may route all tokens to the same experts.
-        usual = pass_shapes.usual_capacity(model, passes.canvas)
-        rows = Range(1, usual, passes.canvas_rows[-1])
+        rows = Range(1, passes.canvas_rows[0], passes.canvas_rows[-1])
         made[name] = {**size, **_slots(model, rows, tokens), **past}
     return made
 

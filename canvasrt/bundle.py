@@ -28,6 +28,11 @@ _FIELDS = (
 # Only engines for a GPU have a plan of passes, and those that an earlier version built have none.
 _MAY_HAVE = ("passes",)
 BUNDLE_KINDS = ("graphs", "engines", "package")
+_HOW_TO_MAKE = {
+    "graphs": "`canvasrt export CHECKPOINT -o DIR` writes graphs",
+    "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
+    "package": "`canvasrt package BUNDLE -o DIR` writes a package",
+}
 # Names and versions reach command lines, Dockerfiles and requirements; no other text of a manifest does.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
@@ -235,7 +240,7 @@ def load_bundle(
     if wanted and manifest.kind not in wanted:
         raise CanvasError(
             f"{path} is a bundle of {manifest.kind}; this needs {' or '.join(wanted)}",
-            _how_to_make(wanted[0]),
+            _HOW_TO_MAKE[wanted[0]],
         )
     bundle = Bundle(path, manifest)
     _check_sizes(bundle, absent)
@@ -383,11 +388,3 @@ def _files_under(folder: Path) -> list[str]:
     return sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     )
-
-
-def _how_to_make(kind: str) -> str:
-    return {
-        "graphs": "`canvasrt export CHECKPOINT -o DIR` writes graphs",
-        "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
-        "package": "`canvasrt package BUNDLE -o DIR` writes a package",
-    }[kind]

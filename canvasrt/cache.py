@@ -141,7 +141,9 @@ class EngineCache:
         folder = self.folder / key_of(made_from)
         try:
             entry = json.loads((folder / _ENTRY).read_text(encoding="utf-8"))["file"]
-            wanted = {_ENGINE: entry["sha256"]} | _kernels_of(entry)
+            wanted = {_ENGINE: entry["sha256"]}
+            if "kernels" in entry:
+                wanted[_KERNELS] = entry["kernels"]
             if hash_memo().hash_files(folder, list(wanted)) == wanted:
                 return folder / _ENGINE, entry
         except (OSError, ValueError, KeyError, TypeError):
@@ -231,10 +233,6 @@ def _locked(folder: Path, how: int = 0) -> Iterator[None]:
                 return
         finally:
             os.close(handle)
-
-
-def _kernels_of(entry: Mapping[str, Any]) -> dict[str, str]:
-    return {_KERNELS: entry["kernels"]} if "kernels" in entry else {}
 
 
 def _unusable(folder: Path, error: CanvasError) -> CanvasError:

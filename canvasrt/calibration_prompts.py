@@ -242,14 +242,10 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int for each in value)
-
-
 _FITS = {
     "prompt": lambda value: isinstance(value, str) and bool(value.strip()),
     "messages": _is_chat,
-    "prompt_ids": _are_ids,
+    "prompt_ids": lambda value: isinstance(value, list) and {*map(type, value)} <= {int},
 }
 
 

@@ -46,9 +46,14 @@ class Gpu:
         number = self.driver.partition(".")[0]
         return int(number) if number.isdecimal() else 10**6
 
+    @property
+    def capability_text(self) -> str:
+        """The compute capability, for example 8.9."""
+        return ".".join(map(str, self.capability))
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with one key per field."""
-        return {**asdict(self), "capability": ".".join(map(str, self.capability))}
+        return {**asdict(self), "capability": self.capability_text}
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
+import json
 import socket
+import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
@@ -158,6 +160,24 @@ def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:
         f"port {port} on {host} cannot be used: {error.strerror}",
         f"give another port with {option}",
     )
+
+
+def connection(
+    secure: bool, host: str, port: int | None, timeout: float
+) -> http.client.HTTPConnection:
+    """Return a connection, which the first request opens. SSL_CERT_FILE can name a private certificate authority."""
+    if not secure:
+        return http.client.HTTPConnection(host, port or 80, timeout=timeout)
+    context = ssl.create_default_context()
+    return http.client.HTTPSConnection(host, port or 443, timeout=timeout, context=context)
+
+
+def error_message(body: bytes) -> str:
+    """Return the message of an error in OpenAI's form; empty for anything else."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:

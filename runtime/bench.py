@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -38,23 +38,13 @@ class Spread:
     median: float
     p10: float
     p90: float
-    least: float
-    most: float
+    min: float
+    max: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         p10, median, p90 = (float(v) for v in np.percentile(values, (10, 50, 90)))
         return cls(median, p10, p90, float(min(values)), float(max(values)))
-
-    def to_json(self) -> dict[str, float]:
-        """Return the percentiles by name."""
-        return {
-            "median": self.median,
-            "p10": self.p10,
-            "p90": self.p90,
-            "min": self.least,
-            "max": self.most,
-        }
 
 
 @dataclass(frozen=True)
@@ -79,13 +69,7 @@ class RunSummary:
 
     def to_json(self) -> dict[str, object]:
         """Return the spreads, in milliseconds and tokens per second."""
-        return {
-            "forward_ms": self.forward_ms.to_json(),
-            "tokens_per_second": self.tokens_per_second.to_json(),
-            "first_tokens_ms": self.first_tokens_ms.to_json(),
-            "steps_per_block": self.steps_per_block,
-            "rounds": self.rounds,
-        }
+        return asdict(self)
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:

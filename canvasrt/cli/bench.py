@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -148,7 +148,7 @@ def _measure_bundle(bundle: str, work: Workload, where: Json, checkpoint: str | 
     if checkpoint is not None:
         pairs = zip(samples["canvasrt"], samples["transformers"], strict=True)
         ratios = [ours.tokens_per_second / theirs.tokens_per_second for ours, theirs in pairs]
-        data["ratio"] = Spread.of(ratios).to_json()
+        data["ratio"] = asdict(Spread.of(ratios))
     emit(data, lambda console: _render(console, data, list(samples)))
 
 

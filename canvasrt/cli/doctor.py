@@ -179,7 +179,7 @@ def _gpus() -> list[MachineCheck]:
         MachineCheck(
             f"GPU {number}",
             "ok",
-            f"{gpu.name}, {size(gpu.memory)}, capability {'.'.join(map(str, gpu.capability))},"
+            f"{gpu.name}, {size(gpu.memory)}, capability {gpu.capability_text},"
             f" driver {gpu.driver}{_now(now.get(gpu.uuid, {}))}",
         )
         for number, gpu in enumerate(found)

@@ -35,7 +35,7 @@ _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _PIECE = 1 << 22
 
 
-def lower(graphs: Bundle, out: Path, doing: str = "lowering graphs for a CPU") -> dict[str, Any]:
+def lower(graphs: Bundle, out: Path) -> dict[str, Any]:
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
@@ -44,7 +44,7 @@ def lower(graphs: Bundle, out: Path, doing: str = "lowering graphs for a CPU") -
     """
     files = [segment["file"] for segment in graphs.manifest.segments]
     for number, name in enumerate(files):
-        report(doing, number, len(files))
+        report("lowering graphs for a CPU", number, len(files))
         lower_graph(graphs.file(name), out / name)
     (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
     return {**table.embedding_entry(out / head), **table.host_head_of(graphs.manifest.embedding)}

@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.errors import CanvasError
-from canvasrt.graphs.edit import ancestors, input_of, next_node
+from canvasrt.graphs.edit import ancestors, input_of, integers, next_node
 from canvasrt.graphs.names import SLOTS
 from canvasrt.sorted_rows.description import (
     CARRIED,
@@ -289,10 +289,7 @@ class _Piece:
         return node.outputs[0]
 
     def _constant(self, numbers: list[int], name: str) -> ir.Value:
-        value = ir.Value(name=f"cut/{name}_sizes", const_value=ir.tensor(numbers))
-        value.type, value.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([len(numbers)])
-        self._graph.initializers[str(value.name)] = value
-        return value
+        return integers(self._graph, f"cut/{name}_sizes", numbers)
 
 
 def _product(graph: ir.Graph, weight: str) -> ir.Node:

@@ -10,8 +10,8 @@ import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from canvasrt.containers import ports
 from canvasrt.containers.names import API_PORT
-from canvasrt.containers.ports import split_url
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
 
@@ -96,7 +96,7 @@ class OpenAIClient:
     def _reply(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = self._connection()
+        connection = ports.connection(self._secure, self._host, self._port, self._timeout)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
@@ -105,7 +105,9 @@ class OpenAIClient:
             connection.request(method, f"/v1/{path}", data, headers)
             reply = connection.getresponse()
             if reply.status != 200:
-                raise self._refused(_message(reply))
+                text = reply.read()
+                shown = f"HTTP {reply.status}: {text[:200].decode(errors='replace')}"
+                raise self._refused(ports.error_message(text) or shown)
             yield reply
         except TimeoutError as error:
             raise CanvasError(
@@ -125,15 +127,6 @@ class OpenAIClient:
         finally:
             connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
-        if not self._secure:
-            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
-        # SSL_CERT_FILE can name a private certificate authority.
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(
-            self._host, self._port, timeout=self._timeout, context=context
-        )
-
     def _unreachable(self, error: Exception) -> CanvasError:
         why = str(error) or type(error).__name__
         return CanvasError(f"no OpenAI API answers at {self.url}: {why}", _START)
@@ -152,7 +145,7 @@ def address(url: str | None) -> str:
 
 
 def _parts(url: str | None) -> tuple[str, str, int]:
-    scheme, host, port = split_url(
+    scheme, host, port = ports.split_url(
         url or f"127.0.0.1:{API_PORT}", ("http", "https"), "give http://host:port/v1"
     )
     return scheme, host, port or (443 if scheme == "https" else API_PORT)
@@ -175,11 +168,3 @@ def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]
     user = [{"role": "user", "content": inputs.get("prompt")}]
     messages = json.loads(inputs["messages"]) if "messages" in inputs else user
     return "chat/completions", {**body, "messages": messages}
-
-
-def _message(reply: http.client.HTTPResponse) -> str:
-    text = reply.read()
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {reply.status}: {text[:200].decode(errors='replace')}"

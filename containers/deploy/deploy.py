@@ -162,24 +162,17 @@ def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while engine.run("exec", name, *probe).returncode != 0:
         state = (engine.inspect("container", name) or {}).get("State") or {}
+        if state.get("Running") and time.monotonic() <= deadline:
+            time.sleep(_LOOK_EVERY)
+            continue
+        message, hint = f"was not ready after {timeout:g} s", "allow more time with --timeout; "
         if not state.get("Running"):
-            code = state.get("ExitCode")
-            cause, log = _cause(engine, name), engine.logs(name, LOG_LINES)
-            engine.run("rm", "--force", name)
-            raise CanvasError(
-                f"the container ended with exit code {code}" + (f": {cause}" if cause else ""),
-                "its last lines are above",
-                log,
-            )
-        if time.monotonic() > deadline:
-            log = engine.logs(name, LOG_LINES)
-            engine.run("rm", "--force", name)
-            raise CanvasError(
-                f"the container was not ready after {timeout:g} s",
-                "allow more time with --timeout; its last lines are above",
-                log,
-            )
-        time.sleep(_LOOK_EVERY)
+            cause = _cause(engine, name)
+            message = f"ended with exit code {state.get('ExitCode')}" + (cause and f": {cause}")
+            hint = ""
+        log = engine.logs(name, LOG_LINES)
+        engine.run("rm", "--force", name)
+        raise CanvasError(f"the container {message}", f"{hint}its last lines are above", log)
 
 
 def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from canvasrt.containers import ports
 from canvasrt.containers.load.sessions import ChatMessage
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
@@ -111,7 +111,8 @@ class LoadConnection:
     def _stream(self, messages: Sequence[ChatMessage], made: TimedCall) -> None:
         reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
         if reply.status != 200:
-            made.error = f"HTTP {reply.status}{_reason(reply.read())}"
+            said = ports.error_message(reply.read())
+            made.error = f"HTTP {reply.status}: {said[:198]}" if said else f"HTTP {reply.status}"
             return
         for line in reply:
             data = line.strip().removeprefix(b"data:").strip()
@@ -124,16 +125,17 @@ class LoadConnection:
             made.error = "an empty stream"
 
     def _ask(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        base = root_of(self._endpoint.url)
+        base = urlsplit(root_of(self._endpoint.url))
         if self._http is None:
-            self._http = _open(base, self._endpoint.timeout)
+            address = base.scheme == "https", str(base.hostname), base.port
+            self._http = ports.connection(*address, self._endpoint.timeout)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self._endpoint.key:
             headers["Authorization"] = f"Bearer {self._endpoint.key}"
         text = None if body is None else json.dumps(body).encode()
         if time.monotonic() - self._used > _IDLE:
             self._http.close()  # the request opens it again
-        self._http.request(method, f"{urlsplit(base).path}/{path}", text, headers)
+        self._http.request(method, f"{base.path}/{path}", text, headers)
         return self._http.getresponse()
 
 
@@ -164,22 +166,6 @@ def root_of(url: str) -> str:
         )
     path = parts.path.rstrip("/") or "/v1"
     return f"{parts.scheme}://{parts.netloc}{path}"
-
-
-def _open(base: str, timeout: float) -> http.client.HTTPConnection:
-    parts = urlsplit(base)
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(parts.netloc, timeout=timeout, context=context)
-    return http.client.HTTPConnection(parts.netloc, timeout=timeout)
-
-
-def _reason(body: bytes) -> str:
-    """Return the message of an error in OpenAI's form, after a colon; empty without one."""
-    try:
-        return f": {json.loads(body)['error']['message']}"[:200]
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 def _note(chunk: dict[str, Any], made: TimedCall, now: float) -> None:

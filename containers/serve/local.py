@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import canvasrt
 from canvasrt import extras, machine
 from canvasrt.bundle import MANIFEST
-from canvasrt.cache import cache_folder
+from canvasrt.cache import cache_folder, key_of
 from canvasrt.checkpoints.locate import BUNDLED, find_checkpoint, is_hub_name
 from canvasrt.containers.serve.build_engines import EngineBuild, Wait, run_build
 from canvasrt.containers.serve.prepare import alone
@@ -119,4 +117,4 @@ def _key(checkpoint: Path, target: Target) -> str:
         "canvasrt": canvasrt.__version__,
         target.builder: extras.version(target.builder),
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    return key_of(inputs)[:16]

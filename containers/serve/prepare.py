@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -15,6 +13,7 @@ from pathlib import Path
 import canvasrt
 from canvasrt import extras
 from canvasrt.bundle import MANIFEST, load_bundle
+from canvasrt.cache import cache_folder, key_of
 from canvasrt.containers.serve.build_engines import EngineBuild, Wait, run_build
 from canvasrt.containers.serve.serving_profiles import ServingProfile
 from canvasrt.errors import CanvasError
@@ -89,17 +88,13 @@ def set_aside_damaged(out: Path, wait: Wait) -> bool:
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
     """Return the folder in the cache for a serving profile's engines; its name covers all that determines
     them."""
-    from canvasrt.cache import cache_folder
-
     builder = profile.target.builder
     inputs = {
         "graphs": profile.digest,
         "canvasrt": canvasrt.__version__,
         builder: extras.version(builder),
     }
-    text = json.dumps(inputs, sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return (cache or cache_folder()) / "profiles" / profile.id / key
+    return (cache or cache_folder()) / "profiles" / profile.id / key_of(inputs)[:16]
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ class ServingProfile:
             return f"needs {self.target.gpu}; nvidia-smi reports no GPU here"
         fitting = self._of_kind(gpus)
         if not fitting:
-            found = ", ".join(f"{gpu.name} ({_version(gpu.capability)})" for gpu in gpus)
+            found = ", ".join(f"{gpu.name} ({gpu.capability_text})" for gpu in gpus)
             return (
                 f"needs compute capability {self.target.capability_text}; this machine has {found}"
             )
@@ -218,7 +218,3 @@ def _preference(profile: ServingProfile) -> tuple[bool, bool, int, str]:
     """Sort GPUs before the CPU, engines before graphs, and larger GPUs before smaller ones."""
     target = profile.target
     return target.capability is None, profile.builds, -(target.memory or 0), target.name
-
-
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

@@ -151,23 +151,6 @@ def test_another_base_model(base: Path, tmp_path: Path) -> None:
         Adapted(base, [load_adapter(folder)])
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"use_dora": True}, "DoRA"),
-        ({"init_lora_weights": "pissa"}, "base weights changed by 'pissa'"),
-        ({"modules_to_save": ["norm"]}, "modules saved whole"),
-        ({"lora_bias": True}, "LoRA with a bias"),
-    ],
-)
-def test_other_kinds_are_refused(
-    base: Path, tmp_path: Path, config: dict[str, Any], message: str
-) -> None:
-    folder = adapter(tmp_path / "a", r=2, target_modules=DECODER + r"self_attn\.q_proj", **config)
-    with pytest.raises(CanvasError, match=message):
-        load_adapter(folder)
-
-
 def test_embeddings_are_refused(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", r=2, target_modules=["lm_head"])
     with pytest.raises(CanvasError, match="the embedding table cannot be adapted"):
@@ -190,6 +173,10 @@ def _drop(folder: Path, ending: str) -> None:
         (lambda folder: (folder / "adapter_config.json").unlink(), "is not an adapter"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
         (lambda folder: _configure(folder, peft_type="IA3"), "'IA3' adapter"),
+        (lambda folder: _configure(folder, use_dora=True), "DoRA"),
+        (lambda folder: _configure(folder, init_lora_weights="pissa"), "changed by 'pissa'"),
+        (lambda folder: _configure(folder, modules_to_save=["norm"]), "modules saved whole"),
+        (lambda folder: _configure(folder, lora_bias=True), "LoRA with a bias"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model"),
         (
             lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"),
@@ -202,7 +189,9 @@ def _drop(folder: Path, ending: str) -> None:
         (lambda folder: _drop(folder, "layers.0.self_attn.q_proj.lora_A.weight"), "without its"),
     ],
 )
-def test_damaged_adapters(tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
+def test_damaged_adapters_and_other_kinds_are_refused(
+    tmp_path: Path, change: Callable[[Path], Any], message: str
+) -> None:
     folder = adapter(tmp_path / "a", r=2, target_modules=DECODER + r"self_attn\.q_proj")
     change(folder)
     with pytest.raises(CanvasError, match=message):

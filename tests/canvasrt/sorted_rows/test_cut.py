@@ -72,19 +72,16 @@ def test_every_other_weight_is_in_one_piece(pieces: list[ir.Model], plain_graphs
     assert sorted(found) == sorted(wanted)
 
 
-def test_fp8_experts_get_rounded_tokens(quantized: Callable[..., Quantized]) -> None:
-    first, *_ = cut_body(ir.load(quantized("fp8", ("experts.",)).file))
-    assert shape(first.graph.outputs, "own") == f"FLOAT8E4M3FN batch, length, {D}"
-    assert "layers.0.experts.gate_up.input_scale" in first.graph.initializers
-
-
-@pytest.mark.parametrize("format", ["int4", "nvfp4"])
-def test_other_experts_get_tokens_as_they_are(
+@pytest.mark.parametrize("format", ["fp8", "int4", "nvfp4"])
+def test_only_fp8_experts_get_rounded_tokens(
     quantized: Callable[..., Quantized], format: str
 ) -> None:
     """Kernels round them to NVFP4."""
     first, *_ = cut_body(ir.load(quantized(format, ("experts.",)).file))
-    assert shape(first.graph.outputs, "own") == f"BFLOAT16 batch, length, {D}"
+    dtype = "FLOAT8E4M3FN" if format == "fp8" else "BFLOAT16"
+    assert shape(first.graph.outputs, "own") == f"{dtype} batch, length, {D}"
+    scaled = "layers.0.experts.gate_up.input_scale" in first.graph.initializers
+    assert scaled == (format == "fp8")
 
 
 def test_a_graph_of_another_form_is_refused(plain_graphs: Bundle) -> None:
