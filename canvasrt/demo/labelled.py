@@ -36,13 +36,8 @@ def labelled(count: int, more: bool) -> list[dict[str, Any]]:
 
 def _sum(task: str, prompt: str) -> dict[str, Any]:
     right = int(TASKS[task].answer(prompt, random.Random(0)))
-    question = {
-        "type": "choice",
-        "instructions": "?",
-        "choices": [{"value": str(right + off)} for off in (0, *_OFF)],
-        "answer": str(right),
-    }
-    return {"input": prompt, "layout": "bare", "group": f"{task}, bare", "questions": [question]}
+    values = [str(right + off) for off in (0, *_OFF)]
+    return {**_bare("?", values, str(right)), "input": prompt, "group": f"{task}, bare"}
 
 
 def _known(case: Case) -> list[dict[str, Any]]:

@@ -49,24 +49,14 @@ def summary(scored: Sequence[Scored]) -> Json:
     `brier_at_best` is the Brier score of the right probabilities themselves, which is above 0 only
     where those are known and neither 0 nor 1.
     """
-    means = [_mean(each, 1.0) for each in scored]
-    shares = np.array([mean[each.event] for each, mean in zip(scored, means, strict=True)])
+    pairs = [(each, _mean(each, 1.0)) for each in scored]
+    shares = np.array([mean[each.event] for each, mean in pairs])
     right = np.array([each.right[each.event] for each in scored])
-    best = [each.right[mean.argmax()] for each, mean in zip(scored, means, strict=True)]
+    best = [each.right[mean.argmax()] for each, mean in pairs]
     firm = np.array([not each.known for each in scored])
-    briers = [
-        (mean**2).sum() - 2 * mean @ each.right + 1
-        for each, mean in zip(scored, means, strict=True)
-    ]
-    logs = [
-        -each.right @ np.log(np.maximum(mean, _LEAST))
-        for each, mean in zip(scored, means, strict=True)
-    ]
-    distances = [
-        0.5 * np.abs(mean - each.right).sum()
-        for each, mean in zip(scored, means, strict=True)
-        if each.known
-    ]
+    briers = [(mean**2).sum() - 2 * mean @ each.right + 1 for each, mean in pairs]
+    logs = [-each.right @ np.log(np.maximum(mean, _LEAST)) for each, mean in pairs]
+    distances = [0.5 * np.abs(mean - each.right).sum() for each, mean in pairs if each.known]
     return {
         "questions": len(scored),
         "right": float(np.mean(best)),

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
@@ -95,20 +94,12 @@ class PredictedPass:
         """The sum over the kernels: they run one after another."""
         return sum(row.seconds for row in self.rows)
 
-    def segments(self) -> dict[str, float]:
-        """Seconds by segment."""
-        return _sums(self.rows, lambda row: row.segment)
-
     def parts(self) -> dict[str, float]:
         """Seconds by part of the network."""
-        return _sums(self.rows, lambda row: row.place.part)
-
-
-def _sums(rows: Sequence[TimedKernel], key: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for row in rows:
-        found[key(row)] = found.get(key(row), 0.0) + row.seconds
-    return found
+        found: dict[str, float] = {}
+        for row in self.rows:
+            found[row.place.part] = found.get(row.place.part, 0.0) + row.seconds
+        return found
 
 
 class Predictor:

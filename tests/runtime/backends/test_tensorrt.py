@@ -172,28 +172,19 @@ def test_a_place_keeps_one_graph(
     assert len(engines.device.graphs) <= 4 * len(engines.backend.engines)
 
 
-def test_a_call_that_cannot_be_captured_runs_as_it_is(
-    tiny: Pair, prompt: Prompt, tmp_path: Path
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_whose_capture_is_refused_or_fails_runs_as_it_is(
+    tiny: Pair, prompt: Prompt, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails: bool
 ) -> None:
     engines = Engines(tiny.graphs, tmp_path, rtx=False)
-    engines.device.captures = False
+    engines.device.captures, engines.device.breaks_captures = fails, fails
     wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
     (head,) = [each for each in engines.backend.engines if each.name == "head"]
     own = head._contexts[0, 0]
     assert own is not None
     assert not own._fits
-    assert not engines.device.replayed
-
-
-def test_a_capture_that_fails_is_not_tried_again(
-    tiny: Pair, prompt: Prompt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engines = Engines(tiny.graphs, tmp_path, rtx=False)
-    engines.device.breaks_captures = True
-    wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
-    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
-    assert "runs without a CUDA graph: CUDA" in capsys.readouterr().err
+    assert ("runs without a CUDA graph: CUDA" in capsys.readouterr().err) == fails
     assert not engines.device.replayed
 
 
