@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.graphs import external
+from canvasrt.graphs.edit import sizes_of
 from canvasrt.graphs.lowbits import Bytes, Floats
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
@@ -73,7 +74,7 @@ class GraphExperts:
         if format != "int4":
             return None
         width = self._sizes.inner if name.endswith(DOWN) else self._sizes.size
-        return width // _shape(self._graph.initializers[f"{name}.block_scales"])[-1]
+        return width // sizes_of(self._graph.initializers[f"{name}.block_scales"])[-1]
 
     def _write(self, name: str, form: KernelForm, file: BinaryIO) -> ExpertStack:
         if form.format is None:
@@ -130,8 +131,3 @@ def _append(file: BinaryIO, pieces: Iterator[Bytes] | list[Floats]) -> tuple[int
     for piece in pieces:
         file.write(np.ascontiguousarray(piece).data)
     return begin, file.tell() - begin
-
-
-def _shape(value: ir.Value) -> tuple[int, ...]:
-    assert value.const_value is not None
-    return tuple(int(size) for size in value.const_value.shape.numpy())
