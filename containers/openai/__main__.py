@@ -66,7 +66,8 @@ def main() -> None:
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)
-    most = affordable(settings.options.max_connections, raise_file_limit())
+    guards = settings.triton_socket is not None
+    most = affordable(settings.options.max_connections, raise_file_limit(), guards)
     state = ServerState(callers=Callers(settings.options.max_key_requests))
     asyncio.run(_serve(settings, most, state, commands))
 

@@ -25,9 +25,10 @@ def raise_file_limit() -> int:
     return hard
 
 
-def affordable(connections: int, files: int) -> int:
-    """Return how many of the wanted `connections` a process with `files` descriptors can serve."""
-    most = max(files - _SPARE, files // 2)
+def affordable(connections: int, files: int, guards: bool = False) -> int:
+    """Return how many of the wanted `connections` per port a process with `files` descriptors can serve. With `guards` it also
+    serves Triton's HTTP port, where a connection takes a second file towards Triton."""
+    most = max(files - _SPARE, files // 2) // (3 if guards else 1)
     if connections > most:
         log.warning(
             "%d connections are allowed, not %d: a process may open %d files (ulimit -Hn)",
