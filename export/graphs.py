@@ -144,12 +144,16 @@ def _check_precision(folder: Path, how: Quantization | None, precision: str | No
 def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
-    """Raise CanvasError for a weight that is missing or has another shape, before the first graph
-    is traced."""
+    """Raise CanvasError for a weight that is missing or has another shape, before the first graph is traced. Numbers that are
+    not finite are refused now where reading them all takes seconds; others when they are written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
-            if quantized is None or not quantized.holds(part, weight):
-                weight.check()
+            if quantized is not None and quantized.holds(part, weight):
+                continue
+            weight.check()
+            if len(weight.shape) < 2 or part.name == "vision":
+                for _ in weight.read(torch.float32):
+                    pass
 
 
 def _write_graphs(

@@ -187,6 +187,11 @@ def _drop(folder: Path, ending: str) -> None:
     save_file({k: v for k, v in load_file(file).items() if not k.endswith(ending)}, file)
 
 
+def _break(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({k: v / 0 for k, v in load_file(file).items()}, file)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -203,6 +208,7 @@ def _drop(folder: Path, ending: str) -> None:
             "has no .*lora_B",
         ),
         (lambda folder: _drop(folder, "layers.0.self_attn.q_proj.lora_A.weight"), "without its"),
+        (lambda folder: _break(folder), r"lora_.* in .*adapter_model.* not finite"),
     ],
 )
 def test_damaged_adapters(tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
