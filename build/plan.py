@@ -222,7 +222,11 @@ class Plan:
         ):
             return None
         prompts = prompts_of(self.source, recipe, self.calibration)
-        return None if prompts is None else calibration_needs(prompts, self.source.path)
+        if prompts is None:
+            return None
+        return calibration_needs(
+            prompts, self.source.path, 4 if self.source.precision == "fp32" else 2
+        )
 
     def existing(self) -> Bundle | None:
         """Return the bundle at `out` if this build would write the same one.
