@@ -62,7 +62,8 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
     gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
     if settings.ready_timeout is None:
-        startup = profile.startup * max(1, len(gpus))  # one after the other
+        # One after the other.
+        startup = profile.startup + profile.further * max(0, len(gpus) - 1)
         settings = replace(settings, ready_timeout=max(READY_TIMEOUT, startup))
     # Triton may listen much later, so its ports are held from here on.
     with (
