@@ -353,7 +353,9 @@ def test_graphs_in_fp32_are_read_and_held_at_four_bytes_a_weight(tmp_path: Path)
         plan(Source(tmp_path, RELEASED, {}, graphs, each), "cpu", "out", options).calibrates
         for each in ("bf16", "fp32")
     )
-    assert narrow and wide and wide.read == 2 * narrow.read
+    assert narrow
+    assert wide
+    assert wide.read == 2 * narrow.read
     assert wide.memory - narrow.memory > 1e9
 
 
