@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build.memory import Estimate
-from canvasrt.build.plan import Plan, Reading, shortened
+from canvasrt.build.plan import Plan, PrefillPlan, shortened
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.released import released_model
@@ -51,7 +51,7 @@ def released_fit(target: Target) -> Fit | None:
 
 def released_memory(
     precision: Precision, target: Target, max_context: int, max_batch: int
-) -> tuple[Reading, Estimate]:
+) -> tuple[PrefillPlan, Estimate]:
     """Return how a build would read the released model's prompts on a target, and the memory."""
     source = Source(Path("released"), released_model(), {})
     made = shortened(Plan(source, target, precision, max_context, max_batch, Path()))

@@ -49,6 +49,8 @@ def check_adapters(source: Source, adapters: Adapters) -> None:
             f"{source.path} holds graphs, but --adapter merges into a checkpoint",
             "build from the checkpoint that the adapter was trained on",
         )
+    if adapters and source.checkpoint is not None:
+        source.checkpoint.check_plain()
 
 
 def check_context(source: Source, requested: int | None) -> int:

@@ -44,7 +44,7 @@ from canvasrt.recipes.recipe import load_recipe
 from canvasrt.targets import Target, find_target
 
 
-class Reading(NamedTuple):
+class PrefillPlan(NamedTuple):
     """How prompts are read: the most tokens per row of an encoding pass, and whether images are seen."""
 
     prefill_chunk: int
@@ -142,17 +142,17 @@ class Plan:
         return Weights(self.source.model, self.precision.name, self.formats, layers, on_cpu)
 
     @cached_property
-    def reading(self) -> Reading:
+    def reading(self) -> PrefillPlan:
         """How prompts are read: in shorter passes or without images only if nothing else fits the target. If nothing fits,
         prompts are read in the usual way."""
         model, limit = self.source.model, self.target.memory
         chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
         sights = (True, False) if model.vision else (False,)
-        ways = [Reading(chunk, sees) for sees in sights for chunk in chunks]
+        ways = [PrefillPlan(chunk, sees) for sees in sights for chunk in chunks]
         fitting = (way for way in ways if limit is None or self.memory_when(way).total <= limit)
         return next(fitting, ways[0])
 
-    def passes_when(self, reading: Reading) -> PassPlan:
+    def passes_when(self, reading: PrefillPlan) -> PassPlan:
         """Return the sizes of passes for a way to read prompts. Without images, passes need no rows for them."""
         sizes = self.max_context, self.max_batch, reading.prefill_chunk, self.experts.in_engines
         return plan_passes(self._seen(reading), *sizes)
@@ -162,12 +162,12 @@ class Plan:
         """The sizes of passes."""
         return self.passes_when(self.reading)
 
-    def memory_when(self, reading: Reading) -> Estimate:
+    def memory_when(self, reading: PrefillPlan) -> Estimate:
         """Return the memory that serving takes for a way to read prompts."""
         weights = replace(self.weights, model=self._seen(reading))
         return estimate(weights, self.passes_when(reading), self.kv_cache, self.experts)
 
-    def _seen(self, reading: Reading) -> ModelConfig:
+    def _seen(self, reading: PrefillPlan) -> ModelConfig:
         model = self.source.model
         return model if reading.sees else replace(model, vision=None)
 
@@ -222,7 +222,11 @@ class Plan:
         ):
             return None
         prompts = prompts_of(self.source, recipe, self.calibration)
-        return None if prompts is None else calibration_needs(prompts, self.source.path)
+        if prompts is None:
+            return None
+        return calibration_needs(
+            prompts, self.source.path, 4 if self.source.precision == "fp32" else 2
+        )
 
     def existing(self) -> Bundle | None:
         """Return the bundle at `out` if this build would write the same one.

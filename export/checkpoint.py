@@ -73,6 +73,10 @@ class Checkpoint:
         """Return a tensor's shape."""
         return self._entry(name)[2].shape
 
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._entry(name)[0].file
+
     def read(self, name: str) -> Tensor:
         """Return one tensor in the file's dtype."""
         shard, found, _ = self._entry(name)

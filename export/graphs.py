@@ -70,7 +70,9 @@ def export_graphs(
     folder, config, how = found.folder, found.model, found.quantization
     if recipe is not None:
         precision = "bf16"
-    _check_options(folder, how, precision, adapters)
+    _check_precision(folder, how, precision)
+    if adapters:
+        found.check_plain()
     merged = [load_adapter(path, weight) for path, weight in adapters]
     source = Adapted(folder, merged) if merged else Checkpoint(folder)
     packs = how is not None and precision not in TORCH_DTYPES
@@ -131,34 +133,27 @@ def export_graphs(
     return load_bundle(out, kind="graphs", check=False)
 
 
-def _check_options(
-    folder: Path,
-    how: Quantization | None,
-    precision: str | None,
-    adapters: Sequence[tuple[str | Path, float]],
-) -> None:
+def _check_precision(folder: Path, how: Quantization | None, precision: str | None) -> None:
     known = (*TORCH_DTYPES, *([how.precision] if how else []))
     if precision is not None and precision not in known:
         raise CanvasError(
             f"{folder} cannot be exported in {precision!r}", f"give one of {', '.join(known)}"
-        )
-    if how is not None and adapters:
-        raise CanvasError(
-            f"{folder} is quantized ({how.algorithm}), but adapters need plain weights",
-            "give the bf16 checkpoint that the adapter was trained on; `canvasrt build --precision`"
-            " quantizes it with the adapter merged",
         )
 
 
 def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
-    """Raise CanvasError for a weight that is missing or has another shape, before the first graph
-    is traced."""
+    """Raise CanvasError for a weight that is missing or has another shape, before the first graph is traced. Numbers that are
+    not finite are refused now where reading them all takes seconds; others when they are written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
-            if quantized is None or not quantized.holds(part, weight):
-                weight.check()
+            if quantized is not None and quantized.holds(part, weight):
+                continue
+            weight.check()
+            if len(weight.shape) < 2 or part.name == "vision":
+                for _ in weight.read(torch.float32):
+                    pass
 
 
 def _write_graphs(

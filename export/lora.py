@@ -17,7 +17,7 @@ from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, Shard
-from canvasrt.export.weights import ENCODER
+from canvasrt.export.weights import ENCODER, check_finite
 from canvasrt.hashes import hash_files
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES
@@ -161,6 +161,7 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
     deltas: dict[str, list[Delta]] = {}
     for name in shard.tensors:
         _check_known(folder, name, shard)
+        check_finite(shard.read(name), name, shard.file)
         module = name.removesuffix(".lora_A.weight")
         if module != name:
             tensor, delta = _delta(shard, module, config, weight)

@@ -9,6 +9,7 @@ from pathlib import Path
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
 from canvasrt.checkpoints.quantized import Quantization, quantization_of
+from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
 
 _TOKENIZER_FILES = (
@@ -36,6 +37,15 @@ class Description:
         found = {name: self.folder / name for name in _TOKENIZER_FILES}
         found = {name: file for name, file in found.items() if file.is_file()}
         return found if "tokenizer.json" in found else {}
+
+    def check_plain(self) -> None:
+        """Raise CanvasError for quantized weights, into which no adapter can be merged."""
+        if self.quantization is not None:
+            raise CanvasError(
+                f"{self.folder} is quantized ({self.quantization.algorithm}), but adapters need plain weights",
+                "give the bf16 checkpoint that the adapter was trained on; `canvasrt build --precision`"
+                " quantizes it with the adapter merged",
+            )
 
     def hashed(self, hasher: Callable[..., dict[str, str]] = hash_files) -> Description:
         """Return the description with the hashes of all files that affect bundles made from it."""

@@ -7,7 +7,7 @@ in the order in which they run, profile after profile.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from canvasrt.errors import CanvasError
 from canvasrt.roofline.dims import Dim
@@ -97,7 +97,8 @@ def _program(kernel: Kernel) -> str | None:
 
 def _kernel(line: str) -> tuple[Kernel, int | None]:
     """Return one line's kernel, and the profile that the line names."""
-    found = _KERNEL.match(line)
+    profile = _PROFILE.search(line)
+    found = _KERNEL.match(_PROFILE.sub("", line))
     if found is None:
         raise CanvasError(
             f"cannot parse a line of the builder's kernel list: {line[:120]}",
@@ -105,7 +106,6 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
         )
     rest = found["rest"] or ""
     tactic = _TACTIC.search(rest + " ")
-    profile = _PROFILE.search(line)
     kernel = Kernel(
         found["name"],
         found["kind"],
@@ -115,7 +115,7 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
         tactic[1] if tactic else "",
         tuple(_NODE.findall(rest)),
     )
-    return _without_profile(kernel), int(profile[1]) if profile else None
+    return kernel, int(profile[1]) if profile else None
 
 
 def _tensors(text: str) -> tuple[KernelTensor, ...]:
@@ -134,19 +134,6 @@ def _dtype(text: str) -> str:
     named = _OLD_DTYPE.search(text)
     word = named[0] if named else text.split()[-1]
     return _OLD_DTYPES.get(word, word)
-
-
-def _without_profile(kernel: Kernel) -> Kernel:
-    def plain(tensors: tuple[KernelTensor, ...]) -> tuple[KernelTensor, ...]:
-        return tuple(replace(each, name=_PROFILE.sub("", each.name)) for each in tensors)
-
-    return replace(
-        kernel,
-        name=_PROFILE.sub("", kernel.name),
-        inputs=plain(kernel.inputs),
-        constants=plain(kernel.constants),
-        outputs=plain(kernel.outputs),
-    )
 
 
 def graph_names(name: str) -> list[str]:

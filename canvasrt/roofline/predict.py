@@ -214,7 +214,7 @@ class Predictor:
             dims = sizes.dims(self.model, self.passes, shared)
             picked = Profiles(profiles).pick(dims)
             if picked is not None:
-                return self.lists[segment].programs[profiles[picked]["name"]], dims
+                return self.lists[segment][profiles[picked]["name"]], dims
         raise UsageError(
             f"the engines take no pass of batch {sizes.batch} with {sizes.length} tokens and {sizes.context} cached ones"
             f" per request, and {sizes.capacity} slots per expert",

@@ -58,8 +58,8 @@ class _Resolver:
         taken = _parts_read((*inputs, *kernel.constants), outputs, nodes)
         return replace(
             kernel,
-            inputs=tuple(_with_read(each, taken) for each in inputs),
-            constants=tuple(_with_read(each, taken) for each in kernel.constants),
+            inputs=tuple(replace(each, read=taken.get(each.name)) for each in inputs),
+            constants=tuple(replace(each, read=taken.get(each.name)) for each in kernel.constants),
             outputs=outputs,
         )
 
@@ -98,11 +98,6 @@ class _Resolver:
         if tensor.name in self.known:
             yield self.known[tensor.name]
         yield from (self.tensors[name] for name in graph_names(tensor.name) if name in self.tensors)
-
-
-def _with_read(tensor: KernelTensor, taken: Mapping[str, str]) -> KernelTensor:
-    """Record how much of a tensor is read, if that is less than all of it."""
-    return replace(tensor, read=taken.get(tensor.name))
 
 
 def _parts_read(

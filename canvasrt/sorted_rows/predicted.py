@@ -10,7 +10,7 @@ from canvasrt.formats import FORMATS
 from canvasrt.roofline.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT
 from canvasrt.roofline.dims import Dim, times
 from canvasrt.roofline.parse import Kernel, KernelTensor
-from canvasrt.roofline.store import KernelList
+from canvasrt.roofline.store import Programs
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
 # Rows in blocks, of which some are empty; those that are read and written; all tokens of a call.
@@ -28,7 +28,7 @@ def instruction(ptx: str) -> str:
 
 
 def join_lists(
-    pieces: Sequence[KernelList],
+    pieces: Sequence[Programs],
     layers: Sequence[Sequence[KernelForm]],
     instructions: Mapping[str, str],
 ) -> dict[str, list[Kernel]]:
@@ -37,10 +37,10 @@ def join_lists(
     layers: a layer's kernels in order. instructions: by kernel's name.
     """
     programs = {}
-    for profile in pieces[0].programs:
+    for profile in pieces[0]:
         kernels: list[Kernel] = []
         for number, piece in enumerate(pieces):
-            kernels += [_of_piece(kernel, number) for kernel in piece.programs[profile]]
+            kernels += [_of_piece(kernel, number) for kernel in piece[profile]]
             for form in layers[number] if number < len(layers) else ():
                 kernels.append(_ours(form, number, instructions.get(form.name, "")))
         programs[profile] = kernels

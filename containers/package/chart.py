@@ -83,6 +83,7 @@ def _resources(sizes: ReplicaSizes, on_volume: bool) -> dict[str, Any]:
         "temporary": f"{sizes.temporary >> 20}Mi",
         "cache.size": _gib(sizes.cache),
         "startupSeconds": sizes.startup,
+        "furtherGpuSeconds": sizes.further,
     }
 
 

@@ -11,7 +11,7 @@ from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SLOTTED
 from canvasrt.engine_profiles import passes_of
-from canvasrt.pass_shapes import PassPlan, plan_passes
+from canvasrt.pass_shapes import PassPlan, PassShape, plan_passes
 from canvasrt.targets import TARGETS, Target, find_target
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -31,6 +31,11 @@ SHARED = GIB
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
 # TensorRT-RTX compiles kernels on the GPU when a shape is first used: a guess, per shape and layer.
 _COMPILE_SECONDS = 0.5
+# A pass over one canvas, per layer and per layer and cached token: the slowest that is predicted, bf16 on a DGX Spark, takes
+# 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
+_LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
+# Runs of a shape at the start: to compile it, to capture it, and four that are timed.
+_RUNS = 6
 _OTHER_CACHE = 5 * GIB
 # Reading engines from a slow network disk, first to hash them and then to load them.
 _READ = 100 * 10**6  # bytes per second
@@ -45,7 +50,8 @@ _LARGE = 10**9  # bytes of weights from which a CPU gains from more than two cor
 class ReplicaSizes:
     """Bytes, whole cores, and seconds until a replica must be ready.
 
-    `memory` is the host's, without `shared` (/dev/shm); `temporary` is /tmp.
+    `memory` is the host's, without `shared` (/dev/shm); `temporary` is /tmp. `startup` is that of one GPU, `further` what each
+    further one adds.
     """
 
     memory: int
@@ -54,6 +60,7 @@ class ReplicaSizes:
     temporary: int
     cache: int
     startup: int
+    further: int
 
 
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
@@ -67,11 +74,14 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     weights = _weights(manifest, on_cpu)
     total = sum(weights.segments().values())
     need = _serving_memory(manifest, on_cpu, max_batch)
-    startup = _START + 2 * total / _READ
+    # A further GPU loads the engines, which are hashed only once, and runs every pass; compiled kernels and built engines it
+    # finds in the cache, since all GPUs have one name.
+    plan, layers = _passes(manifest, max_batch).sharing(), len(manifest.model.layers)
+    further = 0.0 if on_cpu else total / _READ + layers * _warm_up(plan)
+    startup = _START + (2 * total / _READ if on_cpu else total / _READ + further)
     compiles = target.builder == "tensorrt-rtx"
     if compiles:
-        shapes = {each.sizes for each in _passes(manifest, max_batch).sharing()}
-        startup += _COMPILE_SECONDS * len(shapes) * len(manifest.model.layers)
+        startup += _COMPILE_SECONDS * len({each.sizes for each in plan}) * layers
     if builds:
         need = max(need, *builder_needs(weights, SLOTS).values())
         startup += total / 1e9 * BUILD_SECONDS_PER_GB
@@ -85,7 +95,30 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         if builds
         else (_COMPILED if compiles else _UNUSED_CACHE),
         startup=round(startup),
+        further=round(further),
     )
+
+
+def _warm_up(plan: PassPlan) -> float:
+    """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
+
+    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt as
+    long as each width: alone, beside others, and in a pass of its own over every width. Four canvases at 262,144 tokens take
+    (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s for that, beside 2.9 s in which every shape runs.
+    """
+    seconds = sum(_RUNS * _pass(each) for each in plan)
+    if not plan.shares:
+        return seconds
+    compared = 4 * plan.batch + len(plan.widths)
+    own = sum(_pass(plan.denoise(width)) for width in plan.widths)
+    prompts = plan.batch * _pass(plan.encode(min(128, plan.lengths[-1]), plan.widths[0]))
+    return seconds + compared * (2 * _pass(plan.shared()) + own + prompts)
+
+
+def _pass(shape: PassShape) -> float:
+    """Return the seconds per layer of a pass, at most."""
+    canvases = shape.batch * max(1.0, shape.length / 256)
+    return canvases * (_LAYER_SECONDS + _CACHED_SECONDS * shape.width)
 
 
 def target_of(manifest: Manifest) -> Target:

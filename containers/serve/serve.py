@@ -42,7 +42,7 @@ _LOOK_EVERY = 0.2
 _FAILED_FOR = 1.0  # seconds in which health checks see the failure
 _MOST_BYTES = 40  # of the path of temporary files
 # SHA-256 of the demo checkpoints' tokenizer.json, by which the page knows them.
-_DEMO_TOKENIZER = "b6a5ffb0defbe76f2c3d84d437cb65a372fd2d9a9f50fe088741b7a5b02cee70"
+_DEMO_TOKENIZER = "0a6d272284ee7af0c13002879d9d1331901cd2ab8a6826fc6d1aff3be1429ef9"
 _LAST_REPLIES = 2.0  # seconds in which the front end's callers get the error
 
 
@@ -62,7 +62,8 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
     gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
     if settings.ready_timeout is None:
-        startup = profile.startup * max(1, len(gpus))  # one after the other
+        # One after the other.
+        startup = profile.startup + profile.further * max(0, len(gpus) - 1)
         settings = replace(settings, ready_timeout=max(READY_TIMEOUT, startup))
     # Triton may listen much later, so its ports are held from here on.
     with (

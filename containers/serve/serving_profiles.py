@@ -35,7 +35,8 @@ class ServingProfile:
     memory: int | None  # bytes that serving needs on the GPU
     builds: bool = False
     recipe: str | None = None  # the name of the recipe that quantized them
-    startup: int = 0  # seconds until it must be ready
+    startup: int = 0  # seconds until a GPU must be ready, and what each further one adds
+    further: int = 0
 
     @cached_property
     def tags(self) -> dict[str, str]:
@@ -200,6 +201,7 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingPro
     precision = options.get("precision", "fp32")
     context = int(options.get("max_context") or limit)
     batch = int(options.get("max_batch") or MAX_BATCH)
+    sizes = sizes_of(manifest, target)
     return ServingProfile(
         target,
         precision,
@@ -210,7 +212,8 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingPro
         None if target.capability is None else estimate_of(manifest).total,
         builds,
         (options.get("recipe") or {}).get("name"),
-        sizes_of(manifest, target).startup,
+        sizes.startup,
+        sizes.further,
     )
 
 

@@ -37,6 +37,10 @@ class ConstrainedRequest(Request):
     start: GrammarState
     end: int
 
+    def check(self, model: Model) -> None:
+        super().check(model)
+        _ = model.host_head  # of which bundles of early versions have no weights
+
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
         self.refuse(("logprobs", "settle_steps", "score_blocks", "redo_below"), "a grammar")

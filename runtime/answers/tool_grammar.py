@@ -30,9 +30,10 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         raise CanvasError("grammar has no tools", f"give tools, and begun: {', '.join(BEGUN)}")
     token = {}
     for text in (CALL, CALL_END, THOUGHT, THOUGHT_END):
-        if (id := tokenizer.control_id(text)) is None:
+        if (id := tokenizer.control_id(text)) is not None:
+            token[text] = f"<[{id}]>"
+        elif text in (CALL, CALL_END):
             raise CanvasError(f"the model has no token {text}", "leave out tools")
-        token[text] = f"<[{id}]>"
     end, rules = token[CALL_END], []
     for number, (name, schema) in enumerate(tools.items()):
         if not _NAME.fullmatch(name) or not isinstance(schema, dict):
@@ -51,7 +52,8 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         rules.append(f"start: one{more}")
     else:
         rules.append("TEXT: /(?s:.+)/")
-        rules.append(f"said: TEXT | {token[THOUGHT]} | {token[THOUGHT_END]}")
+        thoughts = [token[text] for text in (THOUGHT, THOUGHT_END) if text in token]
+        rules.append("said: " + " | ".join(["TEXT", *thoughts]))
         rules.append(f"start: said* (call{more})?")
     return "\n".join(rules)
 

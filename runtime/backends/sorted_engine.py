@@ -55,8 +55,8 @@ class KernelDevice(Device, Protocol):
         ...
 
 
-class BetweenPieces:
-    """Memory between pieces, and kernels. All segments of a bundle share them, since they run in turn."""
+class SharedBuffers:
+    """Buffers between pieces, and kernels. All segments of a bundle share them, since they run in turn."""
 
     def __init__(self, device: KernelDevice) -> None:
         self.device = device
@@ -94,7 +94,7 @@ class SortedEngine:
         file: Path,
         profiles: Sequence[Mapping[str, Any]],
         open_piece: Callable[[str, Path], Engine],
-        between: BetweenPieces,
+        between: SharedBuffers,
     ) -> None:
         """Open the pieces of the segment that `file` describes, and upload its experts' weights."""
         self.name, self.profiles = name, Profiles(profiles)

@@ -18,7 +18,7 @@ from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
 from canvasrt.runtime.backends.compiled_kernels import CompiledKernels
 from canvasrt.runtime.backends.cuda import CudaDevice
-from canvasrt.runtime.backends.sorted_engine import BetweenPieces, SortedEngine
+from canvasrt.runtime.backends.sorted_engine import SharedBuffers, SortedEngine
 from canvasrt.runtime.engine import Engine, EngineCall
 from canvasrt.runtime.tables import host_dtype
 from canvasrt.sorted_rows.description import SORTED_SUFFIX
@@ -105,7 +105,7 @@ class TensorRTBackend:
         self.logger = _Logger.make(self.module)
         self.runtime = self.module.Runtime(self.logger)
         self.engines: list[TensorRTEngine] = []
-        self._between = BetweenPieces(self.device)
+        self._between = SharedBuffers(self.device)
         self._activations: tuple[int, int] | None = None
         self.compiled = CompiledKernels(compiled(self.device.name) if compiled else None)
 

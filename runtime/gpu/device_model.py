@@ -256,12 +256,16 @@ class DeviceModel(Model):
             return False
         if item.keep and not item.keep(space.last_hidden(1, this.length)[0, :count]):
             return True
+        self.append(row, this.length, count)
+        return True
+
+    def append(self, row: DeviceRow, length: int, count: int) -> None:
+        """Add the first `count` of the `length` tokens that were encoded last to a request's caches."""
         self._cache.make_room(row, count)
         for layer in range(len(self.config.layers)):
-            keys, values = space.new("encode", layer)
-            self._cache.append(row, layer, keys, values, this.length, count)
+            keys, values = self.workspace.new("encode", layer)
+            self._cache.append(row, layer, keys, values, length, count)
         row.length, row.hidden = row.length + count, None
-        return True
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         if not self._shares(batch[0]) or (len(batch) == 1 and self.own_passes.pay([batch[0].row])):

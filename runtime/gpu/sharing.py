@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from canvasrt.pass_shapes import ROOMY
 from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.launches import OwnPasses
@@ -114,8 +115,7 @@ class _Trial:
             prompt = self._tokens(int(random.integers(1, 100)))
             prompt, canvas = chosen.get(place, (prompt, self._tokens(model.canvas_length, few)))
             row = model.new_row()
-            for begin in range(0, len(prompt), model.prefill_chunk):
-                model.encode([EncodeInput(row, prompt[begin : begin + model.prefill_chunk])])
+            _fill(model, row, prompt)
             given.append(_step(model, row, canvas))
         return given
 
@@ -141,6 +141,16 @@ class _Trial:
         arrays = (out.canvas, out.argmax, out.entropy, out.accepted, out.hidden)
         parts = [np.asarray(each).tobytes() for each in arrays]
         return b"".join([*parts, self._model._fetch(row, out.next_hidden).tobytes()])
+
+
+def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
+    """Fill a request's caches. Of its prompt, only as much as overflows no expert is encoded, and copied until it is long
+    enough: to encode 262,144 tokens at every start would take minutes."""
+    first = prompt[: min(ROOMY, model.prefill_chunk)]
+    model.encode([EncodeInput(row, first)])
+    length = model.shapes.encode(len(first), model.shapes.widths[0]).length
+    while row.length < len(prompt):
+        model.append(row, length, min(len(first), len(prompt) - row.length))
 
 
 def _step(model: DeviceModel, row: DeviceRow, canvas: np.ndarray) -> DenoiseInput:
