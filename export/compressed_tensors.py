@@ -65,8 +65,7 @@ class Int4Codes:
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table, which is plain in the checkpoint, and quantized for the graphs as in the recipe for the
-    other weights."""
+    """The embedding table. It is plain in the checkpoint, and is quantized for the graphs."""
 
     weight: Weight
     form: Form

@@ -51,8 +51,8 @@ class Client:
         timeout: float = ANSWER_TIMEOUT,
         keep_stream: bool = False,
     ) -> None:
-        """`keep_stream` keeps a request's gRPC stream open for the next one, which saves a thread and a round trip. A
-        server that stops then waits for this client."""
+        """`keep_stream` keeps a request's gRPC stream open for the next one, which saves a thread and a round trip.
+        While the stream is open, a stopping server waits for it."""
         self.protocol = protocol
         self.url = _host_and_port(url, protocol)
         self.timeout = timeout

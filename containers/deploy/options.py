@@ -111,7 +111,7 @@ class DeployOptions:
 
     @property
     def own_ports(self) -> dict[int, int]:
-        """The container's default ports → the ports to use on the host's network."""
+        """Default port → actual port, for a container on the host's network."""
         return {
             API_PORT: self.port,
             GRPC_PORT: self.grpc_port or GRPC_PORT,

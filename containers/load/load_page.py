@@ -96,7 +96,7 @@ def load_page(
     ratios: Mapping[str, Sequence[float]],
     settings: Json,
 ) -> str:
-    """Return the page as HTML. CanvasError if matplotlib is not installed."""
+    """Return the page as HTML. Raises CanvasError if matplotlib is not installed."""
     drawn = {
         "throughput": _throughput(rounds),
         "latency": _latency(rounds),

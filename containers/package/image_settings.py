@@ -32,7 +32,8 @@ PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
 # Seconds to finish requests in flight at shutdown, and seconds that `docker stop` must wait.
 CONTAINER_EXIT_TIMEOUT = 30
 STOP_GRACE = 45
-# Default arguments of the container. They do not name the package's folder, so that NIM_MODEL_PATH can.
+# Default arguments of the container. They do not name the package's folder, because an argument would override
+# NIM_MODEL_PATH.
 COMMAND = (
     "serve",
     "--host",

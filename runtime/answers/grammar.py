@@ -35,7 +35,7 @@ LIMITS = {
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; the cost is quadratic
 MAX_PATTERN_KEYS = 64  # number of `patternProperties`, each of which excludes the others
-# Maximum of the least common multiple of all `multipleOf`, without decimal points. It is the automaton's number of
+# Limit on the least common multiple of all `multipleOf`, without decimal points. The automaton has this number of
 # states.
 MAX_MULTIPLE = 10_000
 # Maximum tokens of a grammar's shortest answer. Longer ones cannot be distinguished from grammars without a finite
@@ -153,7 +153,7 @@ class GrammarState:
         return np.flatnonzero(mask)
 
     def forced(self) -> list[int]:
-        """Return the tokens that are the only continuation."""
+        """Return the tokens that the grammar requires next, as far as there is no choice."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
     def advanced(self, token: int) -> GrammarState:

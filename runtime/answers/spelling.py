@@ -13,7 +13,7 @@ _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
 # Characters that formats such as dates, addresses and URLs need come first.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # every closing token in a row adds this to the rank of closing tokens
+_PATIENCE = 0.5  # added to the rank of closing tokens for every consecutive closing token
 _LETTERS = 3.0
 _WORDS = {16: 12, 8: 4, 4: 2}  # how many words to keep, by length
 

@@ -56,8 +56,8 @@ class OwnPasses:
     shared: float = 0.0
 
     def width(self, row: DeviceRow) -> int:
-        """Return the width of a request's own pass: the smallest sufficient one, preferably one with the bits of a
-        shared pass."""
+        """Return the smallest sufficient width of a request's own pass. Widths that give the bits of a shared pass are
+        preferred."""
         least = round_up(row.length, self.widths)
         return next((width for width in self.seconds if width >= least), least)
 
