@@ -22,8 +22,8 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in a local folder. `quantization` is None for plain weights; `hashes` are the SHA-256 of its files, None
-    until `hashed`."""
+    """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` are the SHA-256 of its files;
+    None until `hashed` is called."""
 
     folder: Path
     model: ModelConfig
@@ -53,9 +53,9 @@ class Description:
 
 
 def describe(name: str | Path) -> Description:
-    """Describe a checkpoint: a folder, a hub name, which is downloaded first, or a bundled one's name.
+    """Describe a checkpoint: a folder, a hub name, which is downloaded first, or the name of a bundled checkpoint.
 
-    Raises CanvasError when there is none, or when its weights are incomplete or of another architecture.
+    Raises CanvasError if there is none, if its weights are incomplete, or if its architecture is not supported.
     """
     folder = find_checkpoint(name)
     quantization = quantization_of(folder)

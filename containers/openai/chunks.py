@@ -55,9 +55,8 @@ class OwnFields(TypedDict):
 
     seed: int
     warnings: NotRequired[list[str]]
-    block_scores: NotRequired[
-        list[BlockScore]
-    ]  # only in responses; elsewhere every answer has its own
+    # Only in responses; elsewhere every answer has its own.
+    block_scores: NotRequired[list[BlockScore]]
 
 
 class Message(TypedDict):

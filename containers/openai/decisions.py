@@ -102,7 +102,7 @@ class DecisionReply(Reply):
 
 
 def decide(body: DecisionRequest) -> Generation:
-    """Return a decision's generation. ApiError names the wrong field."""
+    """Return a decision's generation. Raises ApiError, which names the wrong field."""
     questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
     return body.asking(_messages(body.input), questions)
 

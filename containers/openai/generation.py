@@ -45,9 +45,8 @@ class Served(NamedTuple):
 class Generation:
     """A request in the model's terms: `n` answers to a chat, or `n` answers per prompt.
 
-    `options` holds model inputs by name that all answers share; `prompts` holds those of every prompt. Without a seed,
-    callers
-    expect a different answer every time, so a random one is drawn.
+    `options` holds model inputs by name that all answers share; `prompts` holds those of every prompt. Without a
+    seed, callers expect a different answer every time, so a random one is drawn.
     """
 
     options: dict[str, Any]
@@ -60,9 +59,8 @@ class Generation:
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
     plain: bool = False  # the text is not parsed for thoughts and tool calls
-    names: dict[str, str] = field(
-        default_factory=dict
-    )  # names of the model's inputs → the caller's names
+    # Names of the model's inputs → the caller's names.
+    names: dict[str, str] = field(default_factory=dict)
     ignored: Ignored | None = (
         None  # warnings about ignored fields; None if unknown fields are refused
     )

@@ -92,8 +92,8 @@ class Fetcher:
     """Fetches images by URL, on separate threads.
 
     `resolve` returns a host's addresses; `allowed` returns whether an address may be connected to. All of a host's
-    addresses
-    must be allowed. The connection uses a checked address, because a second lookup could return a different one.
+    addresses must be allowed. The connection uses a checked address, because a second lookup could return a different
+    one.
     """
 
     def __init__(

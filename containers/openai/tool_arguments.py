@@ -1,8 +1,7 @@
 """Parses the arguments of Gemma 4's tool calls, `{key:<|"|>text<|"|>,n:3}`, to Python values.
 
 The model deviates from this syntax: it quotes strings as JSON or Python does, or not at all, and writes `=` for `:`.
-These
-forms are accepted, too.
+These forms are accepted, too.
 """
 
 from __future__ import annotations
@@ -160,9 +159,8 @@ class _Reader:
             text, begin
         )
         if match is None:
-            self._unclosed.add(
-                mark
-            )  # remembered, because searching again for every value would take quadratic time
+            # Remembered, because searching again for every value would take quadratic time.
+            self._unclosed.add(mark)
             return None
         self.place = match.end()
         return _unescaped(match[1], mark)

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: their arguments are JSON that follows the tools' schemas."""
+"""Grammars of tool calls, whose arguments follow the tools' schemas as JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.rewriting import without_unique
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# How much of a call the prompt already contains.
+# How much of a call the prompt already contains; see `call_grammar`.
 BEGUN = ("nothing", "call", "name")
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
 def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    """Return a Lark grammar of answers that call tools.
+    """Return a Lark grammar of answers that call tools. Raises CanvasError, which names the mistake.
 
-    `spec` has `tools`, schemas by name; `begun`, what the prompt ends with: `name` for a whole
-    `<|tool_call>call:name`, `call` for `<|tool_call>call:`, or `nothing`, after which text and
-    thoughts may come first; `parallel`, whether more calls may follow; and `strict`, without which
-    keywords that cannot be enforced are ignored. CanvasError names the mistake.
+    `spec` has the fields
+    - `tools`: schemas by name;
+    - `begun`: how the prompt ends: `name` after `<|tool_call>call:name`, `call` after `<|tool_call>call:`, or
+    `nothing` if text and thoughts may come first;
+    - `parallel`: whether more calls may follow;
+    - `strict`: if false, keywords that cannot be enforced are ignored.
     """
     tools, begun = spec.get("tools"), spec.get("begun")
     if not isinstance(tools, dict) or not tools or begun not in BEGUN:
@@ -59,7 +61,7 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens around thoughts and calls, which other grammars may not have."""
+    """Return the tokens around thoughts and calls, which only these grammars may contain."""
     found = (tokenizer.control_id(text) for text in CONTROL_TOKENS)
     return frozenset(id for id in found if id is not None)
 
