@@ -143,8 +143,11 @@ def _precision(recipe: str) -> Precision:
 def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int) -> float:
     """Return the seconds for canvases that are half padding: a batch overflows its slots, so each canvas runs alone.
 
-    All of the padding goes to the same experts, which get some of the other tokens, too.
+    All of the padding goes to the same experts, which get some of the other tokens, too. Sorted rows take the same time for
+    any routing.
     """
+    if predictor.experts != SLOTTED:
+        return predictor.denoise(gpu, batch, context).seconds
     model = predictor.model
     padding = model.canvas_length // 2
     load = padding + usual_capacity(model, model.canvas_length - padding)

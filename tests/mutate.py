@@ -125,8 +125,8 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     (
         "embedding scale of the signal",
         "export/head",
-        "soft.to(self.table.dtype) * self.embed_scale",
-        "soft.to(self.table.dtype)",
+        "soft.to(hidden.dtype) * self.embed_scale",
+        "soft.to(hidden.dtype)",
         ODD,
     ),
     (

@@ -1,6 +1,6 @@
-"""Looks inside a bundle's graphs: edited copies of them, in memory, with extra inputs and outputs.
+"""Observes values inside a bundle's graphs, by edited copies in memory with additional inputs and outputs.
 
-Works only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be read.
+Only works with ONNX Runtime, because TensorRT engines do not expose internal values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOGITS = "logits"
 class ObservingBackend(OrtBackend):
     """ONNX Runtime with the head's logits as an extra output, and access to every segment.
 
-    streamed: keep only the segment that runs in memory; the next one takes its place.
+    streamed: keep only the running segment in memory.
     """
 
     def __init__(self, work: int, streamed: bool = False) -> None:
@@ -52,7 +52,7 @@ class ObservingBackend(OrtBackend):
         return opened
 
     def open_graph(self, name: str, model: ir.Model, folder: Path) -> Any:
-        """Open a graph that exists only in memory; its weights are files in `folder`."""
+        """Open a graph from memory. Its weights are files in `folder`."""
         from onnx_ir import to_proto
 
         graph = to_proto(model).SerializeToString()
@@ -68,7 +68,7 @@ class ObservingBackend(OrtBackend):
         )
 
     def _take(self, open_it: Callable[[], OrtSegment], segment: OnDemand) -> OrtSegment:
-        """Open a segment after closing the open one."""
+        """Close the open segment, and open another one."""
         if self._current is not None:
             self._current.close()
         self._current = segment
@@ -117,7 +117,7 @@ class ObservedHead:
 
 
 class ObservedModel:
-    """A bundle as users run it. If ONNX Runtime runs it, its logits and segments are visible too."""
+    """A bundle as users run it. If ONNX Runtime runs it, logits and segments can be observed."""
 
     def __init__(self, bundle: Bundle, streamed: bool = False) -> None:
         self.bundle = bundle
@@ -140,7 +140,7 @@ class ObservedModel:
             self.head.watch = False
 
     def layers(self, segment: Mapping[str, Any]) -> OrtSegment | OnDemand:
-        """Open a body segment that is cut at every layer: see `cut_layers`."""
+        """Open a body segment that is cut at every layer; see `cut_layers`."""
         assert self.backend is not None
         file = self.bundle.file(segment["file"])
         model = cut_layers(_load(file), len(segment["layers"]))
@@ -148,8 +148,8 @@ class ObservedModel:
 
 
 def with_logits(model: ir.Model) -> ir.Model:
-    """Return a head that also outputs its logits: the value that the temperature divides, or in a shortened sampler, the value
-    that the factor multiplies, times the cap in that factor."""
+    """Return a head with the logits as an additional output. These are the operand of the division by the temperature,
+    or in a shortened sampler, the operand of the multiplication by cap / temperature, times the cap."""
     import onnx_ir as ir
 
     divisions = [node for node in model.graph if node.op_type == "Div"]
@@ -164,7 +164,7 @@ def with_logits(model: ir.Model) -> ir.Model:
 
 
 def _source(value: ir.Value | None) -> str | None:
-    """Return the name of the input of the graph that a value is, in another shape."""
+    """Return the name of the graph's input that a value is, possibly reshaped."""
     while value is not None and (node := value.producer()) is not None and node.inputs:
         value = node.inputs[0]
     return value.name if value is not None else None
@@ -173,8 +173,8 @@ def _source(value: ir.Value | None) -> str | None:
 def cut_layers(model: ir.Model, count: int) -> ir.Model:
     """Return a body segment of `count` layers, cut at every layer.
 
-    Each layer k but the first reads an input `hidden_k`, and each but the last has an output
-    `hidden_out_k`. So one run computes every layer on its own given input.
+    Layers k > 0 read an input `hidden_k`, and all but the last write an output `hidden_out_k`. So one run computes
+    every layer on a given input.
     """
     import onnx_ir as ir
 

@@ -1,4 +1,4 @@
-"""Reads and writes an engine's kernel list: gzipped JSON, the same bytes for the same kernels."""
+"""Reads and writes an engine's kernel list as gzipped JSON. Files are reproducible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_kernels(programs: Programs, file: Path) -> None:
         "programs": {name: [_to_json(k) for k in kernels] for name, kernels in programs.items()},
     }
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
-    # No time of writing: a bundle records no time.
+    # Without a timestamp, so that files are reproducible.
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 

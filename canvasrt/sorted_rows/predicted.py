@@ -1,4 +1,4 @@
-"""Lists the kernels of a segment in pieces in the builder's form, to predict its time."""
+"""Lists the kernels of a segment in pieces in the builder's form, for predictions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from canvasrt.roofline.parse import Kernel, KernelTensor
 from canvasrt.roofline.store import Programs
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
-# Rows in blocks, of which some are empty; those that are read and written; all tokens of a call.
+# Dimensions: rows in blocks, including empty ones; rows that are read and written; all tokens of a call.
 BLOCKED_ROWS, ROUTED_ROWS, TOKENS = "sorted_rows", "routed_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
 _INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")
-# Cached keys and values are known by their names.
+# Cached keys and values are recognized by name.
 _CACHED = ("past_key_", "past_value_")
 
 
 def instruction(ptx: str) -> str:
-    """Return the instruction of tensor cores that a kernel multiplies with; empty if it uses none."""
+    """Return the tensor-core instruction of a kernel; empty if it uses none."""
     found = _INSTRUCTION.search(ptx)
     return found[0] if found else ""
 
@@ -32,7 +32,7 @@ def join_lists(
     layers: Sequence[Sequence[KernelForm]],
     instructions: Mapping[str, str],
 ) -> dict[str, list[Kernel]]:
-    """Return the kernels of each profile: the pieces', and each layer's own between them.
+    """Return the kernels by profile: the pieces' kernels, and between them every layer's own.
 
     layers: a layer's kernels in order. instructions: by kernel's name.
     """
@@ -48,7 +48,7 @@ def join_lists(
 
 
 def _of_piece(kernel: Kernel, number: int) -> Kernel:
-    """Return a piece's kernel. Its tensors are not those of the same names in other pieces."""
+    """Return a piece's kernel with unique tensor names, because pieces use the same names for different tensors."""
 
     def own(tensors: tuple[KernelTensor, ...]) -> tuple[KernelTensor, ...]:
         named = (each.name.startswith(_CACHED) for each in tensors)

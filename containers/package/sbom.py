@@ -1,5 +1,4 @@
-"""The software bill of materials of a package, in CycloneDX; the same content gives the same
-bytes."""
+"""The software bill of materials of a package, in CycloneDX. It is reproducible."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def write_sbom(
 ) -> None:
     """Write the list of distributions, models and files (`sha256` by name) in an image.
 
-    `contents` are the packages of the base image, if that was read, and `base_digest` its SHA-256, if
-    that is known.
+    `contents` are the packages in the base image, if it was read; `base_digest` is its SHA-256, if known.
     """
     whole = _canvasrt()
     pins = list(pins)
@@ -95,7 +93,7 @@ def _library(pin: Pin) -> Any:
 
 
 def _licenses(text: str) -> list[Any]:
-    """Return the text as an SPDX expression if it is one, else as a name."""
+    """Return a licence as an SPDX expression if it is one, else as a name."""
     if not text:
         return []
     try:

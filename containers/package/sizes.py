@@ -1,5 +1,4 @@
-"""The resources that serving takes on a node, by target and model: memory, CPU, disk, and time to
-start."""
+"""The resources that serving takes on a node: memory, CPU, disk, and start-up time."""
 
 from __future__ import annotations
 
@@ -11,41 +10,47 @@ from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SLOTTED
 from canvasrt.engine_profiles import passes_of
-from canvasrt.pass_shapes import PassPlan, plan_passes
+from canvasrt.pass_shapes import PassPlan, PassShape, plan_passes
 from canvasrt.targets import TARGETS, Target, find_target
 
 MIB, GIB = 1 << 20, 1 << 30
 # Triton, its stubs, the front end and the supervisor took 0.19 GB together with the demo model,
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
-# The tokenizer and the grammars' index took 0.63 GB for 262,144 made-up tokens, in the model's process and in the sandbox
-# process. A fork of the sandbox may take 1 GiB.
+# Measured with 262,144 random tokens: tokenizer and grammar index took 0.63 GB in both the model's process and the
+# sandbox. A fork of the sandbox may take 1 GiB.
 PER_TOKEN = 2 * 2500
 TRIAL = GIB
-# A server writes 2 MB below /tmp: the models' repository and the Python backend's folder.
+# A server writes 2 MB below /tmp: the model repository and the Python backend's folder.
 TEMPORARY = 256 * MIB
-# Triton's Python backend took 4 MB; a region of its shared memory is 1 MB per model to begin with.
+# Shared memory of Triton's Python backend: 4 MB measured; it starts with 1 MB per model.
 SHARED = GIB
-# Only servers that build engines or compile kernels write to the cache. Compiled kernels should take about
-# 0.3 GB; new ones are written beside the old ones, so both need room.
+# Only servers that build engines or compile kernels write to the cache. Compiled kernels take an estimated 0.3 GB,
+# twice while a new file replaces the old one.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
-# TensorRT-RTX compiles kernels on the GPU when a shape is first used: a guess, per shape and layer.
+# TensorRT-RTX compiles kernels on the GPU at a shape's first use: a guess in seconds per shape and layer.
 _COMPILE_SECONDS = 0.5
+# A pass over one canvas, per layer and per layer and cached token: the slowest that is predicted, bf16 on a DGX Spark, takes
+# 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
+_LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
+# Runs of a shape at the start: to compile it, to capture it, and four that are timed.
+_RUNS = 6
 _OTHER_CACHE = 5 * GIB
-# Reading engines from a slow network disk, first to hash them and then to load them.
+# Reading engines twice from a slow network disk: to hash and to load them.
 _READ = 100 * 10**6  # bytes per second
 _START = 300
-# TensorRT-RTX wrote 20.1 GB in 118 s on 4 cores (docs/benchmarks.md), 6 s per GB. TensorRT also
-# times its kernels on the GPU, which has not been measured: allow ten times as long.
+# TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
+# GPU. That was not measured, so allow ten times as long.
 BUILD_SECONDS_PER_GB = 60
-_LARGE = 10**9  # bytes of weights from which a CPU gains from more than two cores
+_LARGE = 10**9  # bytes of weights above which more than two CPU cores pay
 
 
 @dataclass(frozen=True)
 class ReplicaSizes:
-    """Bytes, whole cores, and seconds until a replica must be ready.
+    """A replica's resources: bytes, whole cores, and seconds until it must be ready.
 
-    `memory` is the host's, without `shared` (/dev/shm); `temporary` is /tmp.
+    `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` is for one GPU, and `further` is added
+    for every other GPU.
     """
 
     memory: int
@@ -54,24 +59,27 @@ class ReplicaSizes:
     temporary: int
     cache: int
     startup: int
+    further: int
 
 
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
-    """Return the sizes for a bundle on a target, with up to `max_batch` canvases at a time.
+    """Return the resources for a bundle on a target, with up to `max_batch` canvases at a time.
 
-    A bundle of graphs for a GPU is built at the first start, which takes longer and needs the
-    builder's memory.
+    Graphs for a GPU are built at the first start, which takes longer and needs the builder's memory.
     """
     on_cpu = target.capability is None
     builds = manifest.kind == "graphs" and not on_cpu
     weights = _weights(manifest, on_cpu)
     total = sum(weights.segments().values())
     need = _serving_memory(manifest, on_cpu, max_batch)
-    startup = _START + 2 * total / _READ
+    # A further GPU loads the engines, which are hashed only once, and runs every pass; compiled kernels and built engines it
+    # finds in the cache, since all GPUs have one name.
+    plan, layers = _passes(manifest, max_batch).sharing(), len(manifest.model.layers)
+    further = 0.0 if on_cpu else total / _READ + layers * _warm_up(plan)
+    startup = _START + (2 * total / _READ if on_cpu else total / _READ + further)
     compiles = target.builder == "tensorrt-rtx"
     if compiles:
-        shapes = {each.sizes for each in _passes(manifest, max_batch).sharing()}
-        startup += _COMPILE_SECONDS * len(shapes) * len(manifest.model.layers)
+        startup += _COMPILE_SECONDS * len({each.sizes for each in plan}) * layers
     if builds:
         need = max(need, *builder_needs(weights, SLOTS).values())
         startup += total / 1e9 * BUILD_SECONDS_PER_GB
@@ -80,16 +88,39 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         cpu=4 if builds or (on_cpu and total > _LARGE) else 2,
         shared=SHARED,
         temporary=TEMPORARY,
-        # After an upgrade, new engines are built beside the old ones.
+        # After an upgrade, new engines are built before the old ones are deleted.
         cache=round(2.2 * total) + _OTHER_CACHE
         if builds
         else (_COMPILED if compiles else _UNUSED_CACHE),
         startup=round(startup),
+        further=round(further),
     )
 
 
+def _warm_up(plan: PassPlan) -> float:
+    """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
+
+    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt as
+    long as each width: alone, beside others, and in a pass of its own over every width. Four canvases at 262,144 tokens take
+    (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s for that, beside 2.9 s in which every shape runs.
+    """
+    seconds = sum(_RUNS * _pass(each) for each in plan)
+    if not plan.shares:
+        return seconds
+    compared = 4 * plan.batch + len(plan.widths)
+    own = sum(_pass(plan.denoise(width)) for width in plan.widths)
+    prompts = plan.batch * _pass(plan.encode(min(128, plan.lengths[-1]), plan.widths[0]))
+    return seconds + compared * (2 * _pass(plan.shared()) + own + prompts)
+
+
+def _pass(shape: PassShape) -> float:
+    """Return the seconds per layer of a pass, at most."""
+    canvases = shape.batch * max(1.0, shape.length / 256)
+    return canvases * (_LAYER_SECONDS + _CACHED_SECONDS * shape.width)
+
+
 def target_of(manifest: Manifest) -> Target:
-    """Return the target of engines. Graphs may suit several GPUs: that of the first."""
+    """Return the target of engines; of graphs, the first one that suits them."""
     if manifest.target:
         return find_target(manifest.target["name"])
     precision = manifest.options.get("precision", "fp32")
@@ -100,12 +131,12 @@ def target_of(manifest: Manifest) -> Target:
 
 
 def overhead(manifest: Manifest) -> int:
-    """Return the memory of all processes without the model."""
+    """Return the memory of all processes, without the model's weights and caches."""
     return OVERHEAD + TRIAL + PER_TOKEN * manifest.model.vocab_size
 
 
 def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool = False) -> Estimate:
-    """Estimate the memory that serving takes on the device, from the bundle's formats and cache."""
+    """Estimate the device memory for serving, from the bundle's weight and cache formats."""
     options, weights = manifest.options, _weights(manifest, on_cpu)
     model = weights.model if options.get("vision", True) else replace(weights.model, vision=None)
     experts = find_experts(options.get("experts", SLOTTED))
@@ -114,7 +145,7 @@ def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool =
 
 
 def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
-    """Return the plan of passes that a bundle was, or would be, built with."""
+    """Return the pass plan of a bundle: that of its build, or for graphs, of the build to come."""
     if manifest.passes is not None:
         return passes_of(manifest)
     options = manifest.options
@@ -128,7 +159,7 @@ def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
 
 
 def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> int:
-    """Return the host's share: everything on a CPU; for a GPU, the file that is being loaded, and contexts."""
+    """Return the host memory of the model: everything on a CPU; for a GPU, the file being loaded, and contexts."""
     need = estimate_of(manifest, max_batch, on_cpu)
     if on_cpu:
         return need.total
@@ -144,7 +175,7 @@ def _weights(manifest: Manifest, on_cpu: bool) -> Weights:
 
 
 def _formats(manifest: Manifest) -> dict[str, str] | None:
-    """Return the format of each quantized weight; None if the bundle names none."""
+    """Return the quantized weights' formats by name; None if the bundle does not list them."""
     found = {
         name: form
         for entry in manifest.segments

@@ -1,4 +1,4 @@
-"""One queue for the workers of several GPUs."""
+"""Distributes requests over the workers of several GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Observe = Callable[[Sequence[Generator], int], None]
 
 
 class Workers:
-    """Gives each request to the worker that has the fewest. Callers' limits are those of all together."""
+    """Submits requests to the worker with the fewest requests. Callers' limits apply to all workers together."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Workers:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """makes: the generators of each GPU. observe, beat: as a worker's, of all generators; a beat is that of the worker
-        that has been silent longest. lost, max_tokens, timeout: a worker's."""
+        """makes: the `make` of every GPU's worker. observe: called with all generators. beat: called with the time of
+        the oldest of the workers' last beats. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
         self._beats = [time.monotonic()] * len(makes)

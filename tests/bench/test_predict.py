@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from bench import predict
 from bench.predict import fits
+from canvasrt.roofline.rates import find_gpu
 from canvasrt.targets import find_target
 
 TABLE = Path("bench/results/predicted.json")
@@ -17,8 +20,11 @@ TABLE = Path("bench/results/predicted.json")
 
 def test_the_table_marks_what_fits() -> None:
     table = json.loads(TABLE.read_text())
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-    assert len(rows) > 200
+    rows = [
+        dict(zip(table["columns"], row, strict=True))
+        for row in table["rows"] + table["sorted_rows"]
+    ]
+    assert len(rows) > 300
     for row in rows:
         target = find_target(row["gpu"])
         assert row["fits"] == fits(row["recipe"], target, row["batch"], row["context"]), row
@@ -43,3 +49,7 @@ def test_engines_over_sorted_rows_are_predicted_too(
     out, options = predict.engines("int4", 3, tmp_path, 4, "sorted")
     assert (out.name, options.experts) == ("engines-int4-4-sorted", "sorted")
     assert predict.engines("int4", 3, tmp_path, 4)[0] != out
+    predictor: Any = MagicMock(experts="sorted")
+    # No expert can overflow, so padded canvases share their pass.
+    found = predict.padded_seconds(predictor, find_gpu("h100"), 4, 1024)
+    assert found is predictor.denoise.return_value.seconds

@@ -286,7 +286,13 @@ def test_no_folder_of_a_pod_is_without_a_limit(tmp_path: Path) -> None:
 
 def test_resources_follow_target_and_model(tmp_path: Path) -> None:
     sizes = ReplicaSizes(
-        memory=21 * GIB, cpu=4, shared=GIB, temporary=GIB // 4, cache=50 * GIB, startup=1234
+        memory=21 * GIB,
+        cpu=4,
+        shared=GIB,
+        temporary=GIB // 4,
+        cache=50 * GIB,
+        startup=1234,
+        further=100,
     )
     write_chart(tmp_path / "h100", "canvasrt:1", find_target("h100"), sizes=sizes)
     write_chart(tmp_path / "cpu", "canvasrt:1", find_target("cpu"), sizes=sizes)
@@ -301,6 +307,9 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
         volumes = {each["name"]: each.get("emptyDir") for each in pod(objects)["volumes"]}
         assert volumes["tmp"]["sizeLimit"] == "256Mi"
         assert volumes["shm"]["sizeLimit"] == "1Gi"
+    (several,) = pod(render(tmp_path / "h100", "gpus=3"))["containers"]
+    assert several["startupProbe"]["failureThreshold"] == -(-(1234 + 2 * 100) // 5)
+    assert several["args"][:: len(several["args"]) - 1] == ["serve", "--devices=all"]
     (claim,) = render(tmp_path / "h100")["StatefulSet"]["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "50Gi"
 

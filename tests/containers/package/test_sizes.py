@@ -90,11 +90,31 @@ def test_the_first_start_has_time_and_room_for_compiled_kernels(engines: Bundle)
     assert sizes(shorter, "rtx-6000-ada").startup < rtx.startup
 
 
-def test_the_image_waits_as_long_as_the_chart(engines: Bundle) -> None:
+def test_the_image_waits_as_long_as_the_chart_on_eight_gpus(engines: Bundle) -> None:
     one, other = (engines_for(engines.manifest, name) for name in ("rtx-4090", "rtx-6000-ada"))
     health = settings_for([one, other]).to_config()["Healthcheck"]
-    startup = max(sizes(one, "rtx-4090").startup, sizes(other, "rtx-6000-ada").startup)
-    assert health["StartPeriod"] == startup * 10**9
+    found = sizes(one, "rtx-4090"), sizes(other, "rtx-6000-ada")
+    assert health["StartPeriod"] == max(x.startup + 7 * x.further for x in found) * 10**9
+
+
+@pytest.mark.parametrize("name", ["rtx-5090", "h100", "cpu"])
+def test_a_further_gpu_loads_and_tries_but_neither_hashes_nor_compiles(
+    name: str, engines: Bundle
+) -> None:
+    manifest = engines_for(engines.manifest, name)
+    found, total = sizes(manifest, name), sum(each["bytes"] for each in manifest.files.values())
+    loading = total / 10**8
+    if name == "cpu":
+        assert not found.further
+        return
+    assert loading < found.further < found.startup - 300 - loading + 1
+    assert (found.further < found.startup - 600 - loading) == (name == "rtx-5090")
+
+
+def test_long_contexts_have_time_for_their_trial(engines: Bundle) -> None:
+    options = {"precision": "fp8", "max_context": 262144}
+    long = sizes(engines_for(engines.manifest, "h100", options=options), "h100")
+    assert long.further > sizes(engines_for(engines.manifest, "h100"), "h100").further + 60
 
 
 def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bundle) -> None:
@@ -123,4 +143,6 @@ def test_sizes_grow_with_the_model(engines: Bundle) -> None:
 def test_every_size_is_a_whole_number(engines: Bundle, name: str) -> None:
     found = sizes(engines_for(engines.manifest, name), name)
     assert replace(found) == found
-    assert all(type(value) is int and value > 0 for value in vars(found).values())
+    assert all(
+        type(value) is int and value > 0 for key, value in vars(found).items() if key != "further"
+    )

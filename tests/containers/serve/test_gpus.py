@@ -74,20 +74,21 @@ def test_all_devices_are_those_of_the_first_one_s_name(
     [
         (10, None, 1, READY_TIMEOUT),
         (4321, None, 0, 4321),
-        (4321, None, 3, 3 * 4321),
+        (4321, None, 1, 4321),
+        (4321, None, 3, 4321 + 2 * 500),
         (4321, 9.0, 3, 9.0),
     ],
 )
 def test_the_plan_says_when_it_must_be_ready(
     planned: int, given: float | None, gpus: int, wanted: float, packaged: Bundle, monkeypatch: Any
 ) -> None:
-    """GPUs are warmed up one after the other."""
+    """GPUs are warmed up one after the other; only the first one compiles."""
 
     def over(server: Server, front: Any) -> None:
         raise CanvasError(f"{server._ready_timeout:g} s")
 
     def chosen(*arguments: Any) -> Any:
-        return replace(choose_profile(*arguments), startup=planned)
+        return replace(choose_profile(*arguments), startup=planned, further=500)
 
     monkeypatch.setattr(serve, "choose_profile", chosen)
     monkeypatch.setattr(serve, "gpus_of", lambda *_: [GPU] * gpus)

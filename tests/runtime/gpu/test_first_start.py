@@ -134,10 +134,11 @@ def test_requests_share_passes_where_that_changes_no_bit(
     """On a device whose products differ in the last bit: at a place, beside others, or in passes of another size."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 1024)
     server = Server(folder)
-    model, run = server.model, DeviceModel._output
+    model, run, lengths = server.model, DeviceModel._output, set()
 
     def output(model: DeviceModel, this: Any, item: Any, states: Any) -> Any:
         found = run(model, this, item, states)
+        lengths.add(item.row.length)
         differs = {
             "alone": this.batch > 1 and len(this.rows) == 1 and item.row.kv_slot == 2,
             "in company": len(this.rows) > 1 and item.row.kv_slot == 1,
@@ -154,6 +155,7 @@ def test_requests_share_passes_where_that_changes_no_bit(
     monkeypatch.undo()
     # Alone, in company and in two passes of its own; after a prompt that fills the second, in one.
     assert evidence.compared == 4 * 4 * BATCH + 4 + 3
+    assert {1024, model.max_context - CANVAS} <= lengths
     proved = () if broken else (1024, 2048)
     assert (evidence.shared, tuple(evidence.own_ms)) == (broken is None, proved)
     assert bool(evidence.why) == (broken is not None)

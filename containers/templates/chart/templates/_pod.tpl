@@ -51,7 +51,8 @@ containers:
   - name: {{ if .Values.kserve.enabled }}kserve-container{{ else }}canvasrt{{ end }}
     image: {{ include "canvasrt.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    {{- if or .Values.args .Values.triton.open }}
+    {{- $several := and (include "canvasrt.onGpu" .) (gt (int .Values.gpus) 1) }}
+    {{- if or .Values.args .Values.triton.open $several }}
     # These replace the image's own arguments, so they repeat them. If an option is repeated, the last one wins.
     args:
       - serve
@@ -63,6 +64,9 @@ containers:
       {{- if .Values.triton.behindProxy }}
       - --triton-behind-proxy
       {{- end }}
+      {{- end }}
+      {{- if $several }}
+      - --devices=all
       {{- end }}
       {{- with .Values.args }}
       {{- toYaml . | nindent 6 }}
@@ -121,7 +125,7 @@ containers:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
       timeoutSeconds: 8
-      failureThreshold: {{ div (add .Values.startupSeconds 4) 5 }}
+      failureThreshold: {{ div (add .Values.startupSeconds (mul .Values.furtherGpuSeconds (sub .Values.gpus 1)) 4) 5 }}
     readinessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
