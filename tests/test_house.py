@@ -16,6 +16,7 @@ import pytest
 
 from canvasrt.cli.app import COMMANDS
 from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
+from tests.mutate import CHANGES
 
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
@@ -310,3 +311,8 @@ def test_every_test_is_collected(request: pytest.FixtureRequest) -> None:
     parts = {part for folder in folders for part in folder.parts}
     assert "build" in parts
     assert not [part for part in parts for pattern in skipped if fnmatch.fnmatch(part, pattern)]
+
+
+def test_every_breakage_of_mutate_is_still_in_the_code() -> None:
+    texts = {file: (ROOT / f"{file}.py").read_text() for _, file, *_ in CHANGES}
+    assert not [what for what, file, old, *_ in CHANGES if texts[file].count(old) != 1]
