@@ -208,7 +208,7 @@ def as_old_versions_link(members: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 @pytest.mark.parametrize("length", [1, 2])
-def test_an_archive_whose_links_run_in_a_circle_is_refused(
+def test_an_archive_whose_links_form_a_cycle_is_refused(
     base: Path, tmp_path: Path, kind: bytes, length: int
 ):
     def circle(members: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_an_archive_whose_links_run_in_a_circle_is_refused(
         }
 
     file = archive(base, tmp_path / "base.tar", circle)
-    with seconds(10), pytest.raises(CanvasError, match="circle"):
+    with seconds(10), pytest.raises(CanvasError, match="form a cycle"):
         read_base(file)
 
 
