@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
-from canvasrt.errors import UsageError
 from canvasrt.targets import Target
 
 _QUERY = ("name", "memory.total", "compute_cap", "driver_version", "uuid")
@@ -68,21 +67,6 @@ def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
         of_number = listed[int(name) : int(name) + 1] if name.isdecimal() else ()
         found += (of_uuid or list(of_number))[:1]
     return found
-
-
-def use_gpu(name: str) -> None:
-    """Let this process and its children use one GPU. CUDA's own numbers begin with the fastest one, so it is named by its UUID.
-
-    Raises UsageError for one that is not there.
-    """
-    there = gpus()
-    found = named_gpus(name, there) if "," not in name else []
-    if not found or not found[0].uuid:
-        known = "; ".join(f"{number}: {gpu.name}, {gpu.uuid}" for number, gpu in enumerate(there))
-        raise UsageError(
-            f"there is no GPU {name!r}", f"give the number or UUID of one of: {known or 'none'}"
-        )
-    os.environ[VISIBLE] = found[0].uuid
 
 
 @cache
