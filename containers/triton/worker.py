@@ -59,7 +59,8 @@ class Worker:
         """max_tokens, timeout: see `Tickets`. peers: other workers, with the same tickets and counted failures. They get what
         finds no place here."""
         first = peers[0] if peers else None
-        self.tickets = first.tickets if first else Tickets(MAX_WAITING, max_tokens, timeout)
+        own = Tickets(MAX_WAITING, max_tokens, timeout)
+        self.tickets: Tickets = first.tickets if first else own
         self._limiter: FailureLimiter = first._limiter if first else FailureLimiter()
         self._peers = peers
         self._next_check = 0
