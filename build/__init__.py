@@ -1,1 +1,1 @@
-"""The second stage: ONNX graphs become engines for one target."""
+"""The second stage: builds engines for one target from ONNX graphs."""

@@ -1,4 +1,4 @@
-"""The cache keys of a plan's graphs: everything that decides them."""
+"""The cache keys of a plan's graphs: all inputs that determine the graphs."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from canvasrt.types import Json
 
 
 def is_cached(plan: Plan) -> bool:
-    """Return whether a plan's graphs already exist."""
+    """Return whether a plan's graphs are in the cache."""
     if plan.quantizes:
         return GraphCache().has(quantized_from(plan))
     return plan.source.graphs is not None or GraphCache().has(exported_from(plan))
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision to export in: a quantized checkpoint's own if that is requested."""
+    """Return the precision of the export. If a quantized checkpoint's own precision is requested, it is that one."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 
 
 def exported_from(plan: Plan) -> Json:
-    """Return everything that decides the exported graphs of a plan."""
-    # A quantized checkpoint may leave its activation scales to calibration.
+    """Return all inputs that determine a plan's exported graphs."""
+    # The activation scales of a quantized checkpoint may come from calibration.
     own = plan.calibration_hash if plan.source.is_quantized else None
     return {
         **plan.source.made_from,
@@ -35,7 +35,7 @@ def exported_from(plan: Plan) -> Json:
 
 
 def quantized_from(plan: Plan) -> Json:
-    """Return everything that decides the quantized graphs of a plan."""
+    """Return all inputs that determine a plan's quantized graphs."""
     recipe = plan.precision.recipe
     assert recipe is not None
     return {

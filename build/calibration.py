@@ -1,4 +1,4 @@
-"""Predicts what a calibration takes: memory, disk, and time at the rates of this machine."""
+"""Predicts the memory, disk and time of a calibration on this machine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, head_matrice
 from canvasrt.extras import require
 from canvasrt.recipes.recipe import Recipe
 
-# Python, torch, the tokenizer and a piece of a weight.
+# Bytes of Python, torch, the tokenizer and a piece of a weight.
 _BASE = 600 * 10**6
-# Tokens that run through a layer together (export/quantize/network.py), and float32 tensors of a canvas by the vocabulary
-# that the head has at a time.
+# Tokens that run through a layer together (export/quantize/network.py), and the number of float32 tensors of size
+# canvas × vocabulary that the head holds at the same time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
-# Of a large product's rate, what a sweep's smaller ones reach; and bytes per second that a CPU widens.
+# The share of a large product's rate that the smaller products of a sweep reach; and bytes per second at which a CPU
+# converts weights to float32.
 _EFFICIENCY, _WIDENED = 0.75, 3e9
 _SMALL = 10**8
 
 
 @dataclass(frozen=True)
 class CalibrationNeeds:
-    """Bytes of memory and disk, floating-point operations, and bytes of weights read, all sweeps together."""
+    """The needs of a calibration: bytes of memory and disk, and over all sweeps, floating-point operations and bytes of
+    weights to read."""
 
     work: Workload
     memory: int
@@ -40,13 +42,13 @@ class CalibrationNeeds:
     source: Path
 
     def seconds(self) -> int:
-        """Return the time that it takes here if no request stops early."""
+        """Return the seconds on this machine if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
         widening = 0.0 if _device() == "cuda" else self.widened / _WIDENED
         return round(done + self.read / _bytes_per_second(self.source) + widening)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `--dry-run` prints."""
+        """Return the data for `--dry-run`."""
         return {
             "prompts": self.work.prompts,
             "passes": self.work.passes,
@@ -58,7 +60,8 @@ class CalibrationNeeds:
 
 
 def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> CalibrationPrompts | None:
-    """Return the prompts of a build's calibration; None for a source that is only described."""
+    """Return the prompts of a build's calibration; None for a source without files, of which only the description
+    exists."""
     if source.graphs is not None:
         manifest = source.graphs.manifest
         tokenizer = {Path(name).name: source.graphs.file(name) for name in manifest.tokenizer or ()}
@@ -68,7 +71,7 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
         )
     if source.checkpoint is None:
         return None
-    # The bundled checkpoints have prompts of their own, and are small.
+    # The bundled checkpoints have their own prompts, and are small.
     size = sum(each.stat().st_size for each in source.checkpoint.folder.glob("*.safetensors"))
     made_from = {"files": fingerprint(source.checkpoint.folder)} if size < _SMALL else {}
     return CalibrationPrompts.of(
@@ -82,7 +85,8 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
 
 
 def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -> CalibrationNeeds:
-    """Return what a calibration of weights of `width` bytes takes. Raises CanvasError for unusable prompts."""
+    """Return the needs of a calibration with weights of `width` bytes per number. Raises CanvasError for unusable
+    prompts."""
     work, model = prompts.check(), prompts.config
     layers = [_layer(model, index, width) for index in range(len(model.layers))]
     head = _Part.of({name: each.size for name, each in head_matrices(model).items()}, 1, width)
@@ -101,9 +105,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
     )
     clean = 2 * work.tokens * sum(each.active for each in layers)
     every = [*layers, head]
-    groups = -(
-        -work.together * canvas // _TOGETHER
-    )  # weights are widened once for every group of tokens
+    # Weights are converted to float32 once for every group of tokens.
+    groups = -(-work.together * canvas // _TOGETHER)
     return CalibrationNeeds(
         work,
         _BASE + room + activations + work.cached + states,
@@ -117,7 +120,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head: bytes in memory and in the file, numbers, and those that one token is multiplied by."""
+    """A layer or the head: bytes in memory and in the file, number of weights, and number of weights that one token is
+    multiplied by."""
 
     memory: int
     stored: int
@@ -126,7 +130,7 @@ class _Part:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], share: float, width: int) -> _Part:
-        """share: of the experts, those that one token runs through."""
+        """share: the share of experts that one token is routed to."""
         numbers = sum(sizes.values())
         narrow = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN, TABLE))
         experts = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN))
@@ -144,7 +148,7 @@ def _device() -> str:
 
 
 def _flops_per_second() -> float:
-    """Measure a large product in float32, where a calibration would run it."""
+    """Measure a large float32 product on the device that a calibration would use."""
     torch, device = require("torch", "export"), _device()
     rows, size = (8192, 8192) if device == "cuda" else (1024, 2048)
     one, other = torch.ones(rows, size, device=device), torch.ones(size, size, device=device)
@@ -158,7 +162,7 @@ def _flops_per_second() -> float:
 
 
 def _bytes_per_second(folder: Path) -> float:
-    """Measure reading from the largest file of a folder, in several places, and not what memory holds of it."""
+    """Measure reading from the largest file in a folder, at several places, without the page cache."""
     file = max(
         (each for each in folder.iterdir() if each.is_file()), key=lambda each: each.stat().st_size
     )

@@ -1,4 +1,4 @@
-"""Refuses builds before they start, and says what would work instead."""
+"""Checks builds before they start, and suggests what would work instead."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from canvasrt.targets import TARGETS, Target
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise CanvasError when a plan cannot be carried out here, or when its engines would not fit
-    their GPU."""
+    """Raise CanvasError if this machine cannot build the plan, or if the engines would not fit their GPU."""
     check_buildable(plan.target)
     check_source(plan.target, plan.precision, plan.source)
     check_extras(plan)
@@ -43,7 +42,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_buildable(target: Target) -> None:
-    """Raise CanvasError when engines for a target cannot be built here."""
+    """Raise CanvasError if this machine cannot build engines for a target."""
     if target.capability is None:
         return
     module, extra = BUILDER_MODULES[target.builder]
@@ -59,7 +58,7 @@ def check_buildable(target: Target) -> None:
 
 
 def check_source(target: Target, precision: Precision, source: Source) -> None:
-    """Raise CanvasError when the source cannot be built at a precision."""
+    """Raise CanvasError if the source does not allow this precision."""
     have = source.precision
     what = "graphs are" if source.graphs is not None else "checkpoint's weights are"
     if source.is_quantized and (source.graphs is not None or precision.is_quantized):
@@ -82,7 +81,7 @@ def check_source(target: Target, precision: Precision, source: Source) -> None:
 
 
 def _check_base(target: Target, graphs: Bundle) -> None:
-    """Raise CanvasError when the unquantized part is in fp32: a GPU's engines compute it in bf16."""
+    """Raise CanvasError if the unquantized part is in fp32, which GPU engines compute in bf16."""
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(
@@ -92,7 +91,7 @@ def _check_base(target: Target, graphs: Bundle) -> None:
 
 
 def _same_recipe(source: Source, precision: Precision) -> bool:
-    """Return whether already quantized graphs are what a recipe would produce."""
+    """Return whether already quantized graphs equal what a recipe would produce."""
     if precision.recipe is None:
         return True
     made_with = source.graphs and source.graphs.manifest.options.get("recipe")
@@ -100,7 +99,7 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
 
 
 def check_extras(plan: Plan) -> None:
-    """Raise CanvasError when an extra for exporting or quantizing is missing, before anything is written."""
+    """Raise CanvasError if an extra for exporting or quantizing is not installed. Called before anything is written."""
     if plan.source.graphs is None:
         for module in ("torch", "onnx"):
             require(module, "export")
@@ -117,10 +116,9 @@ def check_extras(plan: Plan) -> None:
 
 
 def check_space(plans: Sequence[Plan]) -> None:
-    """Raise CanvasError when the disks lack room for what plans of one source write.
+    """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Engines are counted once per precision and capabilities. Graphs that are already cached are not
-    counted.
+    Engines are counted once per precision and capabilities; cached graphs are not counted.
     """
     cache, kinds = cache_folder(), [each.precision.text for each in plans]
     calibrations: list[int] = []
@@ -143,7 +141,8 @@ def check_space(plans: Sequence[Plan]) -> None:
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """Return fewer layers per segment and the bytes that their build takes, if the plan's takes much."""
+    """If the plan's build takes much memory, return a smaller number of layers per segment, and the bytes that its
+    build takes."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
@@ -152,7 +151,7 @@ def lighter_segments(plan: Plan) -> tuple[int, int] | None:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise CanvasError when serving would take more memory than the target has. The hint names what fits."""
+    """Raise CanvasError if serving would take more memory than the target has. The hint suggests options that fit."""
     if plan.fits is not False or plan.target.memory is None:
         return
     raise CanvasError(
@@ -162,7 +161,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def check_memory_to_serve(plan: Plan, memory: int) -> None:
-    """Raise CanvasError when serving would take more memory than this machine has, in bytes."""
+    """Raise CanvasError if serving would take more than `memory` bytes, the memory of this machine."""
     if plan.memory.total <= memory:
         return
     raise CanvasError(
@@ -179,19 +178,18 @@ def _takes(plan: Plan) -> str:
 
 
 def requests_of(plan: Plan) -> str:
-    """Return in words how many requests of which length a plan serves."""
+    """Return text with the number and length of the requests that a plan serves."""
     return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
 
 
 def what_fits(plan: Plan, memory: int) -> str:
-    """Return a hint that names a plan which fits that many bytes."""
+    """Return a hint with options that fit in this many bytes."""
     found = _what_fits(replace(plan, target=replace(plan.target, memory=memory)))
     return f"this would fit: {', or '.join(found)}" if found else "nothing smaller fits either"
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return options that each make a plan fit; else several that do together; else other
-    targets."""
+    """Return alternative options, any of which makes the plan fit; else a combination; else other targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS
@@ -212,7 +210,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return the longest context at which one request fits, in the first precision that has one."""
+    """Return the longest context at which one request fits, in the first precision for which there is one."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:
@@ -223,20 +221,20 @@ def _several_options(plan: Plan) -> list[str]:
 
 
 def _contexts(plan: Plan) -> list[int]:
-    """Return shorter contexts, each half of the one before."""
+    """Return shorter contexts by repeated halving."""
     halves = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))
     return [context for context in halves if context > plan.source.model.canvas_length]
 
 
 def _precisions(plan: Plan) -> list[Precision]:
-    """Return the target's other precisions, if the source's weights can have them."""
+    """Return the target's other precisions that the source allows."""
     if plan.source.is_quantized:
         return []
     found = []
     for name in plan.target.precisions:
         if name != plan.precision.name:
             other = parse_precision(name)
-            # A recipe's blocks may not divide the model's rows.
+            # The format's blocks may not divide the model's rows.
             with contextlib.suppress(CanvasError):
                 other.formats(plan.source.model)
                 found.append(other)

@@ -1,8 +1,7 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build holds more than twice its weights in memory, cannot be interrupted from Python, and may be
-killed when memory runs out. A process returns all of its memory, can be killed at any time, and its
-death is an ordinary error.
+A build takes more than twice its weights' memory, cannot be interrupted from Python, and may be killed when memory runs
+out. A child process returns all of its memory and can be killed at any time, and its death is an ordinary error.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from canvasrt.roofline.builder_log import Capture
 
 _log = logging.getLogger(__name__)
 
-# TensorRT logs a missing GPU as an error; here it is expected.
+# TensorRT logs a missing GPU as an error, but here it is expected.
 _NO_GPU = "catchCudaError"
-# The builder reports an engine's need in one line per engine.
+# The builder's log line with an engine's activation memory.
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of any of
-    `capabilities`; without any, it is built for this machine's GPU.
+    """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of all `capabilities`;
+    if empty, it is built for this machine's GPU.
 
-    `timing` is a file that keeps how fast kernels ran, for the next build; it need not exist.
+    `timing` is the file of the timing cache; it need not exist.
     """
 
     module: str
@@ -83,13 +82,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A builder's report: the bytes of device memory for activations, or None if it did not say."""
+    """A builder's report: bytes of device memory for activations; None if it did not report them."""
 
     activation_bytes: int | None
 
 
 class Children:
-    """The running builder processes. `kill` ends them and keeps others from starting."""
+    """The running builder processes. `kill` ends them and prevents new ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,7 +96,7 @@ class Children:
         self._stopped = False
 
     def kill(self) -> None:
-        """Kill all processes at once."""
+        """Kill all processes immediately."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -117,13 +116,13 @@ class Children:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
+                start_new_session=True,  # a separate session: Ctrl-C only reaches this process, which kills the others
             )
             self._running.add(process)
         return process
 
     def end(self, process: subprocess.Popen[str]) -> None:
-        """Kill a process if it still runs, and wait for it."""
+        """Kill a process if it is still running, and reap it."""
         process.kill()
         process.wait()
         with self._lock:
@@ -135,7 +134,7 @@ def _import_path() -> str:
 
 
 def compile_graph(job: Job, children: Children | None = None) -> Compiled:
-    """Write the engine of a job. Raises CanvasError with TensorRT's own message if it refuses."""
+    """Build the engine of a job. Raises CanvasError with TensorRT's message if it refuses."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
     process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
@@ -155,14 +154,14 @@ def compile_graph(job: Job, children: Children | None = None) -> Compiled:
             f"{name}: the {job.module} builder was killed by signal {-process.returncode}",
             "most likely memory ran out: close other programs, or use a machine with more",
         )
-    said = errors[0] if errors else f"it ended with code {process.returncode} and said nothing"
+    said = errors[0] if errors else f"it ended with code {process.returncode} without a message"
     raise CanvasError(
         f"{name}: {job.module} built no engine: {said}", "--debug shows the builder's full log"
     )
 
 
 def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
-    """Return the errors and the facts in the child's output; everything is logged."""
+    """Return the errors and the report in the child's output. All lines are logged."""
     errors: list[str] = []
     activations = None
     for line in lines:
@@ -176,19 +175,20 @@ def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
 
 
 def compile_engine(job: Job) -> None:
-    """Parse, configure, build and write, in this process. Raises CanvasError after TensorRT logged why."""
+    """Parse, configure, build and write in this process. Raises CanvasError after TensorRT has logged the reason."""
     trt = import_module(job.module)
     capture = Capture()
     builder = trt.Builder(_logger(trt, capture))
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
-    network.name = job.graph.stem  # the default is a running number, which the engine would contain
+    # A fixed name, because the default is a running number that becomes part of the engine.
+    network.name = job.graph.stem
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(job.graph)):
         raise CanvasError("the graph cannot be parsed", "see the builder's messages above")
     _let_attention_be_decomposed(trt, network)
     config = _config(trt, builder, network, job)
-    # Straight to the file: the whole engine in memory next to its weights would need a third more.
+    # Stream to the file. Holding the engine in memory in addition to its weights would take a third more.
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
             raise CanvasError("no engine was built", "see the builder's messages above")
@@ -212,8 +212,8 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """Write the kernel list. The engine works without it, so no failure ends the build: another builder's list may
-    have any form."""
+    """Write the kernel list. Failures are only logged, because the engine works without it, and other builders may
+    print other forms."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}
         for name, sizes in job.profiles.items()
@@ -238,13 +238,12 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     """Return the builder's configuration: the GPU, the profiles, and one stream."""
     config = builder.create_builder_config()
-    # With auxiliary streams, the pieces of attention could run at once and would need memory for
-    # all of them.
+    # With auxiliary streams, parts of attention could run concurrently and need memory at the same time.
     config.max_aux_streams = 0
-    # This makes the builder list its kernels, and changes neither the engine's size nor the build's time.
+    # Makes the builder list its kernels. Changes neither the engine's size nor the build time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     _use_timings(config, job.timing)
-    # Without it, a call could allocate memory, which a CUDA graph cannot capture. TensorRT has no such flag.
+    # Without this flag, a call could allocate memory, which a CUDA graph cannot capture. TensorRT lacks the flag.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)
     if job.capabilities:
@@ -257,16 +256,16 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
 
 
 def _let_attention_be_decomposed(trt: Any, network: Any) -> None:
-    """Let attention be decomposed if no fused kernel supports its sizes, which depends on the profiles."""
+    """Allow TensorRT to decompose attention if no fused kernel supports the profile's sizes."""
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
-            layer.__class__ = trt.IAttentionInputLayer  # the bindings return a plain layer
+            layer.__class__ = trt.IAttentionInputLayer  # the bindings return the base class ILayer
             layer.attention.decomposable = True
 
 
 def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
-    """Return TensorRT's profile: each input's shape, with the sizes of its dynamic dimensions filled in."""
+    """Return TensorRT's profile, which has every input's shape with sizes for its dynamic dimensions."""
     profile = builder.create_optimization_profile()
     for number in range(network.num_inputs):
         value = network.get_input(number)
@@ -286,7 +285,7 @@ def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
 
 
 def _logger(trt: Any, capture: Capture) -> Any:
-    """Return a TensorRT logger that prints one line per message, and passes all of them to `capture`."""
+    """Return a TensorRT logger that prints one line per message, and passes all messages to `capture`."""
 
     class Lines(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
@@ -298,7 +297,7 @@ def _logger(trt: Any, capture: Capture) -> Any:
 
 
 def main() -> None:
-    """Run the job in the first argument. The second is the number of the waiting process."""
+    """Run the job in the first argument. The second argument is the parent's process id."""
     try:
         if not signal_at_death_of(int(sys.argv[2]), signal.SIGKILL):
             raise CanvasError("the build has ended", "start it again")

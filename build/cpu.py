@@ -1,6 +1,7 @@
-"""Builds engines for the CPU: ONNX Runtime runs the graphs, with experts and quantized products rewritten for speed.
+"""Builds bundles for the CPU: graphs for ONNX Runtime, with experts and quantized products rewritten for speed.
 
-Quantized graphs are lowered first: to the same numbers in float32, or for INT4 to the same codes and scales.
+Quantized graphs are lowered first: weights become the same numbers in float32; INT4 weights keep their codes and
+scales.
 """
 
 from __future__ import annotations
@@ -46,8 +47,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def _lower(graphs: Bundle, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Write quantized graphs in float32. Return the embedding table's entry, and the other files to
-    link."""
+    """Write quantized graphs in float32. Return the embedding table's manifest entry, and the other files to link."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower
 
@@ -58,8 +58,8 @@ def _lower(graphs: Bundle, out: Path) -> tuple[dict[str, Any], list[str]]:
 def _rewrite(
     segments: list[dict[str, Any]], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rewrite the graphs for a CPU. Return the segments, with the new one for position-dependent values, and the changed
-    files."""
+    """Rewrite the graphs for a CPU. Return the segments, including the new one for values that only depend on
+    positions, and the changed files."""
     require("onnx_ir", "export")
     from canvasrt.graphs.cpu import rewrite_graphs
 

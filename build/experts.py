@@ -1,5 +1,5 @@
-"""How a GPU runs the experts: in slots inside the engines, or as kernels of our own over sorted rows between engines of one
-layer each. A build chooses one form by name and asks it for everything that depends on the form."""
+"""The two forms in which a GPU runs the experts: in slots inside the engines, or as our own kernels over sorted rows,
+between engines of one layer. A build selects one form by name; the form implements everything that depends on it."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ from canvasrt.sorted_rows.description import (
 )
 from canvasrt.targets import Target
 
-# Bytes that a piece's engine holds besides its weights.
+# Bytes of a piece's engine in addition to its weights.
 PIECE_CODE = 10 * 10**6
 
 
 class Slots:
-    """Experts inside the engines, with the slots of the plan of passes."""
+    """Experts inside the engines, with the pass plan's rows per expert."""
 
     name = SLOTTED
-    # Whether engines hold the experts.
+    # whether the experts are inside the engines
     in_engines = True
-    # Names of weights, by their ends, that are in no engine.
+    # suffixes of weights that are in no engine
     outside: tuple[str, ...] = ()
-    # Modules that a build needs, with their extras.
+    # modules that a build needs, with their extras
     modules: tuple[tuple[str, str], ...] = ()
-    # Packages, besides the builder, that determine the result.
+    # packages, in addition to the builder, whose versions determine the result
     packages: tuple[str, ...] = ()
 
     def check(self, target: Target, model: ModelConfig, formats: set[str]) -> None:
-        """Refuse targets and weight widths that these experts do not support."""
+        """Raise CanvasError for targets and weight widths that this form does not support."""
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
-        """Return the experts' share of the engines' workspace in bytes: gathered rows, intermediate results, and outputs."""
+        """Return the bytes of the engines' workspace for experts: gathered rows, intermediate results, and outputs."""
         slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
         return model.num_experts * passes.most_rows * slot * element
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
-        """Return the bytes of kernel code of all body segments. layers: of all segments. engine: bytes of one engine's code."""
+        """Return the bytes of kernel code of all body segments. layers: number of layers by segment. engine: bytes of
+        code per engine."""
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
-        """Return how many execution contexts all body segments have: of each engine one per profile, one for each place in the
-        batch, and one for shared passes."""
+        """Return the number of execution contexts of all body segments. Every engine has one per profile, one per place
+        in the batch, and one for shared passes."""
         return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
-        """Return the bytes of their own buffers, with `element` bytes per activation."""
+        """Return the bytes of additional buffers, with `element` bytes per activation."""
         return 0
 
     def profiles(self, profiles: Mapping[str, dict[str, Range]]) -> dict[str, dict[str, Range]]:
@@ -66,7 +67,7 @@ class Slots:
 
 
 class SortedRows(Slots):
-    """Experts between engines, over rows sorted by expert."""
+    """Experts as kernels between engines, over rows sorted by expert."""
 
     name = SORTED
     in_engines = False
@@ -83,7 +84,7 @@ class SortedRows(Slots):
         sizes = ExpertSizes.of(model)
         for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
             form = KernelForm(function, sizes, "bfloat16", format)
-            # Refuses formats without a kernel, and rows that its steps do not divide.
+            # Raises CanvasError for formats without a kernel, and for rows that the kernel's steps do not divide.
             inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
@@ -112,7 +113,7 @@ _BY_NAME: dict[str, Experts] = {each.name: each for each in (SLOTS, SortedRows()
 
 
 def find_experts(name: str) -> Experts:
-    """Return the form of the experts by its name in `--experts` and manifests."""
+    """Return the form with this name in `--experts` and manifests."""
     if name not in _BY_NAME:
         raise UsageError(f"unknown --experts {name!r}", f"give {SLOTTED} or {SORTED}")
     return _BY_NAME[name]

@@ -1,4 +1,4 @@
-"""Whether targets have room for the released model, for `canvasrt targets`."""
+"""Computes for `canvasrt targets` whether the released model fits a target's memory."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build.memory import Estimate
-from canvasrt.build.plan import Plan, Reading, shortened
+from canvasrt.build.plan import Plan, PrefillPlan, shortened
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.released import released_model
 from canvasrt.targets import Target
 
-# The context and the number of concurrent requests that must fit.
+# The context length and the number of concurrent requests that must fit.
 FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The precision in which the released model fits a target, as for `--precision`, and its memory."""
+    """The precision in which the released model fits a target, as in `--precision`, and its memory."""
 
     precision: str
     memory: Estimate
 
     def to_json(self) -> dict[str, Any]:
-        """As `canvasrt targets --json` prints it."""
+        """Return the data for `canvasrt targets --json`."""
         return {
             "precision": self.precision,
             "memory": self.memory.total,
@@ -35,9 +35,9 @@ class Fit:
 
 
 def released_fit(target: Target) -> Fit | None:
-    """Return the first of a target's precisions in which the released model fits; None if none does.
+    """Return the first of a target's precisions in which the released model fits; None if it fits in none.
 
-    A CPU's memory depends on its machine: there it is the precision that takes the least.
+    For a CPU, whose memory is not known, return the precision that takes the least memory.
     """
     names = [target.default, *target.precisions[1:]]
     fits = [
@@ -51,8 +51,8 @@ def released_fit(target: Target) -> Fit | None:
 
 def released_memory(
     precision: Precision, target: Target, max_context: int, max_batch: int
-) -> tuple[Reading, Estimate]:
-    """Return how a build would read the released model's prompts on a target, and the memory."""
+) -> tuple[PrefillPlan, Estimate]:
+    """Return how a build for a target would encode the released model's prompts, and the memory."""
     source = Source(Path("released"), released_model(), {})
     made = shortened(Plan(source, target, precision, max_context, max_batch, Path()))
     return made.reading, made.memory

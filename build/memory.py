@@ -21,24 +21,24 @@ from canvasrt.recipes.recipe import load_recipe, quantizable
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
-# Engines share one workspace, as large as the largest need. Builders take somewhat more than the
-# tensors counted here.
+# Factor on the workspace, which all engines share: builders take somewhat more than the tensors counted here.
 MEMORY_MARGIN = 1.1
-# Bytes that an engine holds besides its weights: the kernels of all its profiles, 16 to 31 MB with TensorRT-RTX.
+# Bytes of an engine in addition to its weights: the kernels of all profiles, 16 to 31 MB with TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6
-# What an execution context takes on the device, and a layer in each of its captured graphs: allowances, not measured.
+# Device bytes per execution context, and per layer in a captured graph. Allowances, not measured.
 CONTEXT, CAPTURED_LAYER = 2 * 10**6, 10**6
-# On the host it may take this many times as much.
+# The host memory of a context may be this many times as large.
 CONTEXT_ON_HOST = 4
-# Python and ONNX Runtime without a model.
+# Bytes of Python and ONNX Runtime without a model.
 CPU_PROCESS = 200 * 10**6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches exchange; `contexts`
-    are execution contexts and captured graphs. On a CPU, `buffers` is the process itself, and bodies and head do not share a
-    workspace."""
+    """Bytes of memory while serving.
+
+    `code`: the engines' kernels. `buffers`: inputs, outputs and hidden states. `contexts`: execution contexts and
+    captured graphs. On a CPU, `buffers` is the process itself, and bodies and head do not share a workspace."""
 
     weights: int
     code: int
@@ -62,9 +62,9 @@ class Weights:
     """A model's weights as a bundle stores them.
 
     Attributes:
-        precision: fp32, bf16, or that of a recipe.
-        formats: of each quantized weight by global name; None for the recipe of the precision's name.
-        on_cpu: in the CPU's form: widened, or packed as ONNX Runtime takes them.
+        precision: fp32, bf16, or a recipe's precision.
+        formats: the quantized weights' formats by global name; None for those of the recipe with the precision's name.
+        on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
     """
 
     model: ModelConfig
@@ -80,7 +80,7 @@ class Weights:
 
     @cached_property
     def chosen(self) -> Mapping[str, str]:
-        """The format of each quantized weight by global name."""
+        """The quantized weights' formats by global name."""
         if self.formats is not None:
             return self.formats
         if self.precision not in FORMATS:
@@ -89,7 +89,7 @@ class Weights:
         return {name: choice.format for name, choice in recipe.items()}
 
     def segments(self, without: tuple[str, ...] = ()) -> dict[str, int]:
-        """Return the bytes of each segment. Names that end as in `without` do not count."""
+        """Return the bytes of weights by segment. Names with a suffix in `without` do not count."""
         widths, sizes = quantizable(self.model), dict[str, float]()
         for name, count in parameters(self.model).items():
             if without and name.endswith(without):
@@ -107,20 +107,20 @@ class Weights:
             else:
                 each = format.weight_bytes(widths[name]) * format.engine_copies
             if format is not None and name == TABLE and format.projects:
-                each += _PLAIN_BYTES[self.base]  # its rows, for lookups
+                each += _PLAIN_BYTES[self.base]  # the table's 16-bit rows, for lookups
             sizes[segment] = sizes.get(segment, 0) + count * each
         return {segment: round(size) for segment, size in sizes.items()}
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Return the size of every matrix by its global name; norms are too small to count."""
+    """Return the matrices' sizes by global name. Norms are too small to count."""
     counts = {name: each.size for name, each in matrices(model).items()}
     return counts | ({"vision": vision_parameters(model)} if model.vision else {})
 
 
 def vision_parameters(model: ModelConfig) -> int:
-    """Return the number of weights in the vision tower's layers, which are nearly all of it; it is
-    not quantized."""
+    """Return the number of weights in the vision tower's layers, which are nearly all of its weights. They are not
+    quantized."""
     if model.vision is None:
         return 0
     config = model.vision
@@ -132,7 +132,7 @@ def vision_parameters(model: ModelConfig) -> int:
 def estimate(
     weights: Weights, passes: PassPlan, kv_cache: str | None = None, experts: Experts = SLOTS
 ) -> Estimate:
-    """Estimate the memory that serving takes on a GPU, or on a CPU if the weights are in its form.
+    """Estimate the memory of serving on a GPU, or on a CPU if `weights.on_cpu`.
 
     kv_cache: the format of cached keys and values, if it differs from the graphs'.
     """
@@ -142,7 +142,7 @@ def estimate(
 
 
 def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
-    """A CPU computes in fp32. It loads the vision tower for the first image, so that is not counted."""
+    """A CPU computes in fp32. The vision tower is not counted, because it is only loaded at the first image."""
     model = weights.model
     return Estimate(
         weights=sum(size for name, size in weights.segments().items() if name != "vision"),
@@ -174,26 +174,25 @@ def _on_gpu(weights: Weights, passes: PassPlan, kv_cache: str | None, experts: E
 
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
-    """Return how many execution contexts serving takes. The head has one per profile, and one with a graph for passes of one
-    request and one for shared ones; the vision tower has one."""
+    """Return the number of execution contexts while serving. The head has one per profile, and two with captured
+    graphs, for own and shared passes. The vision tower has one."""
     head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)
 
 
 def _cached_numbers(model: ModelConfig, passes: PassPlan) -> int:
-    """Return how many numbers one request's cache holds."""
+    """Return the number of elements in one request's cache."""
     return sum(
         2 * layer.num_kv_heads * layer.head_dim * passes.cached(layer) for layer in model.layers
     )
 
 
 def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> int:
-    """Return the bytes of the buffers that runtime.gpu.workspace takes.
+    """Return the bytes of the buffers that runtime.gpu.workspace allocates.
 
-    These are the hidden states of every engine, two more per request, the new keys and values of an
-    encoding or denoising pass, and a copy of one slot's keys for a change of width. `number` is the
-    bytes of one cached number.
+    These are: hidden states of every engine, and two more per request; new keys and values of a pass; and a copy of one
+    slot's keys for changes of width. `number` is the bytes per cached element.
     """
     model, encoded = weights.model, passes.lengths[-1]
     canvases = passes.batch * passes.canvas
@@ -207,7 +206,7 @@ def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> i
 
 
 def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
-    """Return the peak bytes of the largest attention: over the longest part of a prompt, or a full batch of canvases."""
+    """Return the peak bytes of attention: the larger of the longest prompt chunk and a full batch of canvases."""
 
     def largest(length: int) -> int:
         return max(_layer_attention(model, passes, each, length, element) for each in model.layers)
@@ -218,7 +217,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return one row's bytes: joined keys and values, or if not fused, transposed keys and two sets of scores."""
+    """Return the bytes of one request: joined keys and values, or if not fused, transposed keys and two sets of
+    scores."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:
@@ -230,8 +230,8 @@ def _layer_attention(
 
 
 def _head(weights: Weights, passes: PassPlan, element: int) -> int:
-    """Return the bytes of the vocabulary-sized tensors that the sampler holds at once on a GPU: the projection's result,
-    unnormalised probabilities, and these in the table's format if products with the table round their inputs."""
+    """Return the bytes of the vocabulary-sized tensors that a GPU's sampler holds at the same time: logits,
+    unnormalised probabilities, and these in the table's format if products with the table quantize their inputs."""
     format = FORMATS.get(weights.chosen.get(TABLE, ""))
     rounded = format.bits / 8 if format is not None and format.projects else 0
     logits = passes.batch * passes.canvas * weights.model.vocab_size
@@ -239,8 +239,8 @@ def _head(weights: Weights, passes: PassPlan, element: int) -> int:
 
 
 def _cpu_head(weights: Weights) -> int:
-    """Return the head's bytes on a CPU. ONNX Runtime runs one request and one operator at a time, in float32, and widens a
-    piece of the table. (Only small passes run side by side.)"""
+    """Return the head's bytes on a CPU. ONNX Runtime runs one request and one operator at a time in float32, and
+    dequantizes one piece of the table. (Only small passes run concurrently.)"""
     logits = weights.model.canvas_length * weights.model.vocab_size
     return round(3.5 * logits * 4) + (
         TABLE_PIECE_BYTES if weights.chosen.get(TABLE) in FORMATS else 0
@@ -248,8 +248,8 @@ def _cpu_head(weights: Weights) -> int:
 
 
 def _cpu_body(model: ModelConfig, passes: PassPlan) -> int:
-    """Return the bytes of the largest operator's tensors in float32: attention's scores of all heads beside the joined
-    keys and values, or the experts' rows, which are sorted and have no empty slots."""
+    """Return the bytes of the largest operator's tensors in float32: attention scores of all heads plus joined keys and
+    values, or the experts' sorted rows, which have no empty slots."""
     longest = passes.lengths[-1]
     inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
     experts = rows * (2 * model.hidden_size + 3 * inner)

@@ -16,15 +16,15 @@ from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 
-# A builder's memory without weights, and bytes per byte of a segment's weights if no format says
-# more. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
+# A builder's memory without weights in bytes, and its minimum bytes per byte of a segment's weights. Measured with
+# TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
-# Parallel builders use a third of the free memory. The rest caches the files that they read and write.
+# Parallel builders use a third of the free memory. The rest is for the page cache.
 SHARE = 3
 
 
-# What to do about a build that does not fit.
+# The hint for a build that does not fit.
 LIGHTER = (
     "take less to build: a checkpoint that is quantized already (nvidia/diffusiongemma-26B-A4B-it-NVFP4), --precision int4,"
     " which needs no calibration, or fewer or shorter prompts with --calibration"
@@ -33,7 +33,8 @@ LIGHTER = (
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: `memory` at the peak, `segments` of each builder, `graphs` and `engines` on disk, `written` by engine."""
+    """A build's needs in bytes: peak `memory`; `segments`, the builder's memory by segment; `graphs` and `engines` on
+    disk; `written`, the size by engine."""
 
     segments: Mapping[str, int]
     graphs: int
@@ -43,7 +44,7 @@ class Needs:
 
     @property
     def building(self) -> int:
-        """The memory of the largest builder."""
+        """The bytes of the largest builder process."""
         return max(self.segments.values(), default=0)
 
     @property
@@ -62,12 +63,12 @@ def host_needs(
     experts: Experts,
     calibration: CalibrationNeeds | None = None,
 ) -> Needs:
-    """Return the needs of a build with an empty cache, which calibrates and writes `graphs` first."""
+    """Return the needs of a build with an empty cache, which first calibrates and writes `graphs`."""
     engines, sizes = 0, built.segments()
     if not built.on_cpu:
         engines = sum(sizes.values()) + ENGINE_CODE * len(sizes)
     elif built.precision not in PLAIN:
-        # A CPU's engines are links to its graphs, unless their weights are widened.
+        # A CPU's engines are links to the graphs, unless weights are widened to float32.
         engines = sum(sizes.values())
     written = sum(sum(each.segments().values()) for each in graphs)
     builders = {} if built.on_cpu else builder_needs(built, experts)
@@ -75,9 +76,9 @@ def host_needs(
 
 
 def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
-    """Return the builder's memory per segment.
+    """Return the builder's memory by segment.
 
-    This is the whole segment's; pieces without experts take less.
+    This is for whole segments; pieces without experts take less.
     """
     kinds = {weights.precision, *(weights.formats or {}).values()}
     sizes = weights.segments(without=experts.outside)
@@ -85,14 +86,14 @@ def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:
-    """Return the memory to build a segment, from the bytes of its weights and their formats."""
+    """Return the bytes that building a segment takes, from its weights' bytes and formats."""
     known = [FORMATS[name].builder_factor for name in formats if name in FORMATS]
     factor = HEAD_FACTOR if segment == "head" else max(known, default=BUILDER_FACTOR)
     return BUILDER_BASE + round(weights * factor)
 
 
 def check_memory_here(segment: str, need: int) -> None:
-    """Raise CanvasError when a segment's builder would take more memory than is free."""
+    """Raise CanvasError if a segment's builder would take more memory than is free."""
     free = available_bytes()
     if need <= free:
         return
@@ -108,7 +109,7 @@ def check_memory_here(segment: str, need: int) -> None:
 
 
 def check_calibration_memory(needs: CalibrationNeeds) -> None:
-    """Raise CanvasError when a calibration would take more memory than is free."""
+    """Raise CanvasError if a calibration would take more memory than is free."""
     if needs.memory > (free := available_bytes()):
         raise CanvasError(
             f"calibrating takes about {gigabytes(needs.memory)} of memory, but only {gigabytes(free)} are free",
@@ -117,7 +118,7 @@ def check_calibration_memory(needs: CalibrationNeeds) -> None:
 
 
 def check_disk(needed: Mapping[Path, int]) -> None:
-    """Raise CanvasError when the disks of some folders have less free space than needed, in bytes."""
+    """Raise CanvasError if the disks of folders have less free space than needed. `needed`: bytes by folder."""
     disks: dict[int, tuple[Path, int]] = {}
     for folder, count in needed.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -134,7 +135,7 @@ def check_disk(needed: Mapping[Path, int]) -> None:
 
 
 def same_disk(one: Path, other: Path) -> bool:
-    """Return whether two folders, which need not exist yet, are on one disk."""
+    """Return whether two folders are on the same disk. They need not exist."""
     devices = [
         os.stat(next(path for path in (folder, *folder.parents) if path.exists())).st_dev
         for folder in (one.resolve(), other.resolve())

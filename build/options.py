@@ -1,4 +1,4 @@
-"""A build's options, and checks of those that a source rules out."""
+"""A build's options, and checks of options against the source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from canvasrt.defaults import (
 )
 from canvasrt.errors import CanvasError, UsageError
 
-# Folders of LoRA adapters, with their factors.
+# Folders of LoRA adapters, and their factors.
 Adapters = tuple[tuple[Path, float], ...]
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The user's options. None lets the source and the target decide."""
+    """The user's options. None is the default of the source or the target."""
 
     precision: str | None = None
     max_context: int | None = None
@@ -37,7 +37,7 @@ DEFAULT_OPTIONS = BuildOptions()
 
 
 def check_adapters(source: Source, adapters: Adapters) -> None:
-    """Refuse folders without an adapter, and sources that cannot take one."""
+    """Raise CanvasError for folders without an adapter, and for sources that cannot be adapted."""
     for path, _ in adapters:
         for name in ADAPTER_FILES:
             if not (path / name).is_file():
@@ -49,10 +49,12 @@ def check_adapters(source: Source, adapters: Adapters) -> None:
             f"{source.path} holds graphs, but --adapter merges into a checkpoint",
             "build from the checkpoint that the adapter was trained on",
         )
+    if adapters and source.checkpoint is not None:
+        source.checkpoint.check_plain()
 
 
 def check_context(source: Source, requested: int | None) -> int:
-    """Check `--max-context`. Without it, return the model's limit or the default, whichever is less."""
+    """Check and return `--max-context`. The default is the smaller of the model's limit and our default."""
     model = source.model
     limit = model.max_position_embeddings
     context = min(limit, MAX_CONTEXT) if requested is None else requested
@@ -71,7 +73,7 @@ def check_context(source: Source, requested: int | None) -> int:
 
 
 def check_layers(source: Source, requested: int | None) -> int:
-    """Check `--layers-per-segment`. Graphs are already cut."""
+    """Check `--layers-per-segment`. Graphs are already divided into segments."""
     if requested is not None and requested < 1:
         raise UsageError(f"--layers-per-segment {requested} is less than 1", "give 1 or more")
     if source.graphs is None:

@@ -1,4 +1,4 @@
-"""Runs tasks in parallel within a limit of memory."""
+"""Runs tasks in parallel within a memory limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class ParallelTask(Generic[ResultT]):
-    """A task for a thread of its own, and the bytes of memory that it needs while it runs."""
+    """A task for a thread, and the bytes of memory that it takes."""
 
     name: str
     memory: int
@@ -29,9 +29,9 @@ def run_all(
 ) -> dict[str, ResultT]:
     """Run all tasks and return their results by name.
 
-    Together they take at most `memory`; a task that needs more runs alone. `started` and `finished`
-    are called with each name, in this thread. If a task fails or this thread is interrupted, `stop`
-    is called to end the others soon. The first failure is raised.
+    Concurrent tasks take at most `memory` bytes; a task that needs more runs alone. `started` and `finished` are called
+    with the task's name on this thread. If a task fails or this thread is interrupted, `stop` is called to end the
+    other tasks. Then the first failure is raised.
     """
     waiting, results = list(tasks), {}
     running: dict[Future[ResultT], ParallelTask[ResultT]] = {}

@@ -1,4 +1,4 @@
-"""Body segments in pieces, with the experts' kernels and weights between them (`--experts sorted`)."""
+"""Cuts body segments into pieces, with the experts' kernels and weights between them (`--experts sorted`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class PieceGraph:
-    """The graph of one piece, and the bytes of the weights that it reads."""
+    """The graph of one piece, and its weights' bytes."""
 
     name: str
     file: Path
@@ -35,7 +35,8 @@ class PieceGraph:
 
 
 def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
-    """Write the pieces of a body segment's graph to `folder`. Their weights stay in the graph's file, which is linked."""
+    """Write the pieces of a body segment's graph to `folder`. Weights stay in the graph's weight file, which is
+    linked."""
     ir = require("onnx_ir", "export")
     from canvasrt.sorted_rows.cut import cut_body
 
@@ -61,7 +62,7 @@ def join_pieces(
 ) -> Json:
     """Write a segment's kernels and weights to `out`, next to the engines of its pieces.
 
-    Returns the manifest's `file`, and `kernels`, which takes the place of the pieces' lists, if they have any.
+    Returns the manifest's `file`, and `kernels`, which replaces the pieces' kernel lists if there are any.
 
     pieces: the engines' files, in order, and their SHA-256.
     """
@@ -99,7 +100,8 @@ def join_pieces(
 def _compile(
     form: KernelForm, capabilities: Iterable[Capability], out: Path
 ) -> tuple[dict[str, KernelImage], str]:
-    """Compile a kernel for every capability. Return the images, and the matrix instruction of the oldest one."""
+    """Compile a kernel for every capability. Return the images, and the matrix instruction for the oldest
+    capability."""
     images: dict[str, KernelImage] = {}
     instruction = ""
     for major, minor in capabilities:

@@ -44,8 +44,8 @@ from canvasrt.recipes.recipe import load_recipe
 from canvasrt.targets import Target, find_target
 
 
-class Reading(NamedTuple):
-    """How prompts are read: the most tokens per row of an encoding pass, and whether images are seen."""
+class PrefillPlan(NamedTuple):
+    """How prompts are encoded: maximum tokens per encoding pass, and whether images are supported."""
 
     prefill_chunk: int
     sees: bool
@@ -73,14 +73,14 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights are removed from the cache once its engine is there."""
+        """Whether a segment's weights are removed from the cache once its engine is built."""
         ours = self.source.graphs is None and self.target.capability is not None
         large = self.needs.graphs > KEPT_GRAPHS
         return ours and large and self.experts.in_engines and not self.keep_graphs
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The manifest's `options` that the user chose, those of `_DEFAULTS` only where they differ."""
+        """The user's choices for the manifest's `options`. Values equal to `_DEFAULTS` are omitted."""
         chosen: dict[str, Any] = {
             "precision": self.precision.name,
             "max_context": self.max_context,
@@ -100,7 +100,7 @@ class Plan:
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
-        """Each adapter's files by SHA-256 and its weight, as in the graphs' manifest."""
+        """The adapters' files by SHA-256 and their weights, as in the graphs' manifest."""
         return [
             {"files": hash_files(path, ADAPTER_FILES), "weight": weight}
             for path, weight in self.adapters
@@ -115,14 +115,14 @@ class Plan:
 
     @cached_property
     def formats(self) -> dict[str, str] | None:
-        """The format of each quantized weight, by global name; None if unknown before the export."""
+        """The quantized weights' formats by global name; None if unknown before the export."""
         if self.precision.recipe is None and self.source.is_quantized:
             return self.source.formats
         return self.precision.formats(self.source.model)
 
     @property
     def kv_cache(self) -> str | None:
-        """The format of cached keys and values: that of the requested recipe, or of the recipe in the graphs."""
+        """The cache format of the requested recipe, or of the recipe in the graphs."""
         if self.precision.recipe is not None:
             return self.precision.recipe.kv_cache
         graphs = self.source.graphs
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the build quantizes, rather than using already quantized weights."""
+        """Whether the build quantizes weights that are not already quantized."""
         return self.precision.is_quantized and not self.source.is_quantized
 
     @cached_property
@@ -142,48 +142,48 @@ class Plan:
         return Weights(self.source.model, self.precision.name, self.formats, layers, on_cpu)
 
     @cached_property
-    def reading(self) -> Reading:
-        """How prompts are read: in shorter passes or without images only if nothing else fits the target. If nothing fits,
-        prompts are read in the usual way."""
+    def reading(self) -> PrefillPlan:
+        """How prompts are encoded. Shorter passes, or engines without images, are only chosen if nothing else fits the
+        target. If nothing fits at all, the default is returned."""
         model, limit = self.source.model, self.target.memory
         chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
         sights = (True, False) if model.vision else (False,)
-        ways = [Reading(chunk, sees) for sees in sights for chunk in chunks]
+        ways = [PrefillPlan(chunk, sees) for sees in sights for chunk in chunks]
         fitting = (way for way in ways if limit is None or self.memory_when(way).total <= limit)
         return next(fitting, ways[0])
 
-    def passes_when(self, reading: Reading) -> PassPlan:
-        """Return the sizes of passes for a way to read prompts. Without images, passes need no rows for them."""
+    def passes_when(self, reading: PrefillPlan) -> PassPlan:
+        """Return the pass plan for a way to encode prompts. Without images, passes need no expert rows for them."""
         sizes = self.max_context, self.max_batch, reading.prefill_chunk, self.experts.in_engines
         return plan_passes(self._seen(reading), *sizes)
 
     @cached_property
     def passes(self) -> PassPlan:
-        """The sizes of passes."""
+        """The pass plan."""
         return self.passes_when(self.reading)
 
-    def memory_when(self, reading: Reading) -> Estimate:
-        """Return the memory that serving takes for a way to read prompts."""
+    def memory_when(self, reading: PrefillPlan) -> Estimate:
+        """Return the memory of serving with a way to encode prompts."""
         weights = replace(self.weights, model=self._seen(reading))
         return estimate(weights, self.passes_when(reading), self.kv_cache, self.experts)
 
-    def _seen(self, reading: Reading) -> ModelConfig:
+    def _seen(self, reading: PrefillPlan) -> ModelConfig:
         model = self.source.model
         return model if reading.sees else replace(model, vision=None)
 
     @cached_property
     def memory(self) -> Estimate:
-        """The memory that serving takes."""
+        """The memory of serving."""
         return self.memory_when(self.reading)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits the target's memory; None if the target does not say how much it has."""
+        """Whether the plan fits the target's memory; None if that is unknown."""
         return None if self.target.memory is None else self.memory.total <= self.target.memory
 
     @cached_property
     def needs(self) -> Needs:
-        """What building takes on this machine."""
+        """The needs of the build on this machine."""
         source = self.source
         graphs: list[Weights] = []
         if source.graphs is None and not self.quantizes:
@@ -194,23 +194,24 @@ class Plan:
         if self.quantizes:
             graphs.append(replace(self.weights, on_cpu=False))
         calibration = None
-        with contextlib.suppress(CanvasError):  # of its prompts, which `check_plan` raises
+        with contextlib.suppress(CanvasError):  # invalid prompts, for which `check_plan` raises
             calibration = self.calibrates
         return host_needs(self.weights, graphs, self.experts, calibration)
 
     @property
     def disk(self) -> int:
-        """The most that a build with an empty cache has on disk at a time."""
+        """The peak bytes on disk of a build with an empty cache."""
         needs = self.needs
         if not self.spends_graphs:
             return needs.graphs + needs.engines
-        # While an engine is built, its graph is there too. At most two of the largest are, as a rule.
+        # While an engine is built, its graph still exists. Usually this applies to at most the two largest.
         running = sum(sorted(needs.written.values())[-2:])
         return max(needs.graphs, needs.engines) + running
 
     @cached_property
     def calibrates(self) -> CalibrationNeeds | None:
-        """What calibrating takes on this machine; None if the build does not. Raises CanvasError for unusable prompts."""
+        """The needs of the calibration; None if the build does not calibrate. Raises CanvasError for unusable
+        prompts."""
         recipe, checkpoint = self.precision.recipe, self.source.checkpoint
         if recipe is None and checkpoint and checkpoint.quantization:
             leaves = self.source.is_quantized and not checkpoint.quantization.static
@@ -222,12 +223,16 @@ class Plan:
         ):
             return None
         prompts = prompts_of(self.source, recipe, self.calibration)
-        return None if prompts is None else calibration_needs(prompts, self.source.path)
+        if prompts is None:
+            return None
+        return calibration_needs(
+            prompts, self.source.path, 4 if self.source.precision == "fp32" else 2
+        )
 
     def existing(self) -> Bundle | None:
-        """Return the bundle at `out` if this build would write the same one.
+        """Return the bundle at `out` if this build would write the same bundle.
 
-        Raises CanvasError when `out` holds something else.
+        Raises CanvasError if `out` has other content.
         """
         if not (self.out / MANIFEST).exists():
             return None
@@ -291,22 +296,20 @@ def plan(
     options: BuildOptions = DEFAULT_OPTIONS,
     precision: Precision | None = None,
 ) -> Plan:
-    """Check a build's options against the model and the target.
+    """Plan a build: check its options against the model and the target.
 
-    `precision` is the meaning of `options.precision` for this target, if the caller has chosen it
-    already.
+    `precision` is the precision for this target, if the caller has already resolved `options.precision`.
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:
         (precision,) = choose_precisions([target], options.precision, source.precision)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
-    # The prompts may be for another target of the same build.
+    # Do not refuse prompts here, because another target of the same build may need them.
     check_calibration(options.calibration, True, precision.text)
     check_adapters(source, options.adapters)
-    formats = precision.formats(
-        source.model
-    )  # refuses a recipe with a pattern that matches nothing
+    # Raises CanvasError for a recipe with a pattern that matches nothing.
+    formats = precision.formats(source.model)
     experts = find_experts(options.experts)
     experts.check(target, source.model, _expert_formats(source, formats))
     made = Plan(
@@ -326,8 +329,8 @@ def plan(
 
 
 def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
-    """Return the formats of the experts' weights. A quantized checkpoint's are not known before its export, but its
-    precision is."""
+    """Return the formats of the experts' weights. For a quantized checkpoint, only its precision is known before the
+    export."""
     if source.is_quantized and source.graphs is None:
         return {str(source.precision)}
     found = (source.formats if source.is_quantized else formats) or {}
@@ -335,13 +338,13 @@ def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[st
 
 
 def shortened(plan: Plan) -> Plan:
-    """Return the plan with segments of `SHORT_SEGMENT` layers if longer ones need much memory to build and the target has
-    room for short ones, which take a little more of its memory.
+    """Return the plan with segments of `SHORT_SEGMENT` layers if longer ones take much memory to build, and the target
+    has room for short ones, which take slightly more of its memory.
 
-    A target has room if it has no limit, or if it stays under 95% full and reads prompts in the same chunks. A CPU's segments
-    are cut the same way, so that one export serves both.
+    A target has room if its memory is unknown, or if it stays under 95% full and encodes prompts in the same chunks. A
+    CPU's segments are cut in the same way, so that targets can share an export.
     """
-    # The experts' weights take most of the memory.
+    # The experts' weights dominate the memory.
     if plan.source.graphs is not None or not plan.experts.in_engines:
         return plan
     built = builder_needs(replace(plan.weights, on_cpu=False), plan.experts)
@@ -354,7 +357,7 @@ def shortened(plan: Plan) -> Plan:
 
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
-    """Cut all plans of one source and one precision into the same segments, so that they share graphs: long ones if a
+    """Give all plans of one source and precision the same segments, so that they share graphs. Segments are long if any
     target has no room for short ones."""
     longest: dict[str, int] = {}
     for each in plans:
@@ -363,9 +366,9 @@ def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
     return [replace(each, layers_per_segment=longest[each.precision.text]) for each in plans]
 
 
-# Graphs in the cache up to this many bytes stay there.
+# Graphs up to this many bytes are kept in the cache.
 KEPT_GRAPHS = 2 * 10**9
-# The values of options that a manifest does not list.
+# Options with these values are not listed in a manifest.
 _DEFAULTS: dict[str, Any] = {
     "adapters": [],
     "calibration": None,

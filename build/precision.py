@@ -14,7 +14,7 @@ from canvasrt.targets import Target, check_precision
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` is as in the table of targets. Without a recipe, the source's quantized weights are kept."""
+    """A precision. `name` is as in the table of targets. Without a recipe, the source's quantized weights are kept."""
 
     name: str
     recipe: Recipe | None = None
@@ -25,30 +25,30 @@ class Precision:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs calibration prompts."""
+        """Whether the precision needs calibration prompts."""
         if self.recipe is not None:
             return self.recipe.is_calibrated
         return self.is_quantized and FORMATS[self.name].rounds_inputs
 
     @property
     def exported(self) -> str:
-        """The precision of its exported graphs."""
+        """The precision of the exported graphs."""
         return self.name if self.name in PLAIN else "bf16"
 
     @property
     def text(self) -> str:
-        """The recipe's name if there is one, else the precision's."""
+        """The recipe's name, else the precision's."""
         return self.recipe.name if self.recipe else self.name
 
     def formats(self, model: ModelConfig) -> dict[str, str] | None:
-        """Return the format of each quantized weight by global name; None without a recipe."""
+        """Return the quantized weights' formats by global name; None without a recipe."""
         if self.recipe is None:
             return None if self.is_quantized else {}
         return {name: choice.format for name, choice in self.recipe.formats(model).items()}
 
 
 def parse_precision(requested: str) -> Precision:
-    """Parse `fp32`, `bf16`, a recipe's name or a recipe file. UsageError for an unknown name."""
+    """Parse `fp32`, `bf16`, a recipe's name or a recipe file. Raises UsageError for an unknown name."""
     if requested in PLAIN:
         return Precision(requested)
     try:
@@ -67,9 +67,9 @@ def choose_precisions(
 ) -> list[Precision]:
     """Choose every target's precision.
 
-    of_source: the precision of graphs or a quantized checkpoint; None for a plain one. Without
-    `requested`, each target gets the source's if it supports it, else its default. A CPU among other
-    targets keeps its default if it does not support `requested`.
+    of_source: the precision of graphs or of a quantized checkpoint; None for a plain checkpoint. Without `requested`, a
+    target gets the source's precision if it supports it, else its own default. A CPU among other targets keeps its
+    default if it does not support `requested`.
     """
     if requested is None:
         return [_default(target, of_source) for target in targets]
@@ -81,7 +81,7 @@ def choose_precisions(
             chosen.append(_default(target, None))
             continue
         _check(target, wanted, several=len(targets) > 1)
-        # A source already quantized to this is built as it is.
+        # A source with this precision is built unchanged.
         named = requested == wanted.name and of_source == wanted.name
         chosen.append(Precision(wanted.name) if named else wanted)
     return chosen

@@ -12,14 +12,14 @@ from canvasrt.defaults import OCTET, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
 from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes
 
-# The context that kernels are tuned for. Everything up to --max-context works.
+# The context length for which kernels are tuned. All lengths up to --max-context work.
 TYPICAL_CONTEXT = 2048
 
 DENOISE_BATCH, IMAGES_PROFILE = "denoise_batch", "images"
 DENOISE_SMALL = "denoise_small"
 
 
-# Dimension name in the graph → its sizes.
+# Dimension's name in the graph → range of sizes.
 Profile = dict[str, Range]
 
 
@@ -28,9 +28,9 @@ def profiles(
 ) -> dict[str, Profile]:
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
-    `encode` takes a prefill chunk or a finished canvas of one request. `denoise` takes one request's
-    canvas, `denoise_batch` a full batch of them, some of which may be padding. Smaller canvases run in
-    `encode`, and in the head's `denoise_small`. Kernels are tuned for `opt`; only `max` is binding.
+    `encode` is for a prefill chunk or a finished canvas of one request; `denoise` for one request's canvas;
+    `denoise_batch` for a full batch of canvases, some of which may be padding. Smaller canvases run in `encode`, and in
+    the head's `denoise_small`. Kernels are tuned for `opt`; `max` is the limit.
     """
     if "layers" in segment:
         return _body(segment, model, passes)
@@ -44,7 +44,7 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime sees one image at a time. The exporter names the number of patches by its expression.
+    # The runtime processes one image at a time. The exporter names the patch dimension by this expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
@@ -60,7 +60,7 @@ def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
 def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> dict[str, Profile]:
     cached = {"full": octets(passes.widths[-1]), "sliding": octets(passes.window)}
     past = {
-        # The first call of a request has an empty past of one octet.
+        # A request's first pass has a past of one empty octet.
         f"octets_{kind}": Range(1, min(TYPICAL_CONTEXT // OCTET, cached[kind]), cached[kind])
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
@@ -81,7 +81,7 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
             made[name] = {**size, **_slots(model, rows), **past}
             continue
         tokens = passes.canvas if _feeds_all_tokens(segment) else None
-        # One request's canvas may route all tokens to the same experts.
+        # A canvas may route all tokens to the same experts.
         usual = pass_shapes.usual_capacity(model, passes.canvas)
         rows = Range(1, usual, passes.canvas_rows[-1])
         made[name] = {**size, **_slots(model, rows, tokens), **past}
@@ -89,7 +89,8 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Return the experts' dimensions: `slots` per expert, or for the first product, all `tokens` for every expert."""
+    """Return the ranges of the experts' dimensions: `slots` rows per expert; or for the first product, all `tokens` for
+    every expert."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}
@@ -98,8 +99,8 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Return whether a single canvas feeds all its tokens to every expert's first product.
 
-    That pays if a format's arithmetic is fast enough: reading the weights dominates either way, and tokens are
-    quantized once, not once per slot. In slower formats, arithmetic would dominate.
+    This is faster for formats with fast arithmetic: reading the weights dominates in both cases, and tokens are
+    quantized once instead of once per slot. In slower formats, arithmetic would dominate.
     """
     formats = segment.get("quantized") or {}
     return any(
@@ -108,7 +109,7 @@ def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
 
 
 def _rows(passes: PassPlan) -> dict[str, Range]:
-    """Return how many requests are denoised together: one, and a full batch if there may be more."""
+    """Return the possible numbers of requests per denoising pass: one, and a full batch if it is larger."""
     rows = {DENOISE: _always(1)}
     if passes.batch > 1:
         rows[DENOISE_BATCH] = _always(passes.batch)

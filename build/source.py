@@ -1,4 +1,4 @@
-"""A build's source: a checkpoint, or graphs exported (and perhaps quantized) from one."""
+"""A build's source: a checkpoint, or graphs that were exported (and possibly quantized) from one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from canvasrt.checkpoints.description import Description, describe
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, described by `checkpoint`, or a graph bundle (`graphs`). `made_from` holds its hashes.
+    """A checkpoint, described by `checkpoint`, or a graph bundle (`graphs`). `made_from` are its hashes.
 
-    `precision` is that of the graphs or of an already quantized checkpoint; None for plain weights.
+    `precision` is the graphs' or a quantized checkpoint's; None for a plain checkpoint.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Source:
 
     @property
     def formats(self) -> dict[str, str] | None:
-        """The format of each quantized weight in the graphs, by global name; None if unknown."""
+        """The formats of the graphs' quantized weights by global name; None if unknown."""
         if self.graphs is None:
             return None
         entries = self.graphs.manifest.segments
@@ -42,7 +42,7 @@ class Source:
 
 
 def find_source(source: Path | str) -> Source:
-    """Locate a checkpoint or a graph bundle and read its metadata only.
+    """Locate a checkpoint or a graph bundle. Only reads its metadata.
 
     `made_from` is empty until `hash_source` fills it in.
     """
@@ -56,7 +56,7 @@ def find_source(source: Path | str) -> Source:
 
 
 def hash_source(source: Source) -> Source:
-    """Return the source with its hashes in `made_from`. Raises CanvasError when a graph bundle is damaged."""
+    """Return the source with its hashes in `made_from`. Raises CanvasError if a graph bundle is damaged."""
     if source.graphs is not None:
         graphs = load_checked(source.path, "graphs")
         made_from = {"kind": "graphs", "digest": graphs.manifest.digest}

@@ -39,8 +39,8 @@ from canvasrt.types import Json
 
 @dataclass(frozen=True)
 class SegmentBuild:
-    """One engine to build: its name, its graph, the bytes and formats of weights there, its profiles, and everything that
-    decides it."""
+    """One engine to build: name, graph, bytes and formats of the weights, profiles, and all inputs that determine
+    it."""
 
     name: str
     graph: Path
@@ -55,16 +55,16 @@ class SegmentBuild:
 
     @property
     def kernels(self) -> str:
-        """The list of its kernels."""
+        """The file of the kernel list."""
         return f"{self.name}{store.KERNELS_SUFFIX}"
 
 
 def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
-    """Write the engine bundle of a plan from its graphs, with segments side by side if memory allows."""
+    """Write the engine bundle of a plan from its graphs. Builds segments in parallel if memory allows."""
     manifest, target = graphs.manifest, _target(plan)
     entries = [each for each in manifest.segments if each["name"] != "vision" or plan.reading.sees]
     with staging(plan.out) as tmp:
-        # By segment. One in pieces has several engines.
+        # By segment; a segment in pieces has several engines.
         builds = [_segment(plan, graphs, entry, target, tmp / _PIECES) for entry in entries]
         each_engine = [each for found in builds for each in found]
         made = _engines(plan, each_engine, tmp)
@@ -100,7 +100,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the files of weights that a build does not read again, since the engines made of them are in the cache."""
+    """Return the weight files that a build need not read, because the engines that contain them are in the cache."""
     if plan.target.capability is None or not plan.experts.in_engines:
         return set()
     target, cache = _target(plan), EngineCache()
@@ -123,7 +123,7 @@ def _target(plan: Plan) -> Json:
         "backend": plan.target.builder,
         "builder_version": module.__version__,
         "compute_capability": plan.target.capability_text,
-        # TensorRT does not document whether engines are the same on another host architecture.
+        # TensorRT does not document whether engines are portable between host architectures.
         "built_on": platform.machine(),
     }
 
@@ -131,7 +131,7 @@ def _target(plan: Plan) -> Json:
 def _segment(
     plan: Plan, graphs: Bundle, entry: Json, target: Json, folder: Path
 ) -> list[SegmentBuild]:
-    """Return a segment's engines: one, or those of its pieces, whose graphs are written to `folder`."""
+    """Return a segment's engines to build: one, or one per piece. The pieces' graphs are written to `folder`."""
     sizes = profiles(entry, graphs.manifest.model, plan.passes)
     whole = "layers" not in entry or plan.experts.in_engines
     if not whole:
@@ -141,7 +141,7 @@ def _segment(
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
         "precision": plan.precision.name,
         "profiles": to_json(sizes),
-        # An engine depends on the capabilities, not on the target's name.
+        # The target's name is not part of the key, because engines only depend on the capabilities.
         **{name: value for name, value in target.items() if name != "name"},
     }
     formats = tuple((entry.get("quantized") or {}).values())
@@ -166,8 +166,7 @@ def _segment(
 
 
 def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, Json]:
-    """Put every engine into `out`, from the cache if possible. Return `sha256`, `bytes`,
-    `facts` by name."""
+    """Write every engine to `out`, from the cache if possible. Return `sha256`, `bytes` and `facts` by name."""
     cache = EngineCache()
     made: dict[str, Json] = {}
     tasks: list[ParallelTask[Json]] = []
@@ -184,10 +183,10 @@ def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, J
         check_memory_here(each.name, need)
         tasks.append(ParallelTask(each.name, need, _builder(plan, each, out, cache, children)))
     made |= run_all(
-        # The largest first, since it determines the total time.
+        # The largest engine first, because it determines the total time.
         sorted(tasks, key=lambda task: -task.memory),
         available_bytes() // SHARE,
-        # A builder that times kernels needs the GPU to itself. Identical segments then reuse the timing cache.
+        # One at a time: a builder that times kernels needs an idle GPU, and identical segments reuse the timing cache.
         len(os.sched_getaffinity(0)) if plan.target.builds_anywhere else 1,
         started=lambda name: report(f"building {name} for {plan.target.name}", 0, 1),
         finished=lambda name: report(f"building {name} for {plan.target.name}", 1, 1),
@@ -203,7 +202,7 @@ def _builder(
     cache: EngineCache,
     children: Children,
 ) -> Any:
-    """Return a function that builds one segment, to be called in a thread."""
+    """Return a function that builds one segment; for calls on threads."""
     module, _ = BUILDER_MODULES[plan.target.builder]
     gpus = plan.target.capabilities if plan.target.builds_anywhere else ()
     engine = out / segment.file
@@ -223,23 +222,24 @@ def _builder(
 
 
 def _timings(made_from: Json) -> Path:
-    """Return the file of kernels' times for a builder's version and GPU."""
+    """Return the timing cache's file for a builder's version and a GPU."""
     about = {
         name: made_from[name] for name in ("builder_version", "compute_capability", "built_on")
     }
     return cache_folder() / "timing" / key_of(about)
 
 
-# A folder for the graphs of pieces while they are built.
+# Name of the folder for the pieces' graphs during the build.
 _PIECES = "pieces"
-# Bytes that small tensors may take beyond the plan.
+# Tolerance in bytes for small tensors that the plan does not count.
 _UNCOUNTED = 1 << 28
 
 
 def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
-    """Refuse engines whose activations need more memory than planned, and so more than the target has.
+    """Raise CanvasError for engines whose activations take more memory than planned, if that exceeds the target's
+    memory.
 
-    A builder may choose an order that keeps all pieces of a layer in memory.
+    A builder may order operators such that intermediate results of a whole layer are alive at the same time.
     """
     needs = {name: each["facts"]["activation_bytes"] or 0 for name, each in made.items()}
     name = max(needs, key=lambda each: needs[each])
@@ -262,7 +262,7 @@ def _described(
     made: Mapping[str, Json],
     out: Path,
 ) -> Json:
-    """Return a segment's entry in the manifest of its engines. Pieces are joined first."""
+    """Return a segment's entry in the engines' manifest. Joins pieces first."""
     first, *others = builds
     sizes = {"profiles": to_json(first.sizes)}
     if not others:
@@ -289,6 +289,6 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 
 @cache
 def _code() -> str:
-    """Return a hash of how engines are built, so that a change of it invalidates the cache."""
+    """Return a hash of the code that builds engines. A change of the code invalidates the cache."""
     listing = (builder_log, dims, fused_attention, parse, resolve, tensor_shapes, store)
     return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

@@ -1,4 +1,4 @@
-"""Bundles: the folders that stages hand to each other, each described by a checked manifest."""
+"""Bundles: the folders that stages exchange, which are described by a manifest with hashes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _FIELDS = (
     *("schema", "kind", "made_by", "made_from", "options", "model", "sampler", "segments"),
     *("embedding", "tokenizer", "target", "files", "digest"),
 )
-# Only engines for a GPU have a plan of passes, and those that an earlier version built have none.
+# Only GPU engines have a pass plan, unless an earlier version built them.
 _MAY_HAVE = ("passes",)
 BUNDLE_KINDS = ("graphs", "engines", "package")
-# Names and versions reach command lines, Dockerfiles and requirements; no other text of a manifest does.
+# Names and versions are used in command lines, Dockerfiles and requirements; other text of a manifest is not.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 _REBUILD = "make it again with this version: `canvasrt build`, or `export` for graphs and `package` for packages"
 
 
 class _Record(dict[str, Any]):
-    """An object of a manifest. Reading a field that another version did not write raises CanvasError."""
+    """An object of a manifest. Reading a missing field raises CanvasError."""
 
     file = Path(MANIFEST)
 
@@ -45,7 +45,7 @@ class _Record(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest.json. It contains nothing that identifies a machine or a time."""
+    """A manifest.json. It contains no machine names and no times."""
 
     data: Json
 
@@ -61,17 +61,17 @@ class Manifest:
 
     @property
     def made_by(self) -> Json:
-        """The versions of what wrote the bundle."""
+        """The versions of the software that wrote the bundle."""
         return self.data["made_by"]
 
     @property
     def made_from(self) -> Json:
-        """The bundle's sources, by hash."""
+        """The hashes of the bundle's sources."""
         return self.data["made_from"]
 
     @property
     def options(self) -> Json:
-        """The options that the bundle was made with."""
+        """The options with which the bundle was made."""
         return self.data["options"]
 
     @cached_property
@@ -102,12 +102,12 @@ class Manifest:
 
     @property
     def target(self) -> Json | None:
-        """What the engines run on; None for graphs."""
+        """The target of engines; None for graphs."""
         return self.data["target"]
 
     @property
     def passes(self) -> Json | None:
-        """The sizes of passes on a GPU (`canvasrt.pass_shapes.PassPlan`); None if the bundle lists none."""
+        """The pass plan for a GPU (`canvasrt.pass_shapes.PassPlan`); None if the bundle has none."""
         return self.data.get("passes")
 
     @property
@@ -130,8 +130,8 @@ class Bundle:
 
     @property
     def takes_images(self) -> bool:
-        """Whether there is a vision tower, and the chat template has a place for images: a checkpoint
-        that was never trained on them has none."""
+        """Whether there is a vision tower, and the chat template supports images. It does not if the checkpoint was not
+        trained on images."""
         names = [each["name"] for each in self.manifest.segments]
         if self.manifest.model.vision is None or (names and "vision" not in names):
             return False
@@ -146,7 +146,7 @@ class Bundle:
         return self.path / name
 
     def unlisted(self) -> list[str]:
-        """Return files in the folder that the manifest does not list. Nothing reads them."""
+        """Return the files in the folder that the manifest does not list, and that are not used."""
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 
@@ -179,9 +179,8 @@ def write_manifest(
 ) -> Manifest:
     """Describe every file under `folder` in its manifest.json.
 
-    packages: distributions whose versions shaped the result.
-    known: `files` entries of a verified bundle, for files that are linked unchanged; these are not
-    hashed again.
+    packages: distributions whose versions affect the result. known: `files` entries of a verified bundle, for files
+    that are linked unchanged; these are not hashed again.
     """
     if kind not in BUNDLE_KINDS:
         raise ValueError(f"kind {kind!r} is none of {BUNDLE_KINDS}")
@@ -210,7 +209,7 @@ def write_manifest(
     }
     if passes is not None:
         data["passes"] = dict(passes)
-    data = json.loads(canonical(data))  # as a reader will see it, whatever the types were
+    data = json.loads(canonical(data))  # normalized by JSON: lists for tuples, strings for keys
     data["digest"] = _digest(data)
     (folder / MANIFEST).write_text(canonical(data), encoding="utf-8")
     return Manifest(data)
@@ -225,9 +224,8 @@ def load_bundle(
 ) -> Bundle:
     """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
-    hasher: what computes the hashes.
-    absent: returns the files that need not be there.
-    Raises CanvasError that names the missing or differing file, or the expected kind.
+    hasher: replaces `hash_files`. absent: returns the files that may be missing. Raises CanvasError that names the
+    missing or differing file, or the expected kind.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -249,7 +247,7 @@ def load_bundle(
 
 
 def _bundles_in(path: Path) -> str | None:
-    """Return a hint that names the bundles in the folder of a build for several targets."""
+    """Return a hint that names the bundles in a folder that was built for several targets."""
     found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 
@@ -270,7 +268,8 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, file: Path) -> Manifest:
-    """Return the manifest in the bytes of `file`. CanvasError if it is damaged, another version's or unsafe."""
+    """Parse the manifest in the bytes of `file`. Raises CanvasError if it is damaged, unsafe, or from another
+    version."""
     try:
         data = json.loads(raw, object_hook=_Record)
         schema = data.get("schema")
@@ -278,14 +277,14 @@ def parse_manifest(raw: bytes, file: Path) -> Manifest:
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     if schema != BUNDLE_SCHEMA:
         raise _other_version(file, "cannot be read", schema)
-    # The digest covers the values, and the canonical form the bytes between them.
+    # The digest protects the values, and the canonical form all other bytes.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
     try:
         _check_fields(file, data)
         _check_strings(file, data)
         _check_files(file, data)
-    except (AttributeError, TypeError):  # a value of another type
+    except (AttributeError, TypeError):  # a value of a wrong type
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     return Manifest(data)
 
@@ -320,8 +319,8 @@ def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for a string with control characters, and for a name or version that is no
-    plain word: a manifest may come from anywhere."""
+    """Raise CanvasError for a string with control characters, and for a name or version that is not a plain word, since
+    a manifest may be from an untrusted source."""
     target = data["target"] or {}
     words = {f"made_by.{name}": version for name, version in data["made_by"].items()}
     words |= {
@@ -340,7 +339,7 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_files(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for a file outside the bundle, or one without a digest and a size."""
+    """Raise CanvasError for a file outside the bundle, or without a digest and a size."""
     for name, entry in data["files"].items():
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:
@@ -350,7 +349,7 @@ def _check_files(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a manifest's value and all that is in it, names of fields included."""
+    """Yield a value and all nested values, including names of fields."""
     yield value
     if isinstance(value, dict | list):
         inside = [*value, *value.values()] if isinstance(value, dict) else value

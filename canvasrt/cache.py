@@ -1,4 +1,4 @@
-"""Graphs and engines kept between builds, keyed by everything that decides them."""
+"""The cache of graphs and engines, keyed by all inputs that determine them."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def check_cache() -> None:
 
 
 def hash_memo() -> HashMemo:
-    """Return the remembered hashes of large files."""
+    """Return the cache of large files' hashes."""
     return HashMemo(cache_folder() / "hashes.json")
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
-    """Return the cache key, a SHA-256, of anything made from this."""
+    """Return the cache key, a SHA-256, of results of these inputs."""
     return hashlib.sha256(canonical(made_from).encode()).hexdigest()
 
 
 def code_hash(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of source files, and of those under folders.
+    """Return the SHA-256 of source files, and of those in folders.
 
-    In a key, it prevents the reuse of files that another version made.
+    As part of a key, it prevents the reuse of files that other code made.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -70,8 +70,8 @@ def code_hash(paths: Sequence[Path]) -> str:
 
 
 def versions(packages: tuple[str, ...], *stages: str) -> dict[str, Any]:
-    """Return versions, and the hash of our own sources, which change more often than their version: what `stages` and all
-    of them share."""
+    """Return the versions of distributions, and the hash of our own sources, which change without a new version: those
+    of `stages`, and those that all stages share."""
     found = {name: version for name in packages if (version := extras.version(name))}
     shared = Path(canvasrt.__file__).parent
     sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]
@@ -88,7 +88,7 @@ class GraphCache:
         self.folder = (folder or cache_folder()) / "graphs"
 
     def has(self, made_from: Mapping[str, Any]) -> bool:
-        """Return whether a bundle exists, damaged or not."""
+        """Return whether a bundle exists; it may be damaged."""
         return (self.folder / key_of(made_from)).is_dir()
 
     def has_all(self, made_from: Mapping[str, Any]) -> bool:
@@ -104,9 +104,9 @@ class GraphCache:
         make: Callable[[Path], object],
         absent: Callable[[Bundle], Collection[str]] | None = None,
     ) -> Bundle:
-        """Return the bundle made from this, if it is here and whole; otherwise have `make` write it.
+        """Return the bundle of these inputs if it is cached and intact; otherwise call `make` to write it.
 
-        absent: returns the files that need not be there, since what is made of them is.
+        absent: returns the files that may be missing, because the engines made from them are cached.
         """
         folder = self.folder / key_of(made_from)
         try:
@@ -116,7 +116,7 @@ class GraphCache:
         try:
             make(folder)
         except CanvasError:
-            # If the folder exists, another build wrote the same bundle in the meantime.
+            # If the folder exists, a concurrent build has written the same bundle.
             if not folder.is_dir():
                 raise
         return load_bundle(folder, kind="graphs", check=False)
@@ -125,12 +125,12 @@ class GraphCache:
 def load_checked(
     path: Path, kind: str, absent: Callable[[Bundle], Collection[str]] | None = None
 ) -> Bundle:
-    """Run `load_bundle`, without rehashing files that were hashed before and have not changed."""
+    """Run `load_bundle`, but reuse the hashes of unchanged files."""
     return load_bundle(path, kind=kind, hasher=hash_memo().hash_files, absent=absent)
 
 
 class EngineCache:
-    """A folder with one folder per engine, named by the SHA-256 of what the engine was built from."""
+    """A folder with one folder per engine, whose name is the SHA-256 of the engine's inputs."""
 
     def __init__(self) -> None:
         self.folder = cache_folder() / "engines"
@@ -160,7 +160,7 @@ class EngineCache:
         facts: Mapping[str, Any],
         kernels: Path | None = None,
     ) -> dict[str, Any]:
-        """Keep an engine's file, the list of its kernels and facts about it for later builds; return what `find` will."""
+        """Store an engine's file, its kernel list and facts about it; return the same as `find`."""
         entry = {
             "sha256": hash_files(engine.parent, [engine.name])[engine.name],
             "bytes": engine.stat().st_size,
@@ -178,7 +178,7 @@ class EngineCache:
                 text = canonical({"made_from": made_from, "file": entry})
                 (tmp / _ENTRY).write_text(text, encoding="utf-8")
         except CanvasError as error:
-            # If the folder exists, another build kept the same engine in the meantime.
+            # If the folder exists, a concurrent build has stored the same engine.
             if self.find(made_from) is None:
                 raise _unusable(self.folder, error) from error
         return entry
@@ -186,10 +186,10 @@ class EngineCache:
 
 @contextlib.contextmanager
 def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a folder for what is done of long work that these inputs decide; another start finds it there.
+    """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
 
-    It is removed when the block ends without an exception. Of interrupted works of a kind, only the latest is kept. Another
-    process with the same inputs waits.
+    The folder is removed when the `with` block ends without an exception. Of interrupted works of one kind, only the
+    latest is kept. Other processes with the same inputs wait.
     """
     rooms = cache_folder() / kind
     own = rooms / key_of(made_from)
@@ -203,13 +203,14 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
             shutil.rmtree(own, ignore_errors=True)
     except PermissionError as error:
         raise CanvasError(
-            f"{rooms}, which keeps what is done of long work, cannot be written: {error.strerror}",
+            f"{rooms}, which keeps the progress of long work, cannot be written: {error.strerror}",
             "set CANVASRT_CACHE to a writable folder with a few GB of space",
         ) from error
 
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> None:
-    """Put a piece of unfinished work into `out`: a folder of files, which `write` fills unless an earlier start has."""
+    """Link one piece of unfinished work, a folder of files, to `out`. `write` fills the folder unless an earlier start
+    has."""
     if not piece.is_dir():
         with staging(piece) as folder:
             write(folder)
@@ -219,13 +220,13 @@ def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path, how: int = 0) -> Iterator[None]:
-    """Hold the lock of a folder, which is made if need be."""
+    """Hold the lock of a folder. Creates the folder if needed."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | how)
-            # Its last owner may have removed it while this one waited.
+            # The previous owner may have removed the folder while this process waited.
             if folder.is_dir() and os.fstat(handle).st_ino == folder.stat().st_ino:
                 yield
                 return

@@ -1,5 +1,4 @@
-"""Calibration prompts: JSONL files that are checked completely before anything runs, then read line
-by line."""
+"""Calibration prompts: JSONL files, which are checked completely before anything runs, and then read line by line."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ _HINT = (
 )
 
 
-# Keys and values of the requests that run together. Others wait.
+# Maximum bytes of keys and values of concurrent requests. Others wait.
 CACHE_BYTES = 4 * 10**9
 
 
 def default_prompts(files: Mapping[str, str] | None) -> Path:
-    """Return the prompts that come with canvasrt: the demo's own for the bundled checkpoints, general ones otherwise.
+    """Return canvasrt's own prompts: the demo's for the bundled checkpoints, general ones otherwise.
 
-    files: the checkpoint's, by SHA-256.
+    files: the SHA-256 of the checkpoint's files.
     """
     import canvasrt.recipes
 
@@ -47,13 +46,13 @@ def default_prompts(files: Mapping[str, str] | None) -> Path:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a calibration does at most, if no request stops early.
+    """The work of a calibration if no request stops early.
 
     Attributes:
-        prompts: how many there are; together: how many run at a time.
-        cached: bytes of keys and values of those that run together.
-        passes: denoising passes; sweeps: over the weights.
-        tokens: clean ones, of prompts and answers.
+        prompts: number of prompts. together: number of concurrent requests.
+        cached: bytes of keys and values of concurrent requests.
+        passes: denoising passes. sweeps: sweeps over the weights.
+        tokens: clean tokens of prompts and answers.
     """
 
     prompts: int
@@ -96,9 +95,9 @@ class CalibrationPrompts:
         made_from: Mapping[str, Any],
         tokenizer: Mapping[str, Path],
     ) -> CalibrationPrompts:
-        """Return a recipe's prompts; without a file, those that come with canvasrt for what the model was `made_from`.
+        """Return a recipe's prompts. Without a file, return canvasrt's own prompts for the checkpoint in `made_from`.
 
-        tokenizer: its files by name; none if the model has no tokenizer.
+        tokenizer: the tokenizer's files by name; empty if the model has none.
         """
         chosen = file.expanduser() if file else default_prompts(made_from.get("files"))
         context = min(model.max_position_embeddings, MAX_CONTEXT)
@@ -106,11 +105,11 @@ class CalibrationPrompts:
         return cls(chosen, found, model, sampler, recipe.calibration, context)
 
     def check(self) -> Workload:
-        """Check all requests and sum their work. CanvasError names the file and the invalid line."""
+        """Check all requests and sum up their work. Raises CanvasError, which names the file and the invalid line."""
         passes: list[int] = []
         chains: list[
             int
-        ] = []  # sweeps of a request: one per pass, in which its last tokens are encoded, too
+        ] = []  # sweeps by request: one per pass, which also encodes the request's previous block
         longest = tokens = 0
         for number, request in self._requests():
             self._validate(number, request)
@@ -121,7 +120,7 @@ class CalibrationPrompts:
             chains.append((len(request.prompt_token_ids) - 1) // PREFILL_CHUNK + passes[-1])
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
-        # Lines beyond the recipe's number do not run, but a broken file is still an error.
+        # Lines beyond the recipe's number do not run, but are checked.
         for number, line in self._lines():
             self._parse(number, line)
         each = cache_bytes(self.config, longest)
@@ -138,7 +137,7 @@ class CalibrationPrompts:
             raise self._unreadable(error) from error
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests in order, up to the recipe's number, with one line in memory at a time."""
+        """Yield the requests in order, up to the recipe's number. One line is in memory at a time."""
         return (request for _, request in self._requests())
 
     def _requests(self) -> Iterator[tuple[int, Request]]:
@@ -197,7 +196,7 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """Return the kind of a line and its value. Other keys are ignored."""
+        """Return a line's kind and value. Other keys are ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:
@@ -222,14 +221,15 @@ class CalibrationPrompts:
 
 
 def _most_sweeps(chains: Sequence[int], together: int) -> int:
-    """Return the sweeps of requests that take these many, `together` at a time: the next starts when one ends."""
+    """Return the total number of sweeps of requests, `together` at a time, of which the next starts when one ends.
+    `each` has the requests' own numbers."""
     ends = [0] * together
     for chain in chains:
         heapq.heappush(ends, heapq.heappop(ends) + chain)
     return max(ends)
 
 
-@lru_cache(1)  # a large one takes a second
+@lru_cache(1)  # cached, because a large tokenizer takes a second to load
 def _tokenizer(files: tuple[tuple[str, Path], ...]) -> Tokenizer:
     return Tokenizer.read(dict(files))
 

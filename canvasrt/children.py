@@ -10,6 +10,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_at_death_of(parent: int, number: int) -> bool:
-    """Have the system send this process a signal when its parent dies. False if it has died already."""
+    """Let the kernel send this process a signal when its parent dies. Return False if the parent is already dead."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     return os.getppid() == parent

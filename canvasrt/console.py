@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _SHOW_EVERY = 0.1  # seconds
-_WORD = 16  # characters of a cell that a narrow terminal does not break
+_WORD = 16  # maximum characters of a cell that is never wrapped
 
 
 # Whether the command was called with --json.
@@ -27,7 +27,7 @@ _as_json: ContextVar[bool] = ContextVar("as_json", default=False)
 
 
 def choose_json(value: bool) -> bool:
-    """Decide for the whole command whether results are printed as JSON; return the decision."""
+    """Set whether the command prints results as JSON; return the choice."""
     _as_json.set(value)
     return value
 
@@ -41,12 +41,12 @@ def emit(data: Any, render: Callable[[Console], None]) -> None:
 
 
 def emit_line(data: Any) -> None:
-    """Print one line of a stream of JSON objects, at once."""
+    """Print one line of a stream of JSON objects, and flush."""
     print(json.dumps(data, ensure_ascii=False), flush=True)
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a rich console that leaves text alone: no markup, no highlighting, no emoji codes."""
+    """Return a rich console that prints text unchanged: no markup, no highlighting, no emoji codes."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -62,7 +62,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column, *cells in zip(columns, *rows, strict=True):
-        # Wrapping is for sentences: short words stay whole.
+        # Only wrap sentences, not short cells.
         whole = all(len(cell) <= _WORD and " " not in cell for cell in cells)
         drawn.add_column(column, overflow="fold", no_wrap=whole)
     for row in rows:
@@ -71,7 +71,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def show_section(shown: Console, section: Mapping[str, Any]) -> None:
-    """Print a section of a report: its title, note and tables; without rows in any table, nothing."""
+    """Print a section of a report: title, note and tables. Prints nothing if no table has rows."""
     for heads, rows in section["tables"]:
         if rows:
             shown.print(f"\n{section['title']}", style="bold")
@@ -97,7 +97,7 @@ def duration(seconds: float) -> str:
 
 
 def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
-    """Print the log that explains a failure, then the two lines that every failure ends in."""
+    """Print the log that explains a failure, then the error and the hint."""
     for line in log:
         print(line, file=sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
@@ -109,7 +109,8 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def progress(rate: bool = False) -> Iterator[None]:
-    """Show what is reported inside the block on stderr: as bars on a terminal, otherwise one line per kind of work.
+    """Show progress reports from inside the `with` block on stderr: as bars on a terminal, otherwise as one line per
+    kind of work.
 
     `rate` also shows units per second.
     """
@@ -120,7 +121,7 @@ def progress(rate: bool = False) -> Iterator[None]:
     said: set[str] = set()
 
     def show_line(what: str, done: int, total: int) -> None:
-        # Several kinds of work may run side by side and report in turn.
+        # Several kinds of work may run concurrently.
         if what not in said:
             said.add(what)
             print(what, file=sys.stderr, flush=True)
@@ -168,7 +169,7 @@ def _bars(rate: bool) -> Iterator[Progress]:
             if what not in tasks:
                 for stage in (each for each in bars.tasks if each.total is None):
                     bars.update(stage.id, total=1, completed=1)
-                # What an earlier call has done does not count as this one's speed.
+                # Progress of an earlier call does not count for the speed.
                 tasks[what] = bars.add_task(what, total=total or None, completed=done)
             elif time.monotonic() - shown < _SHOW_EVERY and done != total:
                 return

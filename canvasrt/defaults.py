@@ -4,8 +4,8 @@ MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fe
 MAX_BATCH = 4  # requests denoised together
 PREFIX_CACHE = 512  # MiB for the beginnings of prompts, when serving
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
-# The released model becomes five engines of six layers. Building one engine of everything would need
-# three times its weights in memory.
+# The released model becomes five engines of six layers. Building a single engine would take three times the model's
+# weights in memory.
 LAYERS_PER_SEGMENT = 6
 # Layers of a segment where building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
@@ -14,28 +14,28 @@ SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
 # The most samples of a closed question, and denoising steps of each.
 MAX_SAMPLES, MAX_STEPS = 64, 48
-# A past comes in groups of 8 tokens, some of them masked. Products over other sizes would copy it first.
+# The past's length is a multiple of 8 tokens, some of which are masked. Products over other sizes would copy it first.
 OCTET = 8
 
 # Larger heads have no fused attention kernel: their queries are folded, this many heads of a group at a
 # time. Fewer at a time take less memory, but copy the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
-# The segment of a bundle for a CPU that computes what positions alone decide.
+# The segment of a CPU bundle that computes values that only depend on positions.
 GEOMETRY = "geometry"
 # An empty body input `[0, n]` that no node reads; `n` is the call's length. ONNX Runtime keys its memory plans by the exclusive
 # or of all input sizes, in which sizes that occur an even number of times cancel out.
 CALL_LENGTH = "call_length"
-# How a GPU runs experts: in slots inside an engine, or as kernels of our own over sorted rows between engines.
+# How a GPU runs experts: in slots inside an engine, or as our own kernels over sorted rows between engines.
 SLOTTED, SORTED = "slots", "sorted"
 
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-# The most bytes of an INT8 table that a product on a CPU holds in float32 at a time.
+# Maximum bytes of an INT8 table that a CPU dequantizes to float32 at a time.
 TABLE_PIECE_BYTES = 1 << 27
 
 
 def octets(tokens: int) -> int:
-    """Return how many octets hold that many tokens: at least one, which may be empty."""
+    """Return the number of octets for this many tokens; at least one, which may be empty."""
     return max(1, -(-tokens // OCTET))

@@ -1,5 +1,4 @@
-"""An engine's optimization profiles, as its bundle's manifest lists them, and which one a call
-uses."""
+"""The optimization profiles of an engine, from its bundle's manifest. Selects the profile of a call."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ UNLIMITED = 1 << 40
 
 
 class Profiles:
-    """The profiles of one engine, in build order. Without profiles, every size works."""
+    """The profiles of one engine, in build order. Without profiles, the engine takes any size."""
 
     def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
-        # A profile may carry a name next to its dimensions.
+        # A profile may also have a name.
         self._profiles = [
             {name: Range(**size) for name, size in each.items() if isinstance(size, Mapping)}
             for each in profiles or ()
@@ -28,22 +27,23 @@ class Profiles:
 
     @property
     def count(self) -> int:
-        """How many there are; without any, an engine has one."""
+        """The number of profiles; 1 if none are listed."""
         return max(1, len(self._profiles))
 
     @property
     def has_slots(self) -> bool:
-        """Whether experts have slots, whose number is `capacity`, and not sorted rows.
+        """Whether experts have slots and not sorted rows.
 
-        A body's profile that limits lengths limits the slots, too, if there are any. ONNX Runtime's on a GPU limits neither.
+        A body's profile that limits lengths also limits the slots, if there are slots. Profiles for ONNX Runtime on a
+        GPU limit neither.
         """
         return all("capacity" in each for each in self._profiles if "length" in each)
 
     def pick(self, dims: Mapping[str, int]) -> int | None:
-        """Return the number of the profile that holds `dims`, or None. If several do, take the one that leaves the fewest
-        dimensions open, then the one with the closest usual sizes.
+        """Return the index of the profile for `dims`; None if there is none. If several match, prefer the fewest
+        dynamic dimensions, then the closest optimum sizes.
 
-        A fixed size takes fewer kernels.
+        Fixed sizes need fewer kernels.
         """
         if not self._profiles:
             return 0
@@ -55,7 +55,7 @@ class Profiles:
         return min(fitting)[-1] if fitting else None
 
     def largest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the largest size of `name` for the other `dims`; 0 if no profile holds those."""
+        """Return the largest size of dimension `name` given `dims`; 0 if no profile matches."""
         if not self._profiles:
             return UNLIMITED
         others = {key: size for key, size in dims.items() if key != name}
@@ -63,13 +63,13 @@ class Profiles:
         return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
 
     def smallest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the smallest maximum of `name` among the profiles that hold `dims`; 0 if there is none."""
+        """Return the smallest maximum of dimension `name` over the profiles that match `dims`; 0 if there is none."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
 
 
 def passes_of(manifest: Manifest) -> PassPlan:
-    """Return the plan of a bundle's passes. If an earlier version built the bundle and listed none, derive the plan from its
+    """Return a bundle's pass plan. If an earlier version built the bundle without a plan, derive it from the
     engines."""
     if manifest.passes is not None:
         return PassPlan.from_json(manifest.passes)
@@ -79,7 +79,7 @@ def passes_of(manifest: Manifest) -> PassPlan:
 
 
 def passes_taken(model: ModelConfig, bodies: Sequence[Profiles], max_context: int) -> PassPlan:
-    """Return the plan of passes that fits body segments with these profiles, for requests of `max_context` tokens."""
+    """Derive the pass plan for body segments with these profiles, for requests of `max_context` tokens."""
 
     def most(name: str, **dims: int) -> int:
         return min(each.largest(name, dims) for each in bodies)

@@ -1,4 +1,4 @@
-"""Exceptions for what a user can fix. Anything else is a bug and keeps its traceback."""
+"""Exceptions for problems that a user can fix. Any other exception is a bug, and is shown with its traceback."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -7,13 +7,13 @@ from typing import ClassVar
 class CanvasError(Exception):
     """A mistake in the input or the environment: what is wrong, and what to do about it.
 
-    An unreadable or invalid file is a CanvasError too, not wrong use: the same command works once
-    the file is mended.
+    An unreadable or invalid file is a CanvasError and not a UsageError, because the same command works once the file is
+    corrected.
 
-    log: last lines of a log that explains the error and that the user has not seen.
+    log: last lines of a log that explains the error, if the user has not seen it.
     """
 
-    exit_code: ClassVar[int] = 1  # of the command line
+    exit_code: ClassVar[int] = 1  # exit code of the command line
 
     def __init__(self, message: str, hint: str = "", log: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -23,13 +23,13 @@ class CanvasError(Exception):
 
 
 class UsageError(CanvasError):
-    """Wrong use: arguments that are wrong on any machine, whatever its files contain."""
+    """Wrong use: arguments that are invalid on any machine, regardless of its files."""
 
     exit_code = 2
 
 
 class EngineError(CanvasError):
-    """The engines or their device failed, through no fault of the request.
+    """The engines or their device failed; the request is not the cause.
 
     fatal: no pass can succeed in this process any more.
     """

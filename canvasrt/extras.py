@@ -1,4 +1,4 @@
-"""Modules that only some commands need, and the command that installs them."""
+"""Imports modules that only some commands need, with a hint how to install them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canvasrt.errors import CanvasError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import a module of an optional extra. CanvasError says how to install it."""
+    """Import a module of an optional extra. Raises CanvasError, which says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

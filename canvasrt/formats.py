@@ -15,9 +15,9 @@ class Codes:
         mantissa: its bits; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
-        rates: names of the GPU rate for its products: its own, else that of the next wider format; empty if it is widened to 16
-        bits before a product.
-        has_nan: whether the code of all ones is NaN.
+        rates: names of GPU rates for its products: its own, else the next wider format's; empty if it is converted to
+        16 bits before products.
+        has_nan: whether the code with all bits set is NaN.
     """
 
     onnx: str
@@ -50,10 +50,10 @@ class NumberFormat:
     """One format.
 
     Attributes:
-        codes: the stored form of a number.
+        codes: the encoding of a number.
         capability: the lowest compute capability that can multiply it.
         weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
-            scale that is 10% off does not. (Other checks may miss a wrong scale, because norms hide it.)
+            scale that is 10% off exceeds it. (Other checks may miss a wrong scale, because norms hide it.)
         blocks: lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty: one scale
             per matrix or per output.
         least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
@@ -94,7 +94,7 @@ class NumberFormat:
     compressed: Compressed | None = None
 
     def quantizes(self, table: bool) -> bool:
-        """Return whether it suits the embedding table, or another weight."""
+        """Return whether the format is for the embedding table, or else for other weights."""
         return self.of_table or self.projects if table else not self.of_table
 
     @property
@@ -104,7 +104,7 @@ class NumberFormat:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude at a scale of 1; with blocks, at the largest block scale."""
+        """The largest magnitude at scale 1; with blocks, at the largest block scale."""
         return self.codes.largest * (self.block_scales.largest if self.block_scales else 1)
 
     @property
@@ -115,12 +115,13 @@ class NumberFormat:
         return self.block_scales.bits if self.block_scales else 16
 
     def block(self, width: int) -> int | None:
-        """Return the length of the blocks in rows of `width`; None if no length divides them, or it has no blocks."""
+        """Return the block length for rows of `width`; None if no length divides them, or if the format has no
+        blocks."""
         fitting = (each for each in self.blocks if width % each == 0)
         return next((each for each in fitting if width // each >= self.least_blocks), None)
 
     def divides(self, width: int) -> bool:
-        """Return whether rows of `width` can be quantized to it."""
+        """Return whether rows of `width` can be quantized to this format."""
         return not self.blocks or self.block(width) is not None
 
     def weight_bytes(self, width: int) -> float:
@@ -135,12 +136,13 @@ class NumberFormat:
         return self.bits / 8 + 8 / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
-        """Return the scale that reaches `amax`. If calibration saw only zeros, any scale works; use 1."""
+        """Return the scale with which the largest code is `amax`. If calibration recorded only zeros, any scale works,
+        so return 1."""
         return (amax or self.largest) / self.largest
 
     @property
     def blocks_text(self) -> str:
-        """For a reader: `blocks of 16`."""
+        """Text about the blocks: `blocks of 16`."""
         *others, last = map(str, self.blocks)
         return f"blocks of {', '.join(others)} or {last}" if others else f"blocks of {last}"
 

@@ -1,4 +1,4 @@
-"""SHA-256 of files and of JSON. Hashes of large files are remembered: 50 GB take a minute."""
+"""SHA-256 of files and of JSON. Hashes of large files are cached, because 50 GB take a minute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 
 from canvasrt.progress import listener
 
-# Smaller files are always hashed: that is as fast as a lookup.
+# Smaller files are always hashed, which is as fast as a lookup.
 LARGE_FILE = 1 << 24
-# A file that changed less than this many nanoseconds ago may change again with the same times.
+# Nanoseconds since a file's change before its hash is cached. Within this time, it may change again with the same
+# timestamps.
 _SETTLED = 2 * 10**9
 _MOST = 4096
 _CHUNK = 1 << 22
@@ -26,7 +27,7 @@ Stamp = tuple[int, ...]
 
 
 def canonical(data: Mapping[str, Any]) -> str:
-    """Return `data` as canonical JSON: the only text that a manifest may have."""
+    """Return `data` as canonical JSON, the required form of manifests."""
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
@@ -35,9 +36,9 @@ DIFFERS = "differs from the manifest (SHA-256)"
 
 
 def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
-    """Return the SHA-256 of files under `root`, by name; hashes several at a time.
+    """Return the SHA-256 of files under `root`, by name. Hashes several files concurrently.
 
-    Bytes hashed are reported as progress of `doing`, if it is given.
+    With `doing`, reports the hashed bytes as progress of this work.
     """
     names, report = list(names), listener()
     total = sum((root / name).stat().st_size for name in names)
@@ -59,10 +60,9 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
 
 
 class HashMemo:
-    """The hashes of large files by place on disk, size and times of change, in one JSON file.
+    """A cache of large files' hashes in one JSON file, keyed by inode, size and times of change.
 
-    It does not notice bytes that changed while the inode did not, as on a failing disk. `canvasrt
-    verify` always hashes everything.
+    It misses changes that do not change the inode, as on a failing disk. `canvasrt verify` always hashes all files.
     """
 
     def __init__(self, file: Path) -> None:

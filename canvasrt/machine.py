@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, processors, memory, disk. Imports no GPU library."""
+"""Queries this machine's GPUs, processors, memory and disk. Imports no GPU library."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from canvasrt import extras
 from canvasrt.targets import Target
 
 _QUERY = ("name", "memory.total", "compute_cap", "driver_version", "uuid")
-# Which GPUs a process may use, for CUDA.
+# CUDA's variable for the GPUs that a process may use.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Of CUDA 13. NVIDIA's own entry point of its images would let older ones of data-centre GPUs do; this project's does not.
+# The oldest driver for CUDA 13. NVIDIA's images have an entry point that supports older drivers on data-centre GPUs;
+# this project's images do not use it.
 OLDEST_DRIVER = 580
 _MIB = 1 << 20
-# Builder → the module it needs, and the extra that installs it.
+# Builder → its module, and the extra that installs it.
 BUILDER_MODULES = {
     "onnxruntime": ("onnxruntime", "cpu"),
     "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
@@ -55,12 +56,12 @@ def gpus() -> tuple[Gpu, ...]:
     names = os.environ.get(VISIBLE)
     if names is None:
         return _listed()
-    # Parts of GPUs are not in nvidia-smi's table.
+    # MIG instances are not in nvidia-smi's table.
     return _listed() if "MIG-" in names else tuple(named_gpus(names, _listed()))
 
 
 def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs in a list of nvidia-smi's numbers and UUIDs, or beginnings of UUIDs."""
+    """Return the GPUs in a list of nvidia-smi's numbers, UUIDs or prefixes of UUIDs."""
     found = []
     for name in filter(None, map(str.strip, names.split(","))):
         of_uuid = [gpu for gpu in listed if gpu.uuid and gpu.uuid.startswith(name)]
@@ -71,7 +72,7 @@ def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
 
 @cache
 def _listed() -> tuple[Gpu, ...]:
-    """Return what nvidia-smi lists; nothing if it is missing or does not answer."""
+    """Return nvidia-smi's list of GPUs; empty if it is missing or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -83,7 +84,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi's table. For unified memory, reported as [N/A], use the host's."""
+    """Parse one line of nvidia-smi's table. Unified memory, which is reported as [N/A], is the host's memory."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None
@@ -106,7 +107,7 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the free memory, or what a container's limit leaves if that is less."""
+    """Return the free memory, or the rest of a container's limit if that is less."""
     free = memory_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -117,7 +118,7 @@ def available_bytes() -> int:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        # Cached files count as used, but are dropped when something needs the memory.
+        # The page cache counts as used, but is freed when memory is needed.
         return min(free, limit - used + int(stat[stat.index("inactive_file") + 1]))
     except (OSError, ValueError):
         return free

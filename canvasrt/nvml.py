@@ -1,4 +1,4 @@
-"""What this machine's GPUs do now, by NVIDIA's management library. What it does not say is left out."""
+"""Reads the current state of this machine's GPUs from NVIDIA's management library. Unavailable values are omitted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GAUGES = {
 
 
 def readings() -> dict[str, dict[str, float]]:
-    """Return the gauges of each GPU by its UUID: those that NVML gives, so nothing without a GPU."""
+    """Return the available gauges by GPU's UUID; empty without GPUs."""
     nvml, found = _library(), {}
     for gpu in machine.gpus() if nvml else ():
         values = {}

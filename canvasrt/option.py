@@ -11,7 +11,7 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class CommandOption:
-    """The description of an option, besides its field's name, type and default.
+    """The description of an option, in addition to its field's name, type and default.
 
     Attributes:
         help: one sentence; empty if there is only the variable.

@@ -1,5 +1,5 @@
-"""The plan of passes on a GPU: the few sizes that they have. A build writes it into the manifest, and an engine compiles each size
-once, before the first request."""
+"""The pass plan of a GPU: the few shapes that passes have. A build writes it to the manifest; kernels for all shapes
+are compiled before the first request."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from canvasrt.defaults import PREFILL_CHUNK
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # Rows per expert are a multiple of this.
 SLOT_UNIT = 16
-# Rows per block of one expert, where rows are sorted by expert: the fewest that tensor cores take, since larger blocks would be
-# emptier.
+# Rows per block of one expert, for rows sorted by expert: the minimum of tensor cores, since larger blocks would have
+# more empty rows.
 BLOCK_ROWS = 16
-# The dimensions of a graph that experts with slots have.
+# The graph dimensions of experts with slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
-# Tokens of an encoding pass. Up to `ROOMY` tokens, every expert has a row per token.
+# Tokens per encoding pass. Up to `ROOMY` tokens, every expert has a row for every token.
 LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
-# Caches hold a multiple of this many tokens, so that every request's begins at an aligned address.
+# Cache widths are a multiple of this, so that every request's part starts at an aligned address.
 UNIT = 64
-# A full layer's past has at most `WIDTHS` widths, of which the shortest holds `FIRST_WIDTH` tokens.
+# Maximum number of widths of a full layer's past, and the smallest width in tokens.
 WIDTHS, FIRST_WIDTH = 5, 2048
 
 
@@ -39,7 +39,7 @@ class PassShape:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes that an engine sees; the phase is an input."""
+        """The sizes that determine an engine's tensor shapes. The phase is only an input."""
         return self.batch, self.length, self.capacity, self.width
 
 
@@ -66,13 +66,13 @@ class PassPlan:
 
     Attributes:
         canvas: tokens of a canvas.
-        batch: canvases of a pass that requests share; such a pass always has as many.
+        batch: canvases of a shared pass, which always has this number.
         lengths: tokens of encoding passes, each of one request.
-        encode_rows: rows per expert of each of those.
-        roomy: the length of the encoding pass that overflows no expert.
-        canvas_rows: rows per expert that a pass over one canvas may have.
+        encode_rows: rows per expert, by encoding pass.
+        roomy: length of the encoding pass in which no expert can overflow.
+        canvas_rows: possible rows per expert of a pass over one canvas.
         batch_rows: rows per expert of a shared pass.
-        widths: cached tokens that a pass reads in a full layer.
+        widths: possible numbers of cached tokens that a pass reads in a full layer.
         window: cached tokens of a sliding layer.
         shares: whether requests may share denoising passes. A request's result must not depend on the number or length of
         others, so all shared ones have the last width.
@@ -91,16 +91,16 @@ class PassPlan:
 
     @property
     def prefill_chunk(self) -> int:
-        """The most tokens of a prompt that one pass encodes."""
+        """Maximum tokens of a prompt in one encoding pass."""
         return min(PREFILL_CHUNK, self.lengths[-1])
 
     @property
     def most_rows(self) -> int:
-        """The most rows per expert of any pass."""
+        """Maximum rows per expert over all passes."""
         return max(self.roomy, self.batch_rows, *self.encode_rows, *self.canvas_rows)
 
     def cached(self, layer: Layer) -> int:
-        """Return the most cached tokens of a layer."""
+        """Return the maximum number of cached tokens in layers of a kind."""
         return self.window if layer.kind == "sliding" else self.widths[-1]
 
     def within(self, context: int) -> PassPlan:
@@ -117,7 +117,7 @@ class PassPlan:
     def encode(self, tokens: int, width: int) -> PassShape:
         """Return the shape of the pass that encodes one request's `tokens`.
 
-        Long pasts have fewer lengths: there, padding costs little.
+        For long pasts there are fewer lengths, because padding is cheap in comparison.
         """
         length = round_up(tokens, self.lengths)
         if width > self.widths[0]:
@@ -126,34 +126,34 @@ class PassPlan:
         return PassShape(ENCODE, 1, length, rows, width)
 
     def without_overflow(self) -> PassShape:
-        """Return the shape of an encoding pass that no expert overflows. It is rare, so there is a single one, with the widest
-        past."""
+        """Return the shape of the encoding pass in which no expert can overflow. Because it is rare, there is only one,
+        with the widest past."""
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
     def denoise(self, width: int, load: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `load`: the most tokens that an expert got so far."""
+        """Return the shape of one request's denoising pass. `load`: the maximum number of tokens per expert so far."""
         rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
     def shared(self) -> PassShape:
-        """Return the shape of a denoising pass that requests share."""
+        """Return the shape of a shared denoising pass."""
         return PassShape(DENOISE, self.batch, self.canvas, self.batch_rows, self.widths[-1])
 
     def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
         """Return the shape of the pass that denoises one request's canvas, followed by padding.
 
-        A canvas shorter than the checkpoint's takes a shape that encoding has too, so nothing more is
-        compiled. If no such shape is smaller, it takes that of a whole canvas.
+        Short canvases use the shapes of encoding passes, so that no other shapes are compiled. If none of these is
+        smaller, they use the shape of a whole canvas.
         """
         if canvas < self.canvas:
             shape = self.encode(canvas, width)
-            # With fewer rows than tokens, an expert could overflow again and again.
+            # With fewer rows than tokens, an expert could overflow repeatedly.
             if shape.length < self.canvas and shape.capacity == shape.length:
                 return replace(shape, phase=DENOISE)
         return self.denoise(width, load)
 
     def __iter__(self) -> Iterator[PassShape]:
-        """Yield every shape once, the narrowest first."""
+        """Yield every shape once, narrowest first."""
         shapes: list[PassShape] = []
         for width in self.widths:
             shapes += [self.encode(tokens, width) for tokens in self.lengths]
@@ -209,12 +209,12 @@ def plan_passes(
 
 
 def in_units(tokens: int) -> int:
-    """Round up to a number of tokens that a cache may have."""
+    """Round a number of tokens up to a valid cache width."""
     return max(UNIT, -(-tokens // UNIT) * UNIT)
 
 
 def usual_capacity(model: ModelConfig, tokens: int) -> int:
-    """Return the rows per expert that hold the fullest one with near-uniform routing: 8 deviations above the mean."""
+    """Return the rows per expert for near-uniform routing: 8 standard deviations above the mean."""
     mean = tokens * model.top_k_experts / model.num_experts
     wanted = math.ceil((mean + 8 * math.sqrt(mean)) / SLOT_UNIT) * SLOT_UNIT
     return min(tokens, wanted)
@@ -226,10 +226,10 @@ def encode_capacity(model: ModelConfig, length: int) -> int:
 
 
 def capacities(model: ModelConfig) -> tuple[int, ...]:
-    """Return the rows per expert that a pass of one request's canvas may have, the fewest first.
+    """Return the possible rows per expert of a pass over one request's canvas, ascending.
 
-    The fewest suffice for near-uniform routing. The middle number suffices if half of a canvas's tokens, such as padding, have
-    the same experts. The most hold all tokens.
+    The first suffices for near-uniform routing; the second if half of the tokens, such as padding, have the same
+    experts; the last for all tokens.
     """
     tokens = model.canvas_length
     middle = tokens // 2 + usual_capacity(model, tokens // 2)
@@ -237,10 +237,10 @@ def capacities(model: ModelConfig) -> tuple[int, ...]:
 
 
 def roomy_capacity(model: ModelConfig, longest: int) -> int:
-    """Return the rows per expert of encoding passes of up to `longest` tokens in which nothing can overflow.
+    """Return the rows per expert of an encoding pass of up to `longest` tokens in which no expert can overflow.
 
-    Passes of text are cut in two before they need more than `ROOMY`, except for those of a whole canvas. Tokens of an
-    image stay in one.
+    Text passes that would need more than `ROOMY` rows are split in two, except passes of a whole canvas. An image's
+    tokens are not split.
     """
     if model.vision is not None:
         return longest
@@ -248,16 +248,15 @@ def roomy_capacity(model: ModelConfig, longest: int) -> int:
 
 
 def canvas_sizes(length: int) -> tuple[int, ...]:
-    """Return the lengths, ascending, that a canvas may have: an eighth, a quarter, a half and all of the
-    checkpoint's."""
+    """Return the possible lengths of a canvas, ascending: an eighth, a quarter, a half and all of the checkpoint's."""
     return tuple(length // part for part in (8, 4, 2, 1) if length % part == 0)
 
 
 def widths(most: int) -> tuple[int, ...]:
     """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
 
-    At most `WIDTHS`. If every power would be too many, the lower ones are a factor of four (or more) apart, since
-    short pasts cost little.
+    At most `WIDTHS`. If there are too many powers of two, low widths differ by a factor of four or more, since short
+    pasts cost little.
     """
     powers = [FIRST_WIDTH]
     while 2 * powers[-1] < most:
@@ -276,5 +275,5 @@ def lengths(most: int) -> tuple[int, ...]:
 
 
 def round_up(size: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest of `sizes`, in order, that holds `size`."""
+    """Return the smallest of the ascending `sizes` that is at least `size`."""
     return next(each for each in sizes if each >= size)

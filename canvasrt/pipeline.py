@@ -1,4 +1,4 @@
-"""Builds one engine bundle per target from a checkpoint or graphs, and reuses what is unchanged."""
+"""Builds one engine bundle per target from a checkpoint or graphs, and reuses unchanged results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build_bundle(
     """Build the engine bundle of one target at `out`.
 
     `source` is a graph bundle, or a checkpoint (a folder, a hub name or `demo`), which is exported
-    first. An existing bundle made from the same source with the same options is returned as it is.
+    first. An existing bundle of the same source and options is returned unchanged.
     """
     targets = [find_target(target) if isinstance(target, str) else target]
     ((_, bundle),) = build_all(plan_all(source, targets, out, options))
@@ -49,9 +49,9 @@ def build_bundle(
 
 
 def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
-    """Carry out plans that share a source. Common graphs are exported and quantized once.
+    """Build all plans, which must share a source. Common graphs are exported and quantized once.
 
-    All refusals come before the first byte is written.
+    All checks run before the first byte is written.
     """
     bundles = [made.existing() for made in plans]
     missing = [number for number, found in enumerate(bundles) if found is None]
@@ -78,9 +78,10 @@ def plan_all(
     options: BuildOptions,
     check: bool = True,
 ) -> list[Plan]:
-    """Return one plan per target: a single one writes `out`, several write `out/<target>`.
+    """Return one plan per target. A single plan writes to `out`, several to `out/<target>`.
 
-    With `check`, plans that cannot be built here are refused, unless their bundle exists. The source is hashed last.
+    With `check`, raises CanvasError for plans that cannot be built here, unless their bundle exists. The source is
+    hashed last.
     """
     found = find_source(source)
     precisions = choose_precisions(targets, options.precision, found.precision)
@@ -105,7 +106,7 @@ def plan_all(
 def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     """Return the graph bundle for a plan's engines: from the cache, or made now.
 
-    The weights of segments whose engines `plans` all have in the cache may be gone.
+    Weights may be missing if the engines of all `plans` that use them are in the cache.
     """
     cache, recipe = GraphCache(), plan.precision.recipe
     same = [each for each in plans if each.precision.text == plan.precision.text]

@@ -1,4 +1,4 @@
-"""Progress of long-running work: the work calls `report`, and its caller may listen."""
+"""Progress of long-running work: the work calls `report`; its caller may listen."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-# Called with (what is being done, units done, total units); a total of 0 is a stage of
-# unknown length, which ends when other work is reported.
+# Called with (description of the work, units done, total units). A total of 0 means unknown length; such work ends when
+# other work is reported.
 Progress = Callable[[str, int, int], None]
 
 
@@ -20,7 +20,7 @@ _listener: ContextVar[Progress] = ContextVar("progress", default=_ignore)
 
 @contextlib.contextmanager
 def listening(progress: Progress) -> Iterator[None]:
-    """Call `progress` for everything that is reported inside the block."""
+    """Call `progress` for all reports inside the `with` block."""
     token = _listener.set(progress)
     try:
         yield
@@ -29,17 +29,17 @@ def listening(progress: Progress) -> Iterator[None]:
 
 
 def report(what: str, done: int = 0, total: int = 0) -> None:
-    """Report progress to the listener, if there is one. In a thread of its own, call `listener()`'s result instead."""
+    """Report progress to the listener, if there is one. On another thread, call the result of `listener()` instead."""
     _listener.get()(what, done, total)
 
 
 def listener() -> Progress:
-    """Return the listener, to hand to a thread: threads do not inherit it."""
+    """Return the listener for use on another thread. Threads do not inherit it."""
     return _listener.get()
 
 
 def counter(what: str, total: int) -> Callable[[int], None]:
-    """Return a function that takes the units just done and reports the sum so far."""
+    """Return a function that takes newly done units and reports the sum so far."""
     done = 0
 
     def count(units: int) -> None:

@@ -1,4 +1,4 @@
-"""Writes a folder next to its final place, then renames it, so that readers never see half of one."""
+"""Writes a folder next to its destination and renames it, so that readers never see an incomplete folder."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def staging(out: Path | str) -> Iterator[Path]:
-    """Yield a folder that becomes `out` when the block ends without an exception.
+    """Yield a folder that is renamed to `out` when the `with` block ends without an exception.
 
-    After an exception, an interrupt or SIGTERM, nothing of it is left. Folders left by killed
-    processes are removed.
-    Raises CanvasError when `out` is not empty, or when the disk is full.
+    After an exception, an interrupt or SIGTERM, the folder is removed. Leftovers of killed processes are also removed.
+    Raises CanvasError if `out` is not empty, or if the disk is full.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -55,7 +54,9 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                with contextlib.suppress(OSError):  # it holds this result, or another process's
+                with contextlib.suppress(
+                    OSError
+                ):  # the destination already has this result, or another process's
                     folder.rmdir()
 
 
@@ -80,7 +81,7 @@ def check_output(out: Path | str) -> None:
 
 
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
-    """Return whether an exception, or one behind it, means that the disk or a quota was full.
+    """Return whether an exception or one of its causes means that the disk or a quota is full.
 
     Some writers (numpy, Rust extensions) report it without an errno. So messages count too, and so
     does the free space on the disk of `folder`, if given.
@@ -168,12 +169,12 @@ def _make(folder: Path, exist_ok: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(tmp: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which tells others that its writer is alive."""
+    """Hold a lock on a folder, which shows other processes that its writer is alive."""
     handle = os.open(tmp, os.O_RDONLY)
     try:
         with contextlib.suppress(
             OSError
-        ):  # no locks on this filesystem: the pid in the name decides
+        ):  # without locks on this filesystem, the process id in the name is used
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -191,7 +192,7 @@ def _remove_stale(out: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # a dead process's number may be in use again; in a container it always is
+        return False  # a dead process's id may be in use again, as is usual in containers
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -223,7 +224,7 @@ def _is_locked(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn signals that would kill the process into an exception, unless someone handles them."""
+    """Convert signals that would kill the process to an exception, unless they have a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

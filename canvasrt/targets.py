@@ -1,4 +1,4 @@
-"""The machines that engines are built for, as data."""
+"""The table of targets: machines for which engines are built."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ class Target:
     """One row of the target table.
 
     Attributes:
-        capability: of the GPU; None for a CPU.
-        memory: the GPU's in bytes; None where the host decides.
+        capability: the GPU's compute capability; None for a CPU.
+        memory: the GPU's memory in bytes; None if it depends on the host.
         precision: the default of `--precision`.
-        recipe: the recipe that gives that precision by default; None takes the one of the same
-        name.
-        newer: further capabilities that the same engines run on.
+        recipe: the default recipe for the precision; None is the recipe of the same name.
+        newer: further capabilities on which the same engines run.
     """
 
     name: str
@@ -42,14 +41,14 @@ class Target:
 
     @property
     def capabilities(self) -> tuple[tuple[int, int], ...]:
-        """The capabilities that its engines run on, the oldest first; none for a CPU."""
+        """The capabilities on which the engines run, oldest first; empty for a CPU."""
         return (self.capability, *self.newer) if self.capability else ()
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions of its engines, the default first. A CPU runs every format, lowered.
+        """The supported precisions, the default first. A CPU runs lowered graphs of all formats.
 
-        The oldest capability decides.
+        The oldest capability determines the precisions.
         """
         able = formats_of(self.capability or _ANY)
         others = (*able, "bf16") if self.capability else able
@@ -57,7 +56,7 @@ class Target:
 
     @property
     def builds_anywhere(self) -> bool:
-        """Whether its engines can be built without its GPU."""
+        """Whether engines can be built without the GPU."""
         return self.builder != "tensorrt"
 
     @property
@@ -79,7 +78,8 @@ class Target:
 _ANY = (99, 0)
 _RTX: BuilderName = "tensorrt-rtx"
 _TRT: BuilderName = "tensorrt"
-# Loses nothing that can be measured, for 1 to 12% more predicted time than `nvfp4`, by GPU and batch (docs/performance.md).
+# No measurable loss of quality, for 1 to 12% more predicted time than `nvfp4`, depending on GPU and batch
+# (docs/performance.md).
 _MIXED = "nvfp4-mixed"
 TARGETS: tuple[Target, ...] = (
     Target("cpu", "none", None, None, "onnxruntime", "fp32", host="any"),

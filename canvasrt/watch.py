@@ -1,4 +1,4 @@
-"""Records when running tasks began, so that a hanging one is noticed."""
+"""Records when running tasks began, to detect tasks that hang."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Engines to a Triton image."""
+"""Packages engines as Triton images, and serves them."""

@@ -1,4 +1,4 @@
-"""A process's heartbeat, and the reason that it leaves when it ends."""
+"""Files by which a process reports its heartbeat, and the reason why it exits."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ import struct
 import time
 from pathlib import Path
 
-# Two numbers of eight bytes: the time of the last beat in seconds of the monotonic clock, and the number of acknowledged
-# reports.
+# Two 8-byte numbers: the monotonic time of the last beat in seconds, and the number of acknowledged reports.
 _SIZE = 16
 _BEAT, _ACKNOWLEDGED = struct.Struct("d"), struct.Struct("q")
 
 
 class Heartbeat:
-    """The writing side: sixteen bytes of shared memory. A beat costs a microsecond, so every step
-    can afford one."""
+    """The writing side: sixteen bytes of shared memory. A beat takes a microsecond, so it can be called in every
+    step."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the file behind a descriptor, which may then be closed."""
-        # On a full disk, a file that has a size but no space would end the process at its first beat.
+        """Map the file of a descriptor, which may be closed afterwards."""
+        # Allocate disk space. On a full disk, writing to a sparse file would kill the process at its first beat.
         os.posix_fallocate(descriptor, 0, _SIZE)
         memory = memoryview(mmap.mmap(descriptor, _SIZE))
-        # These items are stored atomically. `struct.pack_into` stores zeros first, which a reader would take for a very old
-        # beat.
+        # Items of this memoryview are stored atomically. `struct.pack_into` first stores zeros, which would read as a
+        # very old beat.
         self._beat, self._acknowledged = memory[:8].cast("d"), memory[8:].cast("q")
         self._acknowledged[0] = 0
         self.beat()
 
     @classmethod
     def at(cls, path: Path | str) -> Heartbeat:
-        """Create the file of a heartbeat. OSError when that is not possible."""
+        """Create a heartbeat's file. Raises OSError if that fails."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             return cls(descriptor)
@@ -41,25 +40,25 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress now; or only up to `since`, when a task that is still running began."""
-        # All processes of a machine share the monotonic clock.
+        """Report progress until now. `since`: the time when a still running task began; then progress is only reported
+        up to it."""
+        # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 
     def acknowledge(self) -> None:
-        """Count one more report of the parent as applied."""
+        """Count one more of the parent's reports as applied."""
         self._acknowledged[0] += 1
 
 
 def silence(descriptor: int) -> float | None:
-    """Return the seconds since the last beat behind a descriptor; None before the first."""
-    # A read may be torn, since it need not copy eight bytes at once. The later of two reads is
-    # whole.
+    """Return the seconds since the last beat in a descriptor's file; None before the first beat."""
+    # A read may be torn, since it need not copy eight bytes atomically. The later of two reads is valid.
     last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
     return time.monotonic() - last if last else None
 
 
 def silence_at(path: Path) -> float | None:
-    """Return the seconds since the last beat in a file; None before the first."""
+    """Return the seconds since the last beat in a file; None before the first beat."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -71,24 +70,24 @@ def silence_at(path: Path) -> float | None:
 
 
 def acknowledged(descriptor: int) -> int:
-    """Return how many reports the process behind a descriptor has acknowledged."""
+    """Return how many reports the writer of a descriptor's file has acknowledged."""
     return int(_read(descriptor, _ACKNOWLEDGED, _BEAT.size))
 
 
 def _read(descriptor: int, number: struct.Struct, place: int) -> float:
-    """Return a number of the file; 0 while it has none."""
+    """Return one number of the file; 0 if it is not written yet."""
     data = os.pread(descriptor, number.size, place)
     return float(number.unpack(data)[0]) if len(data) == number.size else 0
 
 
 def leave_reason(path: Path, message: str, hint: str) -> None:
-    """Write why this process ends. Failures to write are ignored."""
+    """Write the reason why this process exits. Failures to write are ignored."""
     with contextlib.suppress(OSError):
         path.write_text(f"{message}\n{hint}", encoding="utf-8")
 
 
 def reason_left(path: Path) -> tuple[str, str] | None:
-    """Return the message and hint of a process that has ended; None if it left none."""
+    """Return the message and hint that an exited process left; None if there is none."""
     try:
         message, _, hint = path.read_text(encoding="utf-8").partition("\n")
     except OSError:

@@ -12,11 +12,11 @@ import time
 from typing import TextIO
 
 _MINUTE = 60.0
-_PATIENCE = 1.0  # seconds for a log's reader, at the end
+_PATIENCE = 1.0  # maximum seconds to wait for the log's reader at exit
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as a JSON object."""
+    """Formats records as JSON objects."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -35,7 +35,7 @@ def json_line(level: str, source: str, message: str, when: float | None = None) 
 
 
 class Seldom:
-    """Logs one line a minute for each reason, however often the reason arises."""
+    """Logs at most one line per minute and reason."""
 
     def __init__(self, log: logging.Logger, level: int) -> None:
         self._log, self._level = log, level
@@ -43,8 +43,8 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def note(self, reason: str, message: str) -> None:
-        """Log the message, with the number of suppressed ones for its reason, unless one was logged
-        within a minute. The number of reasons must be small."""
+        """Log the message and the number of suppressed messages with the same reason, unless one was logged within the
+        last minute. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -56,8 +56,8 @@ class Seldom:
 
 
 class Patient(logging.handlers.QueueHandler):
-    """Formats records, and passes them on to a handler that may block, on a thread. What does not fit
-    the queue is dropped, and counted in a line of its own."""
+    """Formats records, and passes them to a handler that may block, on a separate thread. Records that do not fit in
+    the queue are dropped, and a log line states their number."""
 
     def __init__(self, handler: logging.Handler, most: int = 10_000) -> None:
         self.records: queue.Queue[logging.LogRecord] = queue.Queue(most)
@@ -73,7 +73,7 @@ class Patient(logging.handlers.QueueHandler):
             self.dropped += 1
 
     def flush(self) -> None:
-        """Wait for the reader, but not for long."""
+        """Wait for the reader, for a limited time."""
         end = time.monotonic() + _PATIENCE
         while self.records.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.01)
@@ -93,20 +93,20 @@ class _Counting(logging.handlers.QueueListener):
         super().handle(record)
         if missing := self._of.dropped - self._told:
             self._told += missing
-            text = f"{missing} lines of the log were dropped: its reader was too slow"
+            text = f"{missing} lines of the log were dropped, because its reader was too slow"
             told = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
             record = logging.makeLogRecord({**told, "msg": text})
             super().handle(self._of.prepare(record))
 
 
 def lines_to(stream: TextIO) -> Patient:
-    """Return what writes messages as lines."""
+    """Return a handler that writes messages as lines to a stream."""
     return Patient(logging.StreamHandler(stream))
 
 
 def configure(level: str, json_logs: bool) -> None:
-    """Send this process's log to stderr, without ever waiting for its reader."""
-    level = "DEBUG" if level == "TRACE" else level  # Python has no TRACE
+    """Send this process's log to stderr. Logging never blocks on a slow reader."""
+    level = "DEBUG" if level == "TRACE" else level  # Python has no level TRACE
     handler = lines_to(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if json_logs else plain)

@@ -1,65 +1,63 @@
-"""Names and numbers that several parts of serving agree on: ports, folders of a package,
-environment variables."""
+"""Constants that several parts of serving share: ports, folders of a package, environment variables."""
 
 from collections.abc import Callable
 
-# Ports. The defaults are those of the NIM containers that wrap Triton.
+# Default ports, as in NIM's containers with Triton.
 API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 
-# Python's name of a machine's architecture → that of container images.
+# Python's name of an architecture → its name in container images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MACHINES = {image: machine for machine, image in ARCHITECTURES.items()}
 
 # Folders of a package.
 ENGINES = "engines"
 MODEL_REPOSITORY = "models"
-IMAGE_FOLDER = "image"  # the manifest of what goes into an image
+IMAGE_FOLDER = "image"  # the manifest of an image's content
 
-# Where an image keeps its package.
+# The package's folder in an image.
 ROOT = "/opt/canvasrt"
 PACKAGE = f"{ROOT}/package"
 
-# The path of a file; once it exists, the models inside Triton refuse requests.
+# Path of a file. Once it exists, the models inside Triton refuse requests.
 STOPPING_VARIABLE = "CANVASRT_STOPPING"
-# The file of the engine model's heartbeat, and the file for the reason of its end.
+# Paths of the decoupled model's heartbeat, and of the file for the reason of its exit.
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
-# Where it writes, as JSON, whether requests share passes, and why.
+# Path of the file where the decoupled model writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
 
-# What the front end puts before the name of a caller, so that the models believe it. Drawn at every start.
+# A random secret, drawn at every start. The front end prefixes callers' names with it, so that the models can trust
+# them.
 CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 
-# How many GPUs each run an instance of the model; unset without any.
+# Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in a container: its health check ends a server that is not alive any more.
+# Set in a container in which the health check ends a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
-# Health checks: seconds for one call, and how many failures in a row end a server. Readiness asks both of Triton's models, with
-# 3 seconds for each. The server itself replaces a front end after 10 seconds of
-# silence, which must not look like its end.
+# Health checks: seconds per call, and the number of consecutive failures after which a server is ended. Readiness calls
+# both of Triton's models, with 3 seconds per model. The supervisor replaces a front end after 10 seconds of silence,
+# which must not count as a dead server.
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
-# How long `canvasrt serve` waits unless it is told otherwise, in seconds.
-READY_TIMEOUT = 600.0  # for loading tens of gigabytes, if their plan says no more
-EXIT_TIMEOUT = 10  # for requests in flight at shutdown
-STALL_TIMEOUT = (
-    300.0  # for one pass, whose shape may need kernels compiled, or for preparing a request
-)
+# Default timeouts of `canvasrt serve`, in seconds.
+READY_TIMEOUT = 600.0  # to load tens of gigabytes; the serving profile may require more
+EXIT_TIMEOUT = 10  # to finish requests in flight at shutdown
+STALL_TIMEOUT = 300.0  # for one pass, including kernel compilation, or for preparing a request
 
-# Callers on this machine only.
+# Addresses that only this machine can reach.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-# The names under which a server without API keys answers; `*` for any.
+# The accepted Host names of a server without API keys; `*` for any.
 ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
-# Variables of server options that `canvasrt deploy` sets and the compose file passes on: variable →
-# its value by the container's name, if only this machine calls it. "" sets none.
+# Environment variables of server options that `canvasrt deploy` sets and the compose file passes on → the default
+# value, with the container's name, if only this machine can call the server. "" sets none.
 CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
     ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
 }
-# OpenTelemetry's standard variable for the address of a collector.
+# OpenTelemetry's standard variable for a collector's address.
 COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
-# Variables with secrets, which no child process needs.
+# Variables with secrets, which are removed from children's environments.
 SECRETS = (
     "CANVASRT_API_KEYS",
     "CANVASRT_API_KEYS_FILE",

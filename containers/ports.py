@@ -17,16 +17,16 @@ from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
 
-BACKLOG = 1024  # connections that wait in the kernel
-# An address that means all interfaces → the one to call instead.
+BACKLOG = 1024  # connections that may wait in the kernel
+# Address of all interfaces → address to call.
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Triton's ports. 0 takes a free one."""
+    """Triton's ports. 0 selects a free port."""
 
-    SUFFIX: ClassVar[str] = "_port"  # of the options' names
+    SUFFIX: ClassVar[str] = "_port"  # suffix of the options' names
 
     http: int = field(
         default=HTTP_PORT, metadata=port_option("Port of Triton's HTTP API; 0 takes a free one.")
@@ -53,12 +53,12 @@ class Ports:
     def held(
         self, host: str, metrics_host: str | None = None, http: bool = True
     ) -> Iterator[Ports]:
-        """Yield the ports with every 0 replaced by a free one, and keep others from them while the
-        block runs. CanvasError for a port that cannot be used.
+        """Reserve the ports inside the `with` block. Yields them with every 0 replaced by a free port. Raises
+        CanvasError for a port that cannot be used.
 
-        A socket that is bound and does not listen holds a port: the kernel gives it to nobody else,
-        but Triton, whose sockets have SO_REUSEADDR, can still listen on it. Without `http`, that port
-        is left to whoever listens on it already.
+        A socket that is bound but does not listen reserves a port: no other process gets it, but Triton, whose sockets
+        have SO_REUSEADDR, can listen on it. Without `http`, the HTTP port is not reserved, because another process
+        listens on it.
         """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)
@@ -80,7 +80,7 @@ class PortRequest:
 
 
 def check_distinct(asked: Sequence[PortRequest]) -> None:
-    """Raise UsageError when two options ask for one port of one address."""
+    """Raise UsageError if two options ask for the same port of the same address."""
     for first, second in combinations(asked, 2):
         hosts = {first.host, second.host}
         if first.port == second.port != 0 and (len(hosts) == 1 or hosts & set(_EVERY)):
@@ -91,18 +91,18 @@ def check_distinct(asked: Sequence[PortRequest]) -> None:
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one. CanvasError names the option to change."""
+    """Return a listening socket; port 0 selects a free port. Raises CanvasError, which names the option to change."""
     listener = bind(host, port, option)
     try:
         listener.listen(backlog)
-    except OSError as error:  # a port that another process holds
+    except OSError as error:  # another process has reserved the port
         listener.close()
         raise _refusal(host, port, option, error) from error
     return listener
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket that holds a port; port 0 takes a free one. CanvasError names the option to
+    """Return a socket bound to a port; port 0 selects a free port. Raises CanvasError, which names the option to
     change."""
     if not 0 <= port <= 65535:
         raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
@@ -118,19 +118,19 @@ def bind(host: str, port: int, option: str) -> socket.socket:
 
 
 def callable_host(host: str) -> str:
-    """Return the address to call for an address to listen on: loopback for all interfaces."""
+    """Return the address at which to call a server that listens on `host`: loopback for all interfaces."""
     return _EVERY.get(host, host)
 
 
 def url_host(host: str) -> str:
-    """Return that address as part of a URL."""
+    """Return the address of `callable_host` as part of a URL."""
     found = callable_host(host)
     return f"[{found}]" if ":" in found else found
 
 
 def split_url(url: str, schemes: Sequence[str], hint: str) -> tuple[str, str, int | None]:
-    """Return scheme, host and port of `--url`; the first of `schemes` if it names none. UsageError
-    for a bad one."""
+    """Return scheme, host and port of `--url`. The default scheme is the first of `schemes`. Raises UsageError for an
+    invalid URL."""
     try:
         parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
         port = parts.port
@@ -161,8 +161,8 @@ def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:
 
 
 def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:
-    """Return the body of a page, over the Unix socket if one is given; empty unless the status is 200,
-    within `timeout` seconds."""
+    """Return the body of a page, over a Unix socket if one is given. Empty unless the status is 200 within `timeout`
+    seconds."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         if unix is not None:
@@ -171,7 +171,7 @@ def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = N
             connection.sock.connect(str(unix))
         connection.request("GET", path)
         reply = connection.getresponse()
-        # An empty page counts as an answer.
+        # An empty body must not look like a failure.
         return reply.read() or b"\n" if reply.status == 200 else b""
     except (OSError, http.client.HTTPException):
         return b""

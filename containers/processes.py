@@ -1,4 +1,4 @@
-"""Cleans up after tritonserver: stub processes, shared memory, scratch folders."""
+"""Cleans up tritonserver's stub processes, shared memory and scratch folders."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from canvasrt.children import signal_at_death_of
 from canvasrt.containers.names import SECRETS
 
 SHARED_MEMORY = Path("/dev/shm")
-# The front end and the models inherit it from this process; nobody else learns it.
+# A secret that only the front end and the models inherit from this process.
 CALLER_SECRET = secrets.token_hex(16)
 
 
 def run_name() -> str:
-    """Return a prefix for one server's shared memory and scratch folder.
+    """Return a prefix for the names of one server's shared memory and scratch folder.
 
-    It names the owning process, so that others can tell when they are stale.
+    It contains the owner's process id, so that other servers can recognize stale ones.
     """
     return f"canvasrt-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}-"
 
 
 def child_environment() -> dict[str, str]:
-    """Return this process's environment without its secrets."""
+    """Return this process's environment without secrets."""
     return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Return a function for Popen's preexec_fn: the child gets a SIGTERM when its parent dies."""
+    """Return a preexec_fn for Popen with which the child gets SIGTERM when its parent dies."""
     parent = os.getpid()
 
     def arrange() -> None:
@@ -47,7 +47,7 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def end_group(group: int, grace: float) -> None:
-    """Wait up to `grace` seconds for a process group to end, then kill the rest."""
+    """Wait up to `grace` seconds for a process group to exit, then kill what remains."""
     deadline = time.monotonic() + grace
     while group_members(group):
         if time.monotonic() > deadline:
@@ -64,34 +64,33 @@ def remove_shm(prefix: str) -> None:
 
 
 def protect_shm(prefix: str) -> None:
-    """Let no other account read those files. Triton's Python backend creates them readable by all,
-    whatever the umask, before it reads its first request."""
+    """Make these files unreadable for other users. Triton's Python backend creates them readable for all, regardless of
+    the umask, before its first request."""
     for file in SHARED_MEMORY.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # already deleted
             if file.is_file():
                 file.chmod(0o600)
 
 
 def remove_stale() -> None:
-    """Remove shared memory and folders of servers that have ended, and whose parents were killed."""
+    """Remove the shared memory and folders of dead servers whose parents were killed."""
     pattern = re.compile(rf"canvasrt-{_pid_namespace()}-(\d+)-[0-9a-f]{{8}}-")
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()), Path("/tmp")):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
-            # A server may outlive its parent until its last requests finish.
+            # A server may outlive its parent until its last requests are finished.
             if match is None or is_running(int(match[1])) or processes_of(match[0]):
                 continue
             with contextlib.suppress(OSError):  # another user's
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not processes_of("tritonserver"):  # which remove these themselves, unless they were killed
+    if not processes_of("tritonserver"):  # live owners remove these themselves
         for path in Path("/tmp").glob("python_env_*"):
             with contextlib.suppress(OSError):  # another user's, or not empty
                 path.rmdir()
 
 
 def _pid_namespace() -> str:
-    """Return an id of the namespace that process ids belong to, since containers may share
-    /dev/shm."""
+    """Return an id of the namespace of process ids, since containers may share /dev/shm."""
     try:
         return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     except OSError:
@@ -110,7 +109,7 @@ def processes_of(name: str) -> set[int]:
 
 def group_members(group: int) -> set[int]:
     """Return the processes of a group that are not zombies."""
-    # As a container's first process, this one must reap orphans.
+    # As a container's init, this process must reap orphans.
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -119,7 +118,7 @@ def group_members(group: int) -> set[int]:
 
 
 def children(parent: int) -> set[int]:
-    """Return the processes that a process has started and that are not zombies."""
+    """Return the child processes of a process that are not zombies."""
     found = (_state_of(folder) for folder in Path("/proc").glob("[0-9]*"))
     return {each.pid for each in found if each.running and each.parent == parent}
 
@@ -145,7 +144,7 @@ class _State(NamedTuple):
 
 
 def _state_of(folder: Path) -> _State:
-    """Return the state of a process in /proc. A zombie does not run."""
+    """Return a process's state from /proc."""
     pid = int(folder.name)
     try:
         # The name in parentheses may contain spaces; state, parent and group follow it.

@@ -1,5 +1,5 @@
-"""The tensors of the served models: the one table of inputs and outputs, and how values become
-tensors and back, for the models, the front end and the client."""
+"""The table of the served models' inputs and outputs, and conversions between values and tensors, for the models, the
+front end and the client."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
 MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_BIASED = 1024  # tokens
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # strings, and characters of one
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
 
-# Parameters of requests. With the first one, the stream model reports an error as an event of that name, whose text is
-# JSON with the code and the message. Triton's streams carry no codes, and its option to add them (triton_grpc_error)
-# has crashed it.
+# Request parameters. With ERRORS, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON with
+# code and message. Triton's streams have no error codes, and its option to add them (triton_grpc_error) has crashed it.
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
-# Of the front end: who asks, and for how many answers in all.
+# Set by the front end: the caller's name, and the total number of answers that the caller requested.
 OWNER, ANSWERS = "canvasrt_owner", "canvasrt_answers"
-# When the front end had the request, in microseconds of the monotonic clock, which all processes of a machine share.
+# Arrival time of the request at the front end, in microseconds of the machine's monotonic clock.
 ARRIVED = "canvasrt_arrived"
-# Of a request to the stream model that cancels a call.
+# A request with this parameter cancels a call of the decoupled model.
 CANCEL_PARAMETER = "triton_canvasrt_cancel"
-HINT = ". Hint: "  # in an error reply, between the message and the hint
+HINT = ". Hint: "  # separates message and hint in an error reply
 
-ONE, ANY = (1,), (-1,)  # shapes: one value, or a list of any length
+ONE, ANY = (1,), (-1,)  # shapes of one value, and of a list of any length
 _NUMPY = {
     "BOOL": np.bool_,
     "INT32": np.int32,
@@ -51,14 +50,14 @@ class Tensor:
 
     @property
     def config_type(self) -> str:
-        """The type's name in a model configuration; only that of text differs."""
+        """The type's name in a model configuration. It only differs for text."""
         return "TYPE_STRING" if self.datatype == "BYTES" else f"TYPE_{self.datatype}"
 
     def encode(self, value: Any) -> np.ndarray:
-        """Return a value as an array. CanvasError if it does not fit the type."""
+        """Return a value as an array. Raises CanvasError if the type cannot hold it."""
         values = value if self.shape == ANY else [value]
         if self.datatype == "BYTES":
-            # NumPy would cut zeros off the ends of bytes, were they not objects.
+            # dtype object, because NumPy's bytes type strips trailing zeros.
             return np.array(
                 [each if isinstance(each, bytes) else str(each).encode() for each in values],
                 np.object_,
@@ -77,11 +76,12 @@ class Tensor:
         return made
 
     def decode(self, array: np.ndarray) -> Any:
-        """Return an array's value, or its list of values. CanvasError for text that is not UTF-8."""
+        """Return an array's value or list of values. Raises CanvasError for text that is not UTF-8."""
         if self.datatype == "BYTES":
             items: list[Any] = [self._text(item) for item in array]
         elif self.datatype == "FP32":
-            items = [float(str(item)) for item in array]  # the decimal that was written: 0.1
+            # The shortest decimal: 0.1 and not 0.10000000149.
+            items = [float(str(item)) for item in array]
         else:
             items = array.tolist()
         return items if self.shape == ANY else items[0]
@@ -98,13 +98,13 @@ class Tensor:
             ) from None
 
     def to_wire(self, array: np.ndarray) -> bytes:
-        """Return an array as gRPC carries it."""
+        """Return an array as bytes in Triton's raw binary format."""
         if self.datatype == "BYTES":
             return b"".join(len(item).to_bytes(4, "little") + item for item in array)
         return array.tobytes()
 
     def from_wire(self, raw: bytes) -> Any:
-        """Return the value of an array as gRPC carries it."""
+        """Return the value of an array in Triton's raw binary format."""
         if self.datatype != "BYTES":
             return self.decode(np.frombuffer(raw, _NUMPY[self.datatype]))
         items, begin = [], 0
@@ -205,14 +205,14 @@ def outputs_of(model: str) -> tuple[Tensor, ...]:
     return (*_PROGRESS, *_RESULT, _CANVAS) if model == STREAM_MODEL else _RESULT
 
 
-# Those of the stream model, which has all, by name.
+# Inputs and outputs by name; the decoupled model has all of them.
 INPUTS = {tensor.name: tensor for tensor in inputs_of(STREAM_MODEL)}
 OUTPUTS = {tensor.name: tensor for tensor in outputs_of(STREAM_MODEL)}
 
 
 @dataclass(frozen=True)
 class TritonAnswer:
-    """One answer; its fields are the outputs of the same names."""
+    """One answer. Fields are outputs of the same names."""
 
     text: str
     token_ids: list[int]
@@ -222,7 +222,7 @@ class TritonAnswer:
     seed: int
     cached_tokens: int
     logprobs: str
-    block_scores: str = field(default="", kw_only=True)  # only if asked for
+    block_scores: str = field(default="", kw_only=True)  # only if requested
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a key per field."""
@@ -231,8 +231,8 @@ class TritonAnswer:
 
 @dataclass(frozen=True)
 class StreamEvent(TritonAnswer):
-    """One event of a stream. `text` and `token_ids` are those of the draft, what the event adds to
-    the answer or, in the last event, the whole answer. `canvas` is JSON, empty unless a draft."""
+    """One event of a stream. `text` and `token_ids` are the draft; or what the event adds to the answer; or in the last
+    event, the whole answer. `canvas` is JSON; empty except in drafts."""
 
     event: str
     block: int

@@ -1,4 +1,4 @@
-"""JSON that callers send."""
+"""Limits and parses JSON from callers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 import re
 from typing import Any
 
-MAX_DEPTH = 100  # brackets inside each other
-MAX_VALUES = 2**19  # of a body: two contexts of 256k tokens, as ids
-# It also takes a string without an end: trying again at each of its quotes would take quadratic time.
+MAX_DEPTH = 100  # maximum nesting of brackets
+MAX_VALUES = 2**19  # maximum values of a body: two contexts of 256k token ids
+# Also matches an unterminated string, because retrying at every quote would take quadratic time.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def check_json(text: bytes, most: int = MAX_VALUES) -> int:
-    """Raise ValueError for a JSON text with too many values, or too many brackets inside each other,
-    before anything is built from it. What else is wrong with it is up to the parser.
+    """Raise ValueError for a JSON text with too many values or too deeply nested brackets, before it is parsed. Other
+    errors are left to the parser.
 
-    Return how many values it has, or more if its strings have commas and brackets."""
-    # An upper bound first: text has commas, too.
+    Return the number of values, which is an upper bound if strings contain commas and brackets."""
+    # An upper bound, because strings may contain commas.
     values = text.count(b",") + text.count(b"[") + text.count(b"{")
     depth = text.count(b"[") + text.count(b"{")
     if values < most and depth <= MAX_DEPTH:
@@ -28,7 +28,7 @@ def check_json(text: bytes, most: int = MAX_VALUES) -> int:
     if values > most:
         raise ValueError(f"it has {values} values; at most {most} are allowed")
     left = text.translate(None, _BRACKETS)
-    if len(left) > 2 * values:  # without this, closing ones would be searched a hundred times
+    if len(left) > 2 * values:  # otherwise closing brackets would be searched a hundred times
         raise ValueError("it has more closing brackets than opening ones")
     for _ in range(MAX_DEPTH):
         left = left.replace(b"[]", b"").replace(b"{}", b"")
@@ -40,8 +40,7 @@ def check_json(text: bytes, most: int = MAX_VALUES) -> int:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Return the value in a JSON text. ValueError, with a reason to show, if it has none that can be
-    read."""
+    """Parse a JSON text. Raises ValueError with a reason for the caller."""
     check_json(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     try:
         value = json.loads(text)
@@ -54,5 +53,5 @@ def load_json(text: str | bytes) -> Any:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
     except RecursionError:
         raise ValueError("it has too many brackets inside each other") from None
-    except ValueError as error:  # bytes that are not UTF-8, a number of thousands of digits
+    except ValueError as error:  # invalid UTF-8, or a number with thousands of digits
         raise ValueError(str(error).partition(";")[0]) from None

@@ -1,1 +1,1 @@
-"""The first stage: a Hugging Face checkpoint becomes a bundle of ONNX graphs."""
+"""The first stage: exports a Hugging Face checkpoint to a bundle of ONNX graphs."""

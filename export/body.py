@@ -1,4 +1,4 @@
-"""A run of transformer layers as one graph for both phases: encoding clean tokens and denoising a canvas."""
+"""Consecutive transformer layers as one graph for both phases: encoding clean tokens and denoising a canvas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from canvasrt.export.moe import Experts, Router, Slots
 
 
 class BodyLayer(nn.Module):
-    """Attention, then a shared MLP next to the experts, each between norms, then the layer's scalar."""
+    """Attention, then a shared MLP in parallel with the experts, all with norms before and after, then the layer's
+    scalar."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class BodyLayer(nn.Module):
         self.pre_experts_norm = RMSNorm(size, eps)
         self.post_experts_norm = RMSNorm(size, eps)
         self.post_norm = RMSNorm(size, eps)
-        # The only weights that the two phases do not share.
+        # The only weights that differ between the two phases.
         self.encoder_scalar = placeholder(1)
         self.decoder_scalar = placeholder(1)
 
@@ -51,13 +52,14 @@ class BodyLayer(nn.Module):
         valid: Tensor,
         slots: Slots,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Map `x` `[1, B·L, D]` to the same shape, this call's key and value, and the experts' loads `[1, E]`.
+        """Map `x` `[1, B·L, D]` to the same shape. Also return this call's key and value, and the experts' loads `[1,
+        E]`.
 
-        Outside attention, all rows form one axis of tokens, which TensorRT-RTX quantizes in fewer kernels.
+        Outside attention, all requests' tokens are on one axis, because TensorRT-RTX then quantizes in fewer kernels.
         """
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
         x = x + self.post_attention_norm(attended)
-        # The router, the experts and the MLP share one norm: only its weights differ.
+        # The normalization is computed once for router, experts and MLP, whose norms only differ in their weights.
         normed = rms_norm(x, self.eps)
         index, weights = self.router(normed)
         own = (normed * self.pre_experts_norm.weight).squeeze(0)
@@ -99,7 +101,7 @@ class BodySegment(nn.Module):
         Args:
             hidden: `[B, L, D]`, the embeddings or the previous segment's output.
             positions: `[B, L]` int64; −1 marks padding, whose outputs are undefined.
-            groups: `[B, L]` int64; tokens of one image share a number ≥ 0 and see each other, −1 elsewhere.
+            groups: `[B, L]` int64 image numbers, −1 for text; tokens of one image attend to each other.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
             slots, gate_slots, gate_queues: int64 `[C]`, `[S]`, `[Q]`; see `canvasrt.export.moe.Slots`.
             past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.

@@ -1,7 +1,6 @@
-"""Joins single-layer graphs into the graph of a segment.
+"""Joins single-layer graphs to the graph of a segment.
 
-Tracing takes seconds per layer, and all layers of a kind trace alike. So each kind is traced once
-and copied.
+Tracing takes seconds per layer, and all layers of a kind have the same trace. So every kind is traced once and copied.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from canvasrt.export.onnx import OPSET
 
 
 def chain(layers: Sequence[ir.Model]) -> ir.Model:
-    """Return one graph that runs the single-layer graphs in turn.
+    """Return one graph that runs the single-layer graphs one after another.
 
-    Inputs of the same name become one input. A layer's `hidden` is the previous layer's
-    `hidden_out`, and loads are concatenated. Weights of layer k, named `layers.0.…` in its own
-    graph, become `layers.k.…`. Buffers of the same name are merged. Keys and values keep their
-    order, layer by layer.
+    Inputs of the same name are merged. A layer's `hidden` is the previous layer's `hidden_out`; loads are concatenated.
+    Weights of layer k, which its own graph names `layers.0.…`, are renamed to `layers.k.…`. Buffers of the same name
+    are merged. Keys and values are ordered by layer.
     """
     joined = layers[0].clone()
     graph = joined.graph
@@ -54,7 +52,7 @@ def chain(layers: Sequence[ir.Model]) -> ir.Model:
 
 
 def _largest(graph: ir.Graph, loads: Sequence[ir.Value]) -> ir.Value:
-    """Return the largest load of each layer, `[layers]` int64. One kernel computes the maxima of all layers."""
+    """Add nodes that compute the largest load of every layer, `[layers]` int64, in one kernel."""
     for index, load in enumerate(loads):
         load.name = f"loads_{index}"
     axis = ir.node("Constant", [], {"value": ir.tensor([1])}, name="node_load_axis")
@@ -76,7 +74,7 @@ def _keys_and_values(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
-    """Give the values and weights of `graph` names that no other layer uses."""
+    """Rename the values and weights of `graph` to names that are unique over all layers."""
     names = {id(value) for value in kept}
     for node in graph:
         node.name = _node_name(str(node.name), number)
@@ -89,8 +87,8 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
 
 
 def _node_name(name: str, number: int) -> str:
-    """Return a node's name in the chain: from its module, or for a node outside modules, such as a mask, from the traced
-    layer."""
+    """Return a node's name in the chain: its module's, or for a node outside of modules, such as a mask, the traced
+    layer's."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

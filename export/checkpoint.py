@@ -1,7 +1,7 @@
 """A lazy reader of Hugging Face checkpoints: sharded safetensors, one tensor in memory at a time.
 
-The safetensors library maps a file, and the mapped pages count as this process's memory as long as it is open. So tensors
-are read with plain reads.
+Files are not memory-mapped, as the safetensors library does, because mapped pages would count as this process's memory
+while the file is open.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from canvasrt.errors import CanvasError
 
 SINGLE = "model.safetensors"
 
-# Text weights are tied: a checkpoint may store them under the decoder's, the encoder's or the
-# output's name.
+# Tied text weights: a checkpoint may store them under the decoder's, the encoder's or the output's name.
 _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 )
-# How many bytes of a large tensor are in memory at once.
+# Bytes of a large tensor to hold in memory at a time.
 _CHUNK = 1 << 26
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -52,7 +51,7 @@ class Checkpoint:
     """The tensors of a checkpoint folder by name."""
 
     def __init__(self, path: Path) -> None:
-        """Read the index of `path`. Raises `CanvasError` when a shard is missing or truncated."""
+        """Read the index of `path`. Raises `CanvasError` if a shard is missing or truncated."""
         self.path = path
         self._names = self._index()
         self._shards = {name: self._open(name) for name in sorted(set(self._names.values()))}
@@ -73,14 +72,17 @@ class Checkpoint:
         """Return a tensor's shape."""
         return self._entry(name)[2].shape
 
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._entry(name)[0].file
+
     def read(self, name: str) -> Tensor:
         """Return one tensor in the file's dtype."""
         shard, found, _ = self._entry(name)
         return shard.read(found)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """Yield one tensor in pieces along its first axis, so the largest ones are never in memory
-        as a whole."""
+        """Yield one tensor in pieces along its first axis, so that large tensors are never completely in memory."""
         shard, found, entry = self._entry(name)
         if not entry.shape:
             yield shard.read(found)[None]
@@ -113,7 +115,7 @@ class Checkpoint:
     def _find(self, name: str) -> str | None:
         if name in self._names:
             return name
-        # Except the layer scalars: encoder and decoder have their own.
+        # Layer scalars are not tied: encoder and decoder have different ones.
         if name.endswith("layer_scalar"):
             return None
         for ours, theirs in _ALIASES:
@@ -152,7 +154,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file; `start` is where its bytes begin."""
+    """One tensor of a file; its bytes begin at offset `start`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -167,7 +169,7 @@ class Shard:
         missing one."""
         self.file = file
         try:
-            # The library checks that the header is sound and that no byte is missing.
+            # The library checks that the header is valid and the file complete.
             safe_open(file, framework="pt").keys()
         except FileNotFoundError:
             raise

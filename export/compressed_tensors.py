@@ -41,8 +41,8 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield the checkpoint's values in float32, part by part, in the order of `Weight.read`. Scales are the checkpoint's
-        own, which graphs round to bfloat16."""
+        """Yield the checkpoint's values in float32, part by part, in the order of `Weight.read`. Uses the checkpoint's
+        exact scales, which graphs round to bfloat16."""
         for part in self.weight.parts:
             codes, scales = self._read(part, torch.float32)
             yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
@@ -53,19 +53,19 @@ class Int4Codes:
         return True
 
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
-        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part, rounded to `dtype`, since products
-        multiply in bfloat16."""
+        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`,
+        because products run in bfloat16."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
         scales = _scales(self.weight, part, dtype)
-        # With one scale per output, every block of the row gets it.
+        # A scale per output is repeated for all blocks of the row.
         return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
 
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table: plain in the checkpoint, and quantized for the graphs as in the recipe of the other weights."""
+    """The embedding table. It is plain in the checkpoint, and is quantized for the graphs."""
 
     weight: Weight
     form: Form
@@ -81,18 +81,18 @@ class TableCodes:
 
     @property
     def is_complete(self) -> bool:
-        """True: it needs no scales of the checkpoint."""
+        """Always True, because it needs no scales from the checkpoint."""
         return True
 
 
 def table_codes(weight: Weight, format: str) -> TableCodes:
-    """Return the table in `format`, after checking the checkpoint's."""
+    """Check the checkpoint's table, and return its quantized form in `format`."""
     weight.check()
     return TableCodes(weight, form_of(weight.shape, format))
 
 
 def read_int4(weight: Weight) -> Int4Codes | None:
-    """Return a weight's INT4 form, or None if the checkpoint does not pack it.
+    """Return a weight's INT4 form, or None if the checkpoint does not store it in INT4.
 
     Raises `CanvasError`, naming the tensor, for unsupported group lengths, shapes that disagree with the configuration,
     scales that are missing, not positive or not finite, and parts in several formats. `quantization_of` has refused zero
@@ -117,7 +117,7 @@ def read_int4(weight: Weight) -> Int4Codes | None:
 
 
 def _rows(weight: Weight, part: str) -> int:
-    """Return the outputs of one part, checked."""
+    """Check one part's shape, and return its number of outputs."""
     name, width = packed_name(part), weight.shape[-1]
     held = weight.checkpoint
     shape = held.shape(name)
@@ -128,7 +128,8 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """Return how many inputs share a scale in the graph: the checkpoint's group, or shorter if a row is one group."""
+    """Return how many inputs share a scale in the graph: the checkpoint's group length, or less if a row is one
+    group."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:

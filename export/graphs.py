@@ -53,24 +53,26 @@ def export_graphs(
     """Write the graph bundle of `checkpoint` to `out`.
 
     Args:
-        checkpoint: a folder in the Hugging Face layout, a hub name, a bundled one's name, or the description of any.
+        checkpoint: a folder in the Hugging Face layout, a hub name, the name of a bundled checkpoint, or a description
+        of one.
         layers_per_segment: layers per body graph.
-        precision: a key of `DTYPES`, for weights and computation. The default is fp32. A quantized
-            checkpoint defaults to its own: its codes go into the graphs unchanged, and the rest is
-            bf16.
+        precision: a key of `DTYPES`, for weights and computation. The default is fp32. A quantized checkpoint's default
+        is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
         adapters: folders of PEFT LoRA adapters and their weights, merged in.
         calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
-        recipe: quantizes plain weights on their way into bf16 graphs: the same bytes as from `quantize_graphs`.
+        recipe: quantizes plain weights while bf16 graphs are written. The result equals that of `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
-    architecture, and when `out` is not empty. Nothing is left behind then, but what a calibration or quantization has
-    done stays in the cache, and another call goes on from there.
+    architecture, and when `out` is not empty. Then `out` is not written, but the progress of a calibration or
+    quantization stays in the cache, from which another call resumes.
     """
     found = checkpoint if isinstance(checkpoint, Description) else describe(checkpoint)
     folder, config, how = found.folder, found.model, found.quantization
     if recipe is not None:
         precision = "bf16"
-    _check_options(folder, how, precision, adapters)
+    _check_precision(folder, how, precision)
+    if adapters:
+        found.check_plain()
     merged = [load_adapter(path, weight) for path, weight in adapters]
     source = Adapted(folder, merged) if merged else Checkpoint(folder)
     packs = how is not None and precision not in TORCH_DTYPES
@@ -131,34 +133,27 @@ def export_graphs(
     return load_bundle(out, kind="graphs", check=False)
 
 
-def _check_options(
-    folder: Path,
-    how: Quantization | None,
-    precision: str | None,
-    adapters: Sequence[tuple[str | Path, float]],
-) -> None:
+def _check_precision(folder: Path, how: Quantization | None, precision: str | None) -> None:
     known = (*TORCH_DTYPES, *([how.precision] if how else []))
     if precision is not None and precision not in known:
         raise CanvasError(
             f"{folder} cannot be exported in {precision!r}", f"give one of {', '.join(known)}"
-        )
-    if how is not None and adapters:
-        raise CanvasError(
-            f"{folder} is quantized ({how.algorithm}), but adapters need plain weights",
-            "give the bf16 checkpoint that the adapter was trained on; `canvasrt build --precision`"
-            " quantizes it with the adapter merged",
         )
 
 
 def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
-    """Raise CanvasError for a weight that is missing or has another shape, before the first graph
-    is traced."""
+    """Raise CanvasError for a weight that is missing or has a wrong shape, before the first graph is traced. Weights that are
+    read in seconds are also checked for NaN and infinity here, all others when they are written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
-            if quantized is None or not quantized.holds(part, weight):
-                weight.check()
+            if quantized is not None and quantized.holds(part, weight):
+                continue
+            weight.check()
+            if len(weight.shape) < 2 or part.name == "vision":
+                for _ in weight.read(torch.float32):
+                    pass
 
 
 def _write_graphs(
@@ -170,7 +165,7 @@ def _write_graphs(
     rewriter: Quantizer | Prequantized | None,
     room: Path | None,
 ) -> None:
-    """Trace and write every segment; with a `room`, those that it does not have yet."""
+    """Trace and write every segment. With a folder `room` for unfinished work, only the missing segments."""
     dtype = TORCH_DTYPES[precision]
     total = sum(p.numel() for part in parts for p in part.module.parameters())
     quantizes = isinstance(rewriter, Quantizer)
@@ -202,10 +197,10 @@ def _write_host_head(
     dtype: torch.dtype,
     quantized: Prequantized | None,
 ) -> dict[str, Any]:
-    """Write norms and self-conditioning weights of the head, one after another, to `out`.
+    """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
-    Returns the manifest's entry: file, dtype, and the weights in file order. Weights that
-    the checkpoint stores quantized are left out; those only matter for more than one step.
+    Returns the manifest's entry: file, dtype, and the weights in file order. Weights that the checkpoint stores
+    quantized are omitted; they are only needed for more than one step.
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

@@ -1,9 +1,7 @@
-"""The last graph of a denoising step: hidden states in, the next canvas and its first hidden states
-out.
+"""The last graph of a denoising step: maps hidden states to the next canvas and its first hidden states.
 
-One graph holds projection to the vocabulary, softcap, temperature, the draw, entropy-bound
-acceptance, renoising, embedding and self-conditioning. So nothing as wide as the vocabulary ever
-leaves it.
+It contains projection to the vocabulary, softcap, temperature, the draw, entropy-bound acceptance, renoising, embedding
+and self-conditioning. So no vocabulary-sized tensor is an output.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from canvasrt.export.layers import GatedMLP, RMSNorm, placeholder, rms_norm
 
 
 class Head(nn.Module):
-    """Final norm, tied output projection, sampler, and the embedding of the canvas that the sampler chose."""
+    """Final norm, tied output projection, sampler, and the embedding of the sampled canvas."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -47,7 +45,7 @@ class Head(nn.Module):
             hidden: `[B, L, D]` from the last body segment.
             temperature, entropy_bound: `[B]` float32; the bound is in nats.
             uniforms: `[B, L]` float32 in [0, 1), one draw per position.
-            noise: `[B, L]` int64, the fresh token of each position that is not accepted.
+            noise: `[B, L]` int64, the new tokens of positions that are not accepted.
 
         Returns:
             canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64; entropy `[B, L]` float32
@@ -55,16 +53,16 @@ class Head(nn.Module):
             input.
         """
         raw = self.project(self.norm(hidden))
-        # Neither softcap nor temperature changes the order.
+        # Softcap and temperature do not change the order.
         argmax = raw.argmax(dim=-1)
         logits = self.capped(raw) / temperature[:, None, None]
         shifted = logits - logits.amax(dim=-1, keepdim=True)
         mass = shifted.exp()
         total = mass.sum(dim=-1)
-        # H = log Z − Σ (m / Z) log m, which saves a pass over normalised log-probabilities.
+        # H = log Z − Σ (m / Z) log m, which needs no normalised log-probabilities.
         entropy = total.log() - (mass * shifted).sum(dim=-1) / total
         accepted = accept(entropy, entropy_bound)
-        # Besides the projection's result, the only value as wide as the vocabulary that is kept.
+        # In addition to the logits, this is the only vocabulary-sized value that is kept.
         kept = mass.to(hidden.dtype)
         canvas = torch.where(accepted, draw(kept, uniforms, self.grid), noise)
         soft = self.mix(kept).to(torch.float32) / total[..., None]
@@ -78,7 +76,7 @@ class Head(nn.Module):
         return x @ self.table.t()
 
     def mix(self, mass: Tensor) -> Tensor:
-        """Sum the table's rows by `mass` `[..., V]`, to `[..., D]`."""
+        """Return the sum of the table's rows weighted by `mass` `[..., V]`, `[..., D]`."""
         return mass @ self.table
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -91,8 +89,8 @@ class Head(nn.Module):
 
 
 def vocabulary_grid(size: int) -> tuple[int, int]:
-    """Return the two factors of the vocabulary closest to its square root, the smaller first
-    (262,144 = 512 × 512)."""
+    """Return the two factors of the vocabulary's size that are closest to its square root, the smaller first (262,144 =
+    512 × 512)."""
     rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
     return rows, size // rows
 
@@ -114,17 +112,17 @@ def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
     number = torch.arange(batch * length).view(batch, length) * rows + row.squeeze(-1)
     chosen = F.embedding(number, mass.view(batch * length * rows, columns))
     inside = chosen.to(torch.float32).cumsum(dim=-1)
-    # Rounding may put the target past the row's own sum. Take the last token with any mass then.
+    # Rounding may move the target beyond the row's own sum. Then take the last token with any mass.
     rest = torch.minimum(target - before, inside[..., -1:] * (1 - 2**-23))
     column = (inside <= rest).sum(dim=-1, keepdim=True)
     return (row * columns + column).squeeze(-1)
 
 
 def accept(entropy: Tensor, bound: Tensor) -> Tensor:
-    """Return the positions `[B, L]` to keep.
+    """Return the accepted positions, bool `[B, L]`.
 
-    A position is kept if the entropies of all more certain positions sum to at most `bound` `[B]`
-    (`EntropyBoundSampler.accept_canvas`). So the most certain position is always kept.
+    A position is accepted if the entropies of all more certain positions sum to at most `bound` `[B]`
+    (`EntropyBoundSampler.accept_canvas`). So the most certain position is always accepted.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)
     kept = ordered.cumsum(dim=-1) - ordered <= bound[:, None]

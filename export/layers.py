@@ -1,10 +1,9 @@
 """The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE,
 attention, MLP.
 
-Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, the oracle for
-its numbers. Weights keep the checkpoint's `[out, in]` layout; projections that read the same input
-are stacked. Modules are built with placeholders for weights, so a network of any size can be
-traced.
+Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, the reference for tests. Weights
+have the checkpoint's `[out, in]` layout; projections of the same input are stacked. Weights are placeholders, so a
+network of any size can be traced.
 """
 
 from __future__ import annotations
@@ -96,14 +95,14 @@ def inverse_frequencies(layer: Layer) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rotation's cosine and sine at `positions` `[B, L]`, float32 `[B, 1, L, head_dim]`."""
+    """Return RoPE's cosine and sine at `positions` `[B, L]`, float32 `[B, 1, L, head_dim]`."""
     angles = positions[:, :, None].to(torch.float32) * frequencies
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[B, heads, L, head_dim]`; its halves are paired as in GPT-NeoX."""
+    """Apply RoPE to `x` `[B, heads, L, head_dim]`. The two halves are paired, as in GPT-NeoX."""
     first, second = halves(x)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -116,14 +115,12 @@ def attention_mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the additive mask `[B, 1, L, past + L]`: 0 where a query sees a key, else a large
-    negative number.
+    """Return the additive mask `[B, 1, L, past + L]`: 0 where a query attends to a key, else a large negative number.
 
-    A clean token (`causal[b]`) sees keys up to its own position; in a sliding layer, only the last
-    `window` of them. It also sees every key of its own group, the tokens of one image. A canvas
-    token sees every key, without a window. Keys at position −1 are empty. The reference is
-    `create_masks_for_generate` and `create_diffusion_decoder_attention_mask` with the dynamic
-    cache.
+    A clean token (`causal[b]`) attends to keys up to its own position; in a sliding layer, only to the last `window` of
+    them. It also attends to all tokens of its own image. A canvas token attends to every key, without a window. Keys at
+    position −1 are empty. The reference is `create_masks_for_generate` and `create_diffusion_decoder_attention_mask`
+    with the dynamic cache.
     """
     key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]
     key_groups = torch.cat([torch.full_like(past_positions, -1), groups], dim=1)[:, None, :]
@@ -146,7 +143,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.heads = config.num_attention_heads
         self.eps = config.rms_norm_eps
-        # A full layer has no value projection: its values are its keys before norm and RoPE.
+        # A full layer has no value projection. Its values are its keys before norm and RoPE.
         self.shares_kv = layer.kind == "full"
         kv_projections = 1 if self.shares_kv else 2
         self.projected = self.heads + kv_projections * layer.num_kv_heads
@@ -163,11 +160,11 @@ class Attention(nn.Module):
         past_key: Tensor,
         past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map `x` `[1, B·L, D]` to attended `[1, B·L, D]` and this call's key and value `[B, kv_heads,
+        """Map `x` `[1, B·L, D]` to the attention's output `[1, B·L, D]`, and this call's key and value `[B, kv_heads,
         L, head_dim]`."""
         batch, _, length, _ = mask.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
-        # One norm for queries, keys and values: it normalises each head, and only its weights differ.
+        # Normalize queries, keys and values together: norms are per head, and only their weights differ.
         states = self.qkv(x).view(batch, length, self.projected, size)
         states = rms_norm(states, self.eps).transpose(1, 2)
         keys = states[:, self.heads : self.heads + kv_heads]
@@ -195,27 +192,27 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 def folded_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> Tensor:
-    """Attend in primitives, with cached and new keys kept apart: joining them would copy the whole cache.
+    """Attention in primitive operators. Cached and new keys are not joined, because that would copy the whole cache.
 
-    Each side gets its own softmax in float32, and both are merged at the end. A group's queries become rows, so keys
-    are never repeated for every head. It takes a few heads of each group at a time: the scores of all heads over a long context
-    would take gigabytes.
+    Both sides get a softmax in float32, and are merged at the end. The queries of a group are rows of one product, so
+    keys are not repeated for every head. A few heads of every group are processed at a time, because the scores of all
+    heads over a long context would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
-    # Always zero, since no mask is positive. A builder could fold a constant zero away.
+    # Always zero, since no mask is positive. A builder would fold a constant zero.
     zero = (masks[-1][:, :, 0, 0, None, None, None] > 0).to(query.dtype)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
         part = grouped[:, :, first : first + FOLDED_HEADS]
         count = part.shape[2]
         if parts:
-            # Adding this zero makes this part wait for the last one. Otherwise TensorRT computes
-            # all scores side by side.
+            # Adding this zero makes this part depend on the previous one. Otherwise TensorRT computes all scores
+            # concurrently.
             part = part + parts[-1][:, :, :1, :1, :1] * zero
-        # Every size is written out: TensorRT takes the product of all dynamic sizes as the bound of
-        # a −1, and reserves that memory.
+        # All sizes are explicit: for a −1, TensorRT takes the product of all dynamic sizes as the bound, and reserves
+        # that memory.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)
@@ -226,10 +223,10 @@ def folded_attention(
 def side(
     rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the unnormalised attention of `rows` `[B, kv_heads, count·L, d]` to one side's keys.
+    """Return the unnormalised attention of `rows` `[B, kv_heads, count·L, d]` over one side's keys.
 
-    `mask` is `[B, 1, L, K]`. The results are the largest score and the sum of exponentials, float32
-    `[B, kv_heads, count·L, 1]`, and the weighted values.
+    `mask` is `[B, 1, L, K]`. Returns the largest score and the sum of exponentials, both float32 `[B, kv_heads,
+    count·L, 1]`, and the weighted sum of values.
     """
     batch, kv_heads, total, _ = rows.shape
     keys = key.shape[2]
@@ -243,7 +240,7 @@ def side(
 
 
 def under_one_softmax(sides: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Merge both sides in float32, as if one softmax ran over all keys."""
+    """Merge both sides in float32. The result equals one softmax over all keys."""
     (first, first_sum, first_out), (second, second_sum, second_out) = sides
     largest = torch.maximum(first, second)
     one, other = (first - largest).exp(), (second - largest).exp()

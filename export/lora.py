@@ -17,13 +17,13 @@ from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, Shard
-from canvasrt.export.weights import ENCODER
+from canvasrt.export.weights import ENCODER, check_finite
 from canvasrt.hashes import hash_files
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES
 
 _HINT = "merge it with PEFT's merge_and_unload(), save the whole checkpoint, and export that"
-# Settings that make a LoRA more than a sum, or that change weights it does not name.
+# Settings with which a LoRA is not just a sum, or changes weights that it does not name.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -39,20 +39,17 @@ _UNSUPPORTED = {
     "trainable_token_indices": "trained tokens",
     "layer_replication": "replicated layers",
 }
-# Initialisations that change the base model's weights. PEFT can convert such an adapter when saving
-# it.
+# Initialisations that change the base model's weights. PEFT can convert such adapters when it saves them.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLE = ("embed_tokens", "lm_head")
-# Prefixes of the text stack's names; `model.` is for tools that do not split it into encoder and
-# decoder.
+# Prefixes of the text stack's names. Tools that do not distinguish encoder and decoder write `model.`.
 _STACKS = (f"{ENCODER}.", f"{DECODER}.", "model.")
 _OURS = ("model.encoder.", f"{DECODER}.")
 
 
 @dataclass(frozen=True)
 class Delta:
-    """An adapter's delta of one tensor: `alpha / rank · B A`, for experts `B[e] A[e]`; divided by
-    √rank if `root`."""
+    """An adapter's delta of one tensor: `alpha / rank · B A`, for experts `B[e] A[e]`; if `root`, `alpha / √rank`."""
 
     file: Shard
     module: str
@@ -64,14 +61,14 @@ class Delta:
         return self.file.tensors[self._name("A")].shape, self.file.tensors[self._name("B")].shape
 
     def add_to(self, chunk: Tensor, first: int, total: int) -> None:
-        """Add to the rows from `first` on of a tensor with `total` rows, in place and in float32."""
+        """Add the delta in place, in float32, to `rows`, which start at row `first` of a tensor with `total` rows."""
         a, b = (self.file.read(self._name(each)).to(torch.float32) for each in "AB")
         rank = len(a) if chunk.dim() == 2 else len(a) // total
         scale = self.alpha / (math.sqrt(rank) if self.root else rank)
         if chunk.dim() == 2:
             chunk.addmm_(b[first : first + len(chunk)], a, alpha=scale)
             return
-        # PEFT's order: A has the ranks of each expert side by side, B the experts of each rank.
+        # PEFT's layout: A is ordered by expert, then rank; B by rank, then expert.
         a = a.view(total, -1, a.shape[-1])
         b = b.view(len(b), -1, total)
         for expert, weight in enumerate(chunk, first):
@@ -140,12 +137,11 @@ class Adapted(Checkpoint):
 
 
 def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
-    """Read an adapter's configuration and the names of its tensors; `weight` scales all that it
-    adds.
+    """Read an adapter's configuration and its tensors' names. `weight` scales all deltas.
 
-    The encoder's and the decoder's text weights are the same in the graphs, as in transformers. An
-    adapter for both adds its sum, as PEFT's own merge does. Raises `CanvasError` for a folder
-    without an adapter, and for kinds that cannot be merged, by name.
+    Encoder and decoder share their text weights in the graphs, as in transformers. An adapter for both adds both
+    deltas, as PEFT's merge does. Raises `CanvasError` for a folder without an adapter, and for kinds of adapters that
+    cannot be merged.
     """
     folder = Path(path).expanduser()
     config = _read_config(folder)
@@ -161,6 +157,7 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
     deltas: dict[str, list[Delta]] = {}
     for name in shard.tensors:
         _check_known(folder, name, shard)
+        check_finite(shard.read(name), name, shard.file)
         module = name.removesuffix(".lora_A.weight")
         if module != name:
             tensor, delta = _delta(shard, module, config, weight)
@@ -217,7 +214,7 @@ def _check_known(folder: Path, name: str, shard: Shard) -> None:
 
 
 def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> tuple[str, Delta]:
-    """Return the tensor that a module's LoRA changes, and how."""
+    """Return the name of the tensor that a module's LoRA changes, and the delta."""
     if f"{module}.lora_B.weight" not in shard.tensors:
         raise CanvasError(f"{shard.file} has no {module}.lora_B.weight", "fetch the adapter again")
     key = module.removeprefix("base_model.model.")
@@ -234,8 +231,7 @@ def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> 
 def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
     """Return the batched expert weight that a LoRA changes.
 
-    PEFT wraps them in the order of the module's parameters, gate_up_proj first; the last one is
-    outermost.
+    PEFT wraps the parameters in the module's order, gate_up_proj first, so the last one is outermost.
     """
     names = {str(each).rpartition(".")[2] for each in config.get("target_parameters") or ()}
     both = [name for name in ("gate_up_proj", "down_proj") if name in names]
@@ -249,7 +245,7 @@ def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
 
 
 def _ours(key: str) -> str:
-    """Return the checkpoint's name for a module or parameter, with the text stack named as the decoder's."""
+    """Return the checkpoint's name of a module or parameter, with the decoder's prefix for the text stack."""
     for stack in _STACKS:
         if key.startswith(stack) and not (stack == "model." and key.startswith(_OURS)):
             return f"{DECODER}.{key[len(stack) :]}"
@@ -257,7 +253,7 @@ def _ours(key: str) -> str:
 
 
 def _alpha(config: dict[str, Any], key: str) -> float:
-    """Return alpha by PEFT's rule: the first pattern that matches the end of a module's name."""
+    """Return alpha by PEFT's rule: that of the first pattern that matches the end of the module's name."""
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", key):
             return float(value)

@@ -1,9 +1,8 @@
-"""Weights that a checkpoint already stores quantized: their codes and block scales go into the
-graph unchanged.
+"""Weights that a checkpoint already stores quantized: codes and block scales are copied to the graph unchanged.
 
-A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts
-become one scalar and factors after the product. Input scales become their maximum, since one input
-is quantized once for all of them.
+A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts become one scalar
+and factors after the product. Input scales are replaced by their maximum, since the input is quantized once for all
+matrices.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _NAN = 0x7F  # E4M3's code of NaN, without its sign
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """One weight of a graph in the checkpoint's FP8 or NVFP4 form; `input_scale` is None if the checkpoint has none."""
+    """One weight of a graph in the checkpoint's FP8 or NVFP4 form. `input_scale` is None if the checkpoint has none."""
 
     weight: Weight
     form: Form
@@ -42,7 +41,7 @@ class StoredCodes:
         return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Read codes and block scales. `input_scale` replaces a missing one."""
+        """Read codes and block scales. `input_scale` is used if the checkpoint has none."""
         found = self.input_scale if input_scale is None else np.array(input_scale, np.float32)
         if found is None:
             raise CanvasError(
@@ -57,7 +56,7 @@ class StoredCodes:
         return Packed(self.form.format, values, self.scale, found, blocks, self.factor)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield the weight's values in float32, a part at a time, in the order of `Weight.read`."""
+        """Yield the weight's values in float32, part by part, in the order of `Weight.read`."""
         rows = self.scale * (1 if self.factor is None else self.factor)
         *experts, out, _ = self.form.shape
         shape = (experts[0] if experts else 1, out)
@@ -71,7 +70,7 @@ class StoredCodes:
             yield torch.from_numpy(dequantize(self.form.format, codes, 1, blocks) * scale)
 
     def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
-        """Return one tensor from each part, stacked along the outputs."""
+        """Read one tensor of every part, and stack them along the outputs."""
         out = np.empty(shape, np.uint8)
         flat = out.reshape(-1, shape[-1])
         first = 0
@@ -82,7 +81,7 @@ class StoredCodes:
         return out
 
     def _codes(self, part: str, kind: str) -> Bytes:
-        """Return one tensor's bytes, checked."""
+        """Return one tensor's bytes. Raises CanvasError for invalid numbers."""
         name = f"{_module(part)}.{kind}"
         codes = self.weight.checkpoint.read(name).view(torch.uint8).numpy()
         if kind == "weight_scale":
@@ -154,12 +153,12 @@ def _read(weight: Weight, format: NumberFormat) -> StoredCodes:
 
 
 def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:
-    """Split the rows' scales `[E, out]` into a scale before the product and factors after it."""
+    """Split the rows' scales `[E, out]` into one scale of the weight and factors after the product."""
     if (scales == scales[0, 0]).all():
         return np.array(scales[0, 0]), None
     if not format.blocks and not batched:
         return scales[0], None
-    # A power of two, so that the factors equal the checkpoint's scales to the last bit.
+    # A power of two, so that no bits of the checkpoint's scales are lost.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = scales / scale
     if batched:
@@ -171,7 +170,7 @@ def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats,
 
 
 class _PartScales:
-    """The scales of one part of a weight, checked."""
+    """Reads and checks the scales of one part of a weight."""
 
     def __init__(self, weight: Weight, part: str, format: NumberFormat) -> None:
         self._weight, self.module = weight, _module(part)

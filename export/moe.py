@@ -1,9 +1,9 @@
 """The mixture of experts in standard ONNX operators: exact, and close to the cost of reading each
 expert's weights once.
 
-Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product,
-and the results are gathered back. The first product may take all tokens instead, for every expert.
-The capacity is a dynamic dimension; if it is too small, the `load` output says so.
+Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product, and results are
+gathered back. Alternatively, the first product takes all tokens for every expert. The capacity is a dynamic dimension.
+The output `load` shows whether it was too small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from canvasrt.export.layers import Linear, gelu_gate, placeholder
 
 
 class Router(nn.Module):
-    """Scores every expert for every token and keeps the best `top_k_experts`."""
+    """Scores the experts for every token and selects the best `top_k_experts`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # Renormalising a softmax over all experts to the best equals a softmax over just those. The best is the first.
+        # Renormalising the best of a softmax over all experts equals a softmax over only these. The first is the
+        # largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)
@@ -53,38 +54,38 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, index: Tensor, weights: Tensor, valid: Tensor, slots: Slots
     ) -> tuple[Tensor, Tensor]:
-        """Run each token through its experts.
+        """Run every token through its experts.
 
         Args:
             x: `[T, D]`.
             index, weights: `[T, top_k]`.
             valid: `[T]`, false for padding, which takes no slot.
-            slots: the rows of both products, see `Slots`.
+            slots: the rows of both products; see `Slots`.
         Returns:
-            the weighted sum `[1, T, D]`, and the load: how many tokens each expert was given, int32 `[1, E]`. If one
+            the weighted sum `[1, T, D]`, and the load: the number of tokens per expert, int32 `[1, E]`. If a load
             exceeds the slots, tokens were dropped and the sum is wrong.
         """
         queue = queues(index, valid, self.experts)
-        # The first product: one row per token of the queues that feed it.
+        # The first product has one row per token of the queues that feed it.
         both = F.embedding(tokens_in_slots(queue[:, slots.gate_queues], slots.gate), x)
         both = both @ self.gate_up.transpose(1, 2)
-        # Of its results, those for the tokens in each expert's own queue.
+        # Select the results for the tokens in every expert's own queue.
         token = tokens_in_slots(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
         place = queue[token, slots.gate_queues[:, None]].to(torch.int64) - 1
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1
-        # A token's choices come first, so that the sum needs no reshape, which would end a fused kernel.
+        # A token's choices are the first axis, so that the sum needs no reshape, which would prevent fusion.
         chosen = gather_rows(result, index.t(), place.t())
         mixed = sum_of_halves(chosen * weights.t()[:, :, None].to(x.dtype), 0)
         return mixed, queue[-1:, : self.experts]
 
 
 def sum_of_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, kept as 1.
+    """Sum over a short dimension, which is kept with size 1.
 
-    TensorRT-RTX fuses a sum over four with what surrounds it. One over eight ends the kernel.
+    TensorRT-RTX fuses sums over four elements with surrounding operators, but not sums over eight.
     """
     half = x.shape[dim] // 2
     if not half:
@@ -95,12 +96,11 @@ def sum_of_halves(x: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """The tokens in the experts' products.
+    """Selects the tokens in the experts' products.
 
-    gate_queues: int64, the queue that feeds each expert's gate and up projections: `[E]`, its own; or `[1]` holding E,
-        the queue of all tokens, for every expert.
-    gate, down: int64, 0 … S − 1 and 0 … C − 1. Their lengths are the rows per expert in the product with gate and up,
-        and in the product with down.
+    gate_queues: int64 `[E]`, every expert's own queue for gate and up projections; or `[1]` with the value E, the queue
+    of all tokens, for all experts. gate, down: int64, 0 … S − 1 and 0 … C − 1. Their lengths are the rows per expert in
+    the product with gate and up, and in the product with down.
     """
 
     gate_queues: Tensor
@@ -109,26 +109,26 @@ class Slots:
 
 
 def gather_rows(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
-    """Gather rows of `[E, S, n]` by expert and place. A place out of range gives an arbitrary row that nothing reads."""
+    """Gather rows of `[E, S, n]` by expert and place. Places out of range return arbitrary rows, which are not used."""
     experts, places, size = rows.shape
     number = (expert * places + place).clamp(min=0, max=experts * places - 1)
     return F.embedding(number, rows.view(experts * places, size))
 
 
 def tokens_in_slots(queue: Tensor, slots: Tensor) -> Tensor:
-    """Return the token in each slot, `[Q, C]`, from the running counts `[T, Q]`.
+    """Return the slots' tokens, `[Q, C]`, from the running counts `[T, Q]`.
 
-    Slot c holds the first token whose count exceeds c, so its index is the number of counts that do not. An empty slot
-    holds the last token, which nothing reads.
+    Slot c has the first token whose count exceeds c. Its index is the number of counts that are at most c. Empty slots
+    have the last token, whose result is not used.
     """
     before = (queue[:, :, None] <= slots.to(torch.int32)).sum(dim=0, dtype=torch.int32)
     return before.clamp(max=queue.shape[0] - 1).to(torch.int64)
 
 
 def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """Return running counts of the tokens in each expert's queue, int32 `[T, E + 1]`, without padding.
+    """Return the running counts of tokens in the experts' queues, int32 `[T, E + 1]`. Padding is not counted.
 
-    The last column counts all tokens. A token's place in its expert's queue is the count there, less one.
+    The last column counts all tokens. A token's place in an expert's queue is the count at the token minus one.
     """
     # A token's experts are distinct, so the sum over its choices is 0 or 1. (TensorRT does not support `any`.)
     given = torch.where(valid[:, None], index, -1)

@@ -1,5 +1,4 @@
-"""Turns a torch module into an ONNX graph whose weights are streamed to disk, one tensor in memory
-at a time."""
+"""Exports a torch module to an ONNX graph. Weights are streamed to disk, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from canvasrt.graphs.external import Stored
 
 OPSET = 23
 
-# Where torch's exporter notes the modules that a node is in; not all of its names are modules'.
+# Metadata key under which torch's exporter stores a node's scopes; some are not modules.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _MODULE = re.compile(r"[a-z][\w.]*$")
 
@@ -38,12 +37,12 @@ def trace(
     input_names: Sequence[str],
     output_names: Sequence[str],
 ) -> ir.Model:
-    """Return the graph of `module`, with placeholders for weights, traced or from the cache.
+    """Return the graph of `module` with placeholders for weights, from a trace or the cache.
 
     Args:
         inputs: example values by argument name of `forward`.
-        dynamic: the dimension names, in the same structure.
-        input_names, output_names: the graph's, in flattened order.
+        dynamic: the names of dynamic dimensions, in the structure of `inputs`.
+        input_names, output_names: names in the graph, in flattened order.
     """
 
     def make() -> ir.Model:
@@ -69,8 +68,8 @@ def _trace(
             output_names=list(output_names),
             opset_version=OPSET,
             dynamo=True,
-            # The optimizer merges and renames small weights, which then no longer match the
-            # checkpoint's.
+            # Without the optimizer, which merges and renames small weights, so that they would not match the
+            # checkpoint.
             optimize=False,
             verbose=False,
         )
@@ -78,7 +77,7 @@ def _trace(
     model = program.model
     for node in model.graph.all_nodes():
         node.name = _scoped_name(node)
-        # Stack traces of the tracing machine have no place in a reproducible file.
+        # Remove stack traces, which would make files machine-dependent.
         node.metadata_props.clear()
         node.doc_string = None
     for value in model.graph.initializers.values():
@@ -107,10 +106,10 @@ def write_graph(
     """Write `model` to `file`, with its weights next to it as external data.
 
     Args:
-        weights: in file order, each read when it is its turn.
-        dtype: what a `Weight` is converted to; a `Stored` one is written as it is.
-        own_files: weight name → its own file name, for a weight that others read too, and for what
-            it is quantized to. All other weights share `file` with the suffix `.bin`.
+        weights: in file order; read one after another.
+        dtype: of every `Weight` in the file; a `Stored` weight is written unchanged.
+        own_files: weight name → file name, for weights (or their quantized parts) that other graphs also read. All
+        other weights are in `file` with the suffix `.bin`.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")

@@ -1,5 +1,4 @@
-"""Quantized checkpoints: the weights that keep their codes in the graphs, and the bundle's record
-of them."""
+"""Quantized checkpoints: finds the weights whose codes are copied to graphs, and describes them for the manifest."""
 
 from __future__ import annotations
 
@@ -51,14 +50,14 @@ class Prequantized:
 
         Args:
             dtype: of the graphs.
-            packs: whether codes go into the graphs. If not, the weights are widened. Weights
-                without a quantized form, such as the vision tower's, always are.
+            packs: whether codes are copied to the graphs. Otherwise weights are dequantized, as are weights without a
+            quantized form in graphs, such as the vision tower's.
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
         self._held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
-        # A checkpoint has no input scales for it.
+        # Checkpoints have no input scales for the table.
         if rounded is not None and FORMATS[rounded.format].rounds_inputs:
             rounded = None
         for part in parts:
@@ -86,17 +85,17 @@ class Prequantized:
 
     @property
     def held(self) -> Mapping[str, StoredCodes | Int4Codes | TableCodes]:
-        """What the checkpoint stores quantized, by global name."""
+        """The weights that the checkpoint stores quantized, by global name."""
         return self._held
 
     @property
     def recipe(self) -> Recipe:
-        """The checkpoint's choices as a recipe."""
+        """The checkpoint's quantization as a recipe."""
         forms = {name: self._held[name].form for name in self._packed}
         return _recipe(self._how, forms, self._config)
 
     def options(self, base: str) -> dict[str, Any]:
-        """Return the quantization's part of the manifest's options; `base` is the graphs' plain precision."""
+        """Return the quantization's part of the manifest's options. `base` is the precision of unquantized weights."""
         said: dict[str, Any] = {"checkpoint_quantization": self._how.to_json()}
         if not self._packed:
             return said
@@ -113,16 +112,16 @@ class Prequantized:
         return {"calibration": self._prompts} if self._prompts else {}
 
     def holds(self, part: SegmentModule, weight: Weight) -> bool:
-        """Return whether the checkpoint stores a weight quantized, in any form."""
+        """Return whether the checkpoint stores a weight in any quantized form."""
         return global_name(part.name, part.layers, weight.name) in self._held
 
     def formats(self, part: SegmentModule) -> dict[str, str]:
-        """Return the format of each weight that stays quantized in a graph, by global name."""
+        """Return the formats of weights that are quantized in a graph, by global name."""
         names = [global_name(part.name, part.layers, name) for name in part.sources]
         return {name: self._held[name].form.format for name in names if name in self._packed}
 
     def calibrated(self, found: Calibration) -> None:
-        """Take the input scales that the checkpoint leaves to run time; TensorRT needs constant ones."""
+        """Set the input scales that the checkpoint would compute at run time, because TensorRT needs constants."""
         self._inputs = {
             name: FORMATS[held.form.format].scale(found.amax[name])
             for name in self._packed
@@ -133,8 +132,7 @@ class Prequantized:
     def rewrite(
         self, part: SegmentModule, model: ir.Model, items: Iterable[Weight]
     ) -> Iterator[Weight | Stored]:
-        """Put the quantized forms into a graph. Yield its weights to write, each read when it is
-        its turn."""
+        """Rewrite a graph to the quantized forms. Yield the weights to write, which are read one after another."""
         names = {local: global_name(part.name, part.layers, local) for local in part.sources}
         packed = {local: name for local, name in names.items() if name in self._packed}
         forms = {local: self._held[name].form for local, name in packed.items()}
@@ -157,10 +155,10 @@ class Prequantized:
 
 
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:
-    """Return the checkpoint's choices as a recipe.
+    """Return the checkpoint's quantization as a recipe.
 
-    If they equal one of canvasrt's, return that one, with its limits. `forms` is what is quantized,
-    by global name.
+    If it equals one of canvasrt's recipes, return that one, with its limits. `forms` are the quantized weights by
+    global name.
     """
     choices = {
         name: Choice(form.format, "per_channel" if _by_channel(form) else "per_tensor")
@@ -195,7 +193,7 @@ def _by_channel(form: Form) -> bool:
 def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bool:
     try:
         wanted = recipe.formats(config)
-    except CanvasError:  # widths that a format does not support
+    except CanvasError:  # weights whose widths the format does not support
         return False
     return {name: choice.format for name, choice in wanted.items()} == {
         name: form.format for name, form in forms.items()
@@ -203,7 +201,7 @@ def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bo
 
 
 def _patterns(names: list[str], config: ModelConfig) -> list[str]:
-    """Return names, with one pattern for a weight that every layer has."""
+    """Return names; a weight that every layer has is replaced by one pattern."""
     found: dict[str, list[str]] = {}
     for name in names:
         first, _, rest = name.partition(".")

@@ -37,6 +37,9 @@ _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The hint for missing or broken scales.
 DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
+# Of a clipped product's inputs and outputs; infinite if there is none.
+_LIMITS = ("input_min", "input_max", "output_min", "output_max")
+
 # What compressed-tensors calls a packed weight.
 PACKED = "weight_packed"
 
@@ -55,7 +58,7 @@ def check_finite(values: Tensor, name: str, source: str | Path) -> None:
     if not all(map(torch.isfinite, torch.aminmax(values))):
         raise CanvasError(
             f"{name} in {source} contains numbers that are not finite",
-            "the checkpoint is damaged: fetch or save it again",
+            "the file is damaged: fetch or save it again",
         )
 
 
@@ -118,13 +121,12 @@ def vision_sources(config: ModelConfig) -> Sources:
         "pre_mlp_norm": "pre_feedforward_layernorm",
         "post_mlp_norm": "post_feedforward_layernorm",
     }
-    ranges = ("input_min", "input_max", "output_min", "output_max")
     for index in range(config.vision["num_hidden_layers"]):
         prefix = f"{VISION_TOWER}.encoder.layers.{index}"
         for ours, theirs in linears.items():
             sources[f"layers.{index}.{ours}.linear.weight"] = (f"{prefix}.{theirs}.linear.weight",)
             if config.vision.get("use_clipped_linears"):
-                for name in ranges:
+                for name in _LIMITS:
                     sources[f"layers.{index}.{ours}.{name}"] = (f"{prefix}.{theirs}.{name}",)
         for ours, theirs in norms.items():
             sources[f"layers.{index}.{ours}.weight"] = (f"{prefix}.{theirs}.weight",)
@@ -149,14 +151,15 @@ class Weight:
         split = len(self.shape) == 3 and len(self.parts) > 1
         return self.shape[0] * self.shape[1] if split else self.shape[0]
 
-    def read(self, dtype: torch.dtype, check: bool = False) -> Iterator[Tensor]:
-        """Yield the values in order, as `dtype`, in pieces along the first axis of the parts. With `check`, raise
-        CanvasError for one that is not finite."""
+    def read(self, dtype: torch.dtype, check: bool = True) -> Iterator[Tensor]:
+        """Yield the values in order, as `dtype`, in pieces along the first axis of the parts. Raises CanvasError for one that
+        is not finite, unless `check` is false."""
         self.check()
         for part in self.parts:
             for chunk in self.checkpoint.chunks(part):
                 if check:
-                    check_finite(chunk, part, self.checkpoint.path)
+                    known = chunk.clamp(-1, 1) if part.endswith(_LIMITS) else chunk
+                    check_finite(known, part, self.checkpoint.file(part))
                 yield chunk.to(dtype)
 
     def check(self) -> None:

@@ -1,1 +1,1 @@
-"""The third stage: engines generate text."""
+"""The third stage: generates text with engines."""

@@ -17,12 +17,12 @@ from canvasrt.runtime.request import Request
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured round: requests that start together and run to their end. Times are in seconds."""
+    """One measured round of requests that start together and run to completion. Times are in seconds."""
 
     seconds: float
     tokens: int
     blocks: int
-    steps: int  # denoising steps, summed over the requests
+    steps: int  # denoising steps of all requests
     step_seconds: list[float]  # wall time of each denoising step of the batch
     first_tokens: list[float]  # per request, from its start to its first final tokens
 
@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The results of one side over all its rounds."""
+    """The results of one bundle over all of its rounds."""
 
     forward_ms: Spread
     tokens_per_second: Spread
@@ -89,7 +89,7 @@ class RunSummary:
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Return `count` prompts of `length` ordinary tokens each, the same ones every time."""
+    """Return `count` deterministic prompts of `length` ordinary tokens."""
     if length < 1:
         raise CanvasError(f"the prompt length is {length}", "give at least 1")
     special = {config.pad_token_id, config.bos_token_id, *config.eos_token_ids}

@@ -12,12 +12,12 @@ from canvasrt.defaults import CALL_LENGTH, OCTET, octets
 from canvasrt.runtime.engine import Arrays, Segment
 
 MULTIPLE = 4
-# An overflow repeats a whole segment, which costs more than a few empty slots.
+# Slack over the largest load. An overflow repeats a whole segment, which costs more than a few empty slots.
 SLACK, SPARE = 1.15, 4
 
 
 def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
-    """Return an array whose `axis` counts cached tokens, with that axis as `[octets, 8]`, padded with `empty`."""
+    """Reshape the axis of cached tokens to `[octets, 8]`, padded with `empty`."""
     tokens = array.shape[axis]
     missing = octets(tokens) * OCTET - tokens
     if missing:
@@ -28,14 +28,14 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
 
 @cache
 def expert_slots(capacity: int, experts: int) -> Arrays:
-    """Return the inputs for `capacity` slots per expert in both products."""
+    """Return the inputs that set `capacity` slots per expert for both products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
 
 
 class Geometry:
-    """Adds masks and rotations for bundles that compute them in a separate graph (`canvasrt.graphs.geometry`). Inputs of
-    other bundles stay as they are."""
+    """Adds masks and rotations to the inputs, for bundles that compute them in a separate graph
+    (`canvasrt.graphs.geometry`). For other bundles, inputs are unchanged."""
 
     def __init__(self, segment: Segment | None = None) -> None:
         self._segment = segment
@@ -56,30 +56,30 @@ class Geometry:
 
 
 class Capacity:
-    """The slots per expert of one body segment for one request: enough for nearly every pass, learned from the request's own passes.
+    """The slots per expert in one body segment for one request, learned from the request's own passes.
 
-    With loads shared between requests, one request's history would change the shapes of another's
-    passes, and with them the last bits of its results.
+    Every request learns separately. Otherwise one request's history would change the shapes of another's passes, and so
+    the last bits of its results.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        # Twice the mean load until a load has been seen.
+        # Before the first pass, assume twice the mean load.
         self._share = min(1.0, 2 * config.top_k_experts / config.num_experts)
         self._seen = False
 
     def choose(self, tokens: int) -> int:
-        """Return the slots per expert for a pass over `tokens` tokens. With all `tokens`, nothing
-        can overflow."""
+        """Return the slots per expert for a pass over `tokens` tokens. At most `tokens`, with which no expert can
+        overflow."""
         return rounded(self._share * tokens, tokens)
 
     def record(self, load: int, tokens: int) -> None:
-        """Learn from a pass's largest load: the capacity rises at once and falls slowly."""
+        """Learn from a pass's largest load. The capacity rises immediately and falls slowly."""
         share = (load * SLACK + SPARE) / tokens
         falling = share if not self._seen else max(share, 0.75 * self._share + 0.25 * share)
         self._share, self._seen = min(1.0, falling), True
 
 
 def rounded(capacity: float, tokens: int) -> int:
-    """Round `capacity` up to a multiple of `MULTIPLE`, which keeps shapes few. The result lies between
-    1 and `tokens`."""
+    """Round `capacity` up to a multiple of `MULTIPLE`, to limit the number of shapes. The result is between 1 and
+    `tokens`."""
     return min(tokens, max(1, math.ceil(capacity / MULTIPLE) * MULTIPLE))

@@ -1,4 +1,5 @@
-"""Renders a checkpoint's chat template, and distinguishes its control tokens from the same text in callers' messages."""
+"""Renders a checkpoint's chat template. Control tokens that the template writes are distinguished from the same text in
+messages."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from jinja2.visitor import NodeTransformer
 
 from canvasrt.errors import CanvasError
 
-# Halves of surrogate pairs, which no text may hold, so that callers cannot write them.
+# Surrogates, which valid text cannot contain. So callers cannot forge marks.
 _FIRST, _LAST = 0xD800, 0xDFFF
-_MOST_CUTS = 1 << 16  # of one text; its pieces are encoded one by one
+_MOST_CUTS = 1 << 16  # per text, whose pieces are encoded one by one
 _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 
 class ControlTexts:
-    """The spellings of control tokens. Where a template wrote one, text is `marked`: its characters are replaced, one by one,
-    by halves of surrogate pairs."""
+    """The spellings of control tokens. In "marked" text, every character of a control token that the template wrote is
+    replaced by a surrogate."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = sorted({each for each in spellings if each}, key=len, reverse=True)
-        # The longest at the leftmost place, as tokenizers match them.
+        # Matches the longest spelling at the leftmost position, as tokenizers do.
         self._pattern = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")
         alphabet = sorted(set("".join(self._spellings)))
         self._marks = {ord(each): chr(_FIRST + n) for n, each in enumerate(alphabet)}
@@ -39,13 +40,13 @@ class ControlTexts:
         return self._pattern.sub(lambda found: found[0].translate(self._marks), text)
 
     def unmark(self, text: str) -> str:
-        """Return marked text in plain spelling."""
+        """Return marked text with the original characters."""
         return _HALF.sub(lambda found: self._plain.get(ord(found[0]), found[0]), text)
 
     def pieces(self, marked: str) -> list[str]:
-        """Cut marked text wherever callers' characters would be read as a control token.
+        """Cut marked text wherever callers' characters would be tokenized as a control token.
 
-        The pieces add up to the unmarked text. CanvasError if there are too many.
+        The concatenated pieces are the unmarked text. Raises CanvasError if there are too many.
         """
         text = self.unmark(marked)
         cuts, at = [0], 0
@@ -64,7 +65,7 @@ class ControlTexts:
 
 
 class ChatTemplate:
-    """A checkpoint's chat template. `special` are variables of its own, such as bos_token."""
+    """A checkpoint's chat template. `special` are the tokenizer's variables, such as bos_token."""
 
     def __init__(self, source: str, special: Mapping[str, str], control: ControlTexts) -> None:
         environment = _Environment(control)
@@ -75,13 +76,11 @@ class ChatTemplate:
         self._special = {name: environment.own(text) for name, text in special.items()}
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return marked text. CanvasError if the template refuses its variables."""
+        """Return the rendered chat as marked text. Raises CanvasError if the template fails."""
         check_characters(variables)
         try:
             return self._template.render({**self._special, **variables})
-        except (
-            Exception
-        ) as error:  # a template may fail on values of a form that it does not expect
+        except Exception as error:  # a template may fail in any way on unexpected values
             raise CanvasError(
                 f"the chat template refused the messages: {error}",
                 "give messages with `role` and `content`, in the order that the model expects",
@@ -89,7 +88,7 @@ class ChatTemplate:
 
 
 def check_characters(value: Any) -> None:
-    """Raise CanvasError if a string in a JSON value, or a key, has half of a surrogate pair."""
+    """Raise CanvasError if a string or key in a JSON value contains a lone surrogate."""
     left = [value]
     while left:
         each = left.pop()
@@ -103,13 +102,14 @@ def check_characters(value: Any) -> None:
 
 
 class _OwnText(str):
-    """A string of the template that holds control tokens: compared in plain spelling, written
-    marked."""
+    """A template's string with control tokens: it compares as plain text, and renders as marked text."""
 
     marked: str
 
     def __new__(cls, text: str, marked: str | None = None) -> Any:
-        if marked is None:  # `format` in the sandbox, whose result also holds callers' text
+        if (
+            marked is None
+        ):  # `format` runs in the sandbox, because its result contains callers' text
             return text
         own = super().__new__(cls, text)
         own.marked = marked
@@ -129,7 +129,7 @@ def _as_written(name: str) -> Any:
     return method
 
 
-# Without `format`, which the sandbox has to see.
+# All methods except `format`, which the sandbox must intercept.
 for _name in ("__add__", "__format__", "__mod__", "__mul__", "join", "lstrip", "rstrip", "strip"):
     setattr(_OwnText, _name, _as_written(_name))
 
@@ -139,8 +139,8 @@ def _written(value: Any) -> Any:
 
 
 class _MarkOwnText(NodeTransformer):
-    """Marks the control tokens that a template writes. Whether a string is written or compared only
-    shows at run time."""
+    """Marks control tokens in a template's string literals. Only at run time is it known whether a string is rendered
+    or compared."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
@@ -164,8 +164,7 @@ class _MarkOwnText(NodeTransformer):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The environment that transformers renders templates in. Templates are untrusted, hence the
-    sandbox."""
+    """The Jinja environment that transformers uses for templates. It is a sandbox, because templates are untrusted."""
 
     def __init__(self, control: ControlTexts) -> None:
         super().__init__(
@@ -180,13 +179,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def own(self, text: str) -> str:
-        """Return a template's own string."""
+        """Return a template's string, as `_OwnText` if it has control tokens."""
         own: str = _OwnText(text, self._control.mark(text))
         return own
 
 
 class _Generation(jinja2.ext.Extension):
-    """Treats `{% generation %}` blocks, which mark answers for training, as plain content."""
+    """Renders `{% generation %}` blocks, which mark answers for training, as plain content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -202,14 +201,14 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own filter would escape HTML characters.
+    # Jinja's own filter would escape HTML characters.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _replace(text: Any, old: Any, new: Any, count: int = -1) -> str:
-    # jinja's own filter would look for the marked text.
+    # Jinja's own filter would search for the marked text.
     return str(text).replace(old if isinstance(old, str) else str(old), str(new), count)
 
 

@@ -1,4 +1,4 @@
-"""Conditions on single positions: their first token, their fixed token, or the allowed tokens."""
+"""Conditions on single positions of an answer: initial, fixed or allowed tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 
 _FIELDS = ("seed", "pin", "allow", "least")
-_MOST = 65_536  # tokens that all of `allow` may list
+_MOST = 65_536  # maximum number of tokens in `allow`, over all positions
 _EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
 
 
@@ -20,11 +20,11 @@ _EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
 class Conditions:
     """Conditions by position of the answer, counted from 0 across canvases.
 
-    seed: tokens of a block's first canvas instead of noise. pin: tokens that hold on every step and in
-    the answer. allow: the permitted tokens, ascending. least: how many tokens come before an end.
+    seed: tokens that replace noise in a block's first canvas. pin: fixed tokens, in every step and in the answer.
+    allow: the permitted tokens, ascending. least: minimum number of tokens before the end.
 
-    The answer does not end before the last pin or before `least` either: no position before it takes a token that
-    ends the sequence, unless `allow` lists one there.
+    The answer ends neither before the last pin nor before `least`: earlier positions cannot take a token that ends the
+    sequence, unless their `allow` lists it.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class Conditions:
 
     @property
     def restricts(self) -> bool:
-        """Whether they apply beyond a block's first canvas."""
+        """Whether conditions apply to all steps, not only to a block's first canvas."""
         return bool(self.pin or self.allow or self.least)
 
     def check(self, config: ModelConfig, budget: int, ends: Sequence[int]) -> None:
-        """Raise CanvasError, which names the path, for positions beyond the answer, unknown tokens, and contradicting
+        """Raise CanvasError, which names the path, for positions beyond the answer, unknown tokens, and contradictory
         conditions.
 
-        budget: the most tokens of the answer. ends: the tokens that end the sequence.
+        budget: maximum number of tokens of the answer. ends: the tokens that end the sequence.
         """
         for name, given in (("seed", self.seed), ("pin", self.pin), ("allow", self.allow)):
             for position, value in given.items():
@@ -87,7 +87,7 @@ class Conditions:
                 )
 
     def _listed(self, position: int, token: int) -> tuple[int, ...]:
-        """Return the tokens that a position may have; `token` if there is no condition."""
+        """Return the tokens that a position may have; `token` alone if it is not restricted."""
         if position in self.pin:
             return (self.pin[position],)
         return self.allow.get(position, (token,))
@@ -95,7 +95,8 @@ class Conditions:
     def allowed(
         self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """Return the tokens, int64 `[k]`, of each restricted position of the canvas from `begin` on."""
+        """Return the allowed tokens, int64 `[k]`, by restricted position of the canvas that starts at position `begin`
+        of the answer."""
         last = max(max(self.pin, default=-1), self.least)
         others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
         found = {}
@@ -108,7 +109,7 @@ class Conditions:
         return found
 
     def seeded(self, canvas: np.ndarray, begin: int) -> np.ndarray:
-        """Return a block's first canvas, int64 `[length]`, with the tokens of `seed` in their places."""
+        """Return a block's first canvas, int64 `[length]`, with the tokens of `seed` inserted."""
         canvas = canvas.copy()
         for position, token in self.seed.items():
             if begin <= position < begin + len(canvas):
@@ -127,7 +128,7 @@ def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int
 
 
 def read_conditions(data: Any) -> Conditions:
-    """Return the conditions in a JSON object. CanvasError names the path of the mistake."""
+    """Parse conditions from JSON. Raises CanvasError, which names the path of the mistake."""
     if not isinstance(data, Mapping):
         raise CanvasError("canvas is not an object", _EXAMPLE)
     for name in data:

@@ -1,5 +1,5 @@
-"""The rules by which a block ends before its last step, and by which its tokens are final before it
-ends."""
+"""Early stopping: the rule that ends a block before its last step, and the rule that makes tokens final before their
+block ends."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from canvasrt.runtime.sampling_params import SamplingParams
 
 
 class EarlyStopping:
-    """The rule of `early_stop`, over the steps of one block: stable and confident
-    (transformers' `StableAndConfidentStoppingCriteria`).
+    """The rule of `early_stop` for one block: stable and confident (transformers'
+    `StableAndConfidentStoppingCriteria`).
 
-    A block may end once its argmax equals each of the last `stability_threshold` ones, and the mean
-    entropy is below `confidence_threshold`, in nats.
+    A block may end once its argmax has equalled the `stability_threshold` previous ones, and the mean entropy is below
+    `confidence_threshold`, in nats.
     """
 
     def __init__(self, params: SamplingParams, when_certain: bool = False) -> None:
-        """`when_certain`: also end as soon as no position has any entropy left."""
+        """`when_certain`: also end as soon as the entropy of all positions is 0."""
         self._on = params.early_stop
         self._wanted = params.stability_threshold
         self._threshold = np.float32(params.confidence_threshold)
@@ -28,13 +28,13 @@ class EarlyStopping:
         self._history: deque[np.ndarray] = deque(maxlen=self._wanted)
 
     def start_block(self) -> None:
-        """Forget the steps of the block before."""
+        """Forget the previous block's steps."""
         self._history.clear()
 
     def stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
-        """Apply one step; return whether the block may end with it.
+        """Apply one step; return whether the block may end after it.
 
-        argmax: int64 `[canvas]`. entropy: float32, of the positions that count.
+        argmax: int64 `[canvas]`. entropy: float32, only of the positions to consider.
         """
         if not self._on:
             return False
@@ -48,23 +48,25 @@ class EarlyStopping:
 
 
 class SettledPrefix:
-    """The beginning of one block's canvas that no later step changes.
+    """The settled prefix of one block's canvas, which no later step changes.
 
-    The sampler alone guarantees nothing: each step draws a new set of accepted positions, so any
-    token may still change until the block's last step. Hence `settle_steps`: a position settles
-    once all positions before it have, and once its argmax has stayed the same, with an entropy
-    below `confidence_threshold`, for that many steps. From then on its token is fixed.
+    The sampler itself guarantees no token: every step accepts a new set of positions, so any token may change until the
+    block's last step. With `settle_steps`, a position settles once all positions before it have settled, and its argmax
+    has stayed the same, with an entropy below `confidence_threshold`, for this number of steps. Then its token is
+    fixed.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self._wanted = params.settle_steps
         self._threshold = np.float32(params.confidence_threshold)
         self._argmax: np.ndarray | None = None
-        self._calm: np.ndarray | None = None  # steps that each position has been calm
+        self._calm: np.ndarray | None = (
+            None  # by position: number of steps that it has been stable and confident
+        )
         self.tokens: list[int] = []
 
     def take(self, output: DenoiseOutput) -> list[int]:
-        """Apply a step's result; return the tokens that it settles."""
+        """Apply a step's result; return the newly settled tokens."""
         if not self._wanted:
             return []
         if self._argmax is None or self._calm is None:
@@ -81,7 +83,7 @@ class SettledPrefix:
         return new
 
     def over(self, argmax: np.ndarray) -> np.ndarray:
-        """Return a canvas with the settled tokens in place of its own."""
+        """Return a canvas with the settled tokens inserted."""
         if not self.tokens:
             return argmax
         return np.concatenate([np.array(self.tokens, argmax.dtype), argmax[len(self.tokens) :]])

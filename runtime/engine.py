@@ -1,4 +1,4 @@
-"""The interface of backends: segments over host arrays, or engines over device memory."""
+"""The backends' interfaces: segments over host arrays, or engines over device memory."""
 
 from __future__ import annotations
 
@@ -27,49 +27,48 @@ class Segment(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
 
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
-        """Run the graph over `feeds`, which hold every input. Return the outputs `wanted`, or all
-        if None.
+        """Run the graph on `feeds`, which must have every input. Return the outputs named by `wanted`; None returns
+        all.
 
-        Arrays are C-contiguous, in the graph's dtypes.
+        Arrays are C-contiguous and have the graph's dtypes.
         """
         ...
 
 
 class Backend(Protocol):
-    """Opens segments. The bundle's target decides which backend."""
+    """Opens segments. The bundle's target determines the backend."""
 
-    # True runs one request per pass, so that its tokens cannot depend on what shares its batch.
+    # True runs one request per pass, so that its tokens cannot depend on other requests.
     rows_apart: bool
-    # How many passes may run at the same time.
+    # maximum number of concurrent passes
     max_workers: int
-    # How many segments may be loaded at the same time.
+    # maximum number of segments that are loaded concurrently
     max_loads: int
 
     def open(self, name: str, file: Path) -> Segment:
-        """Load the graph or engine in `file`. Raises CanvasError if it cannot be loaded."""
+        """Load the graph or engine in `file`. Raises CanvasError if that fails."""
         ...
 
 
 class Device(Protocol):
-    """Memory that engines read and write, and one queue of work on it.
+    """Memory that engines read and write, and one work queue.
 
-    All calls except `allocate`, `host` and `synchronize` are queued and happen in order. A host
-    array passed to `download` holds its result after the next `synchronize`.
+    All calls except `allocate`, `host` and `synchronize` are queued, and run in order. A host array passed to
+    `download` has its data after the next `synchronize`.
     """
 
     @property
     def name(self) -> str: ...
 
     def allocate(self, size: int) -> int:
-        """Return the address of `size` zeroed bytes, aligned for any tensor. They live as long as
-        the device.
+        """Return the address of `size` zeroed bytes, aligned for any tensor. They are freed with the device.
 
-        Raises CanvasError when there is not enough memory.
+        Raises CanvasError if memory does not suffice.
         """
         ...
 
     def host(self, size: int) -> np.ndarray:
-        """Return `size` bytes of host memory that is fast to copy to and from the device."""
+        """Return `size` bytes of host memory with fast copies to and from the device (page-locked on a GPU)."""
         ...
 
     def upload(self, address: int, array: np.ndarray) -> None:
@@ -82,22 +81,22 @@ class Device(Protocol):
         ...
 
     def copy(self, to: Pitched, source: Pitched, width: int, height: int) -> None:
-        """Queue copies of `height` pieces of `width` bytes each inside the device. They must not
+        """Queue a 2D copy inside the device: `height` pieces of `width` bytes. Source and destination must not
         overlap."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all queued work. Raises CanvasError if some of it failed."""
+        """Wait for all queued work. Raises CanvasError if any of it failed."""
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and all bytes of the device's memory."""
+        """Return the free and total bytes of the device's memory."""
         ...
 
 
 @dataclass(frozen=True)
 class Pitched:
-    """Pieces of memory that start `pitch` bytes apart, from `address` on."""
+    """Rows of memory that start `pitch` bytes apart, the first at `address`."""
 
     address: int
     pitch: int
@@ -107,9 +106,9 @@ class Pitched:
 class EngineCall:
     """One launch of an engine: its tensors' shapes and addresses, by name.
 
-    `dims` are the sizes that determine the shapes, named as in profiles. `repeats` says that the
-    same call will likely come again. `place` is the place in the batch whose captures it may use, of which
-    each has one; None if capturing it brings little.
+    `dims` are the sizes that determine the shapes, named as in profiles. `repeats`: the same call is likely to run
+    again. `place` is the place in the batch whose captured graph the call uses. Every place has one graph; None if
+    capturing the call gains little.
     """
 
     dims: Mapping[str, int]
@@ -120,19 +119,19 @@ class EngineCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for equal launches."""
+        """A key that is equal for identical launches."""
         return (*self.dims.values(), *self.addresses.values())
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of a kernel of our own: programs along each axis, threads of each, bytes of shared memory, arguments."""
+    """One launch of our own kernel: programs per axis, threads per program, bytes of shared memory, arguments."""
 
     kernel: int
     grid: tuple[int, int, int]
     threads: int
     shared: int
-    arguments: tuple[Any, ...]  # values of ctypes' types
+    arguments: tuple[Any, ...]  # ctypes values
 
 
 class Engine(Protocol):
@@ -153,11 +152,11 @@ class Engine(Protocol):
 
     @property
     def profiles(self) -> Profiles:
-        """The sizes that the engine was built for."""
+        """The profiles that the engine was built with."""
         ...
 
     def prepare(self) -> None:
-        """Take the memory that calls need. Called once every engine of the bundle is open."""
+        """Allocate the memory that calls need. Called once all engines of the bundle are open."""
         ...
 
     def launch(self, call: EngineCall) -> None:
@@ -175,13 +174,12 @@ class DeviceBackend(Protocol):
     def device(self) -> Device: ...
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> Engine:
-        """Load the engine in `file`, built with the manifest's `profiles`; without any, every size
-        works.
+        """Load the engine in `file`. `profiles` are the manifest's; None if the engine takes any size.
 
-        Raises CanvasError if it cannot be loaded.
+        Raises CanvasError if that fails.
         """
         ...
 
     def keep_compiled(self) -> None:
-        """Keep what was compiled on this machine since the last call, for the next time the bundle is opened."""
+        """Store kernels compiled since the last call, so that the next start need not compile them."""
         ...

@@ -1,4 +1,4 @@
-"""Continuous batching, step by step: requests at different blocks and steps share a loop."""
+"""Continuous batching: requests at different blocks and steps share one loop."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.schedule import Schedule
 from canvasrt.runtime.text_state import TextState
 
-# The state that each kind of request runs in.
+# Type of request → type of its state.
 STATES: dict[type[Request], Any] = {
     Request: TextState,
     ConstrainedRequest: ConstrainedState,
     InfillRequest: InfillState,
     DecisionRequest: DecisionState,
 }
-_SEARCH_WAIT = 0.05  # seconds, when nothing but searches is under way
-_SEARCH_TURN = 0.5  # seconds of a search that use up a turn: others may have the place meanwhile
+_SEARCH_WAIT = 0.05  # seconds to wait for a search when no pass can run
+_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can have the place
 
 
 class Generator:
-    """Runs requests over one model, up to `max_batch` at a time, or fewer if the engines take
-    fewer.
+    """Runs requests on one model, at most `max_batch` at a time, or fewer if the engines' limit is lower.
 
-    The others wait; `Schedule` decides who runs. `add` and `cancel` may be called from other threads while one thread
-    calls `step`.
+    Other requests wait; `Schedule` decides which run. `add` and `cancel` may be called from other threads while one
+    thread calls `step`.
     """
 
     def __init__(
         self, model: Model, max_batch: int = MAX_BATCH, prefixes: PrefixCache | None = None
     ) -> None:
-        """With `prefixes`, shared beginnings of prompts are encoded once."""
+        """With `prefixes`, common prefixes of prompts are encoded once."""
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
         self.max_batch = min(max_batch, model.max_batch or max_batch)
-        self._arrived: deque[RequestState] = deque()  # filled by other threads
+        self._arrived: deque[RequestState] = deque()  # appended by other threads
         self._waiting: list[RequestState] = []
         self._running: list[RequestState] = []
         self._schedule = Schedule(model.quantum)
@@ -66,20 +65,20 @@ class Generator:
 
     @property
     def active_canvases(self) -> int:
-        """The rows of the last denoising pass whose requests are still running."""
+        """Number of canvases in the last denoising step, at most the number of running requests."""
         return min(self._denoised, len(self._running))
 
     @property
     def running(self) -> set[int]:
-        """The ids of the requests that have a place in the batch."""
+        """The ids of the requests in the batch."""
         return {each.id for each in self._running}
 
     def check(self, request: Request) -> None:
-        """Raise CanvasError for a request that can never run. Callable from any thread."""
+        """Raise CanvasError for a request that can never run. Thread-safe."""
         request.check(self.model)
 
     def add(self, request: Request, is_checked: bool = False) -> int:
-        """Queue a request and return its id. Checks it unless the caller has."""
+        """Queue a request and return its id. `is_checked`: the caller has called `check`."""
         if not is_checked:
             self.check(request)
         id = self._next_id
@@ -89,7 +88,7 @@ class Generator:
         return id
 
     def cancel(self, id: int) -> None:
-        """End a request at the next `step`; its result has the blocks finished by then."""
+        """End a request at the next `step`. Its result has the blocks that are finished by then."""
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
@@ -104,23 +103,22 @@ class Generator:
         return each.id
 
     def step(self) -> list[Event]:
-        """Run at most one encoding and one denoising pass over the running requests; return their
-        events.
+        """Encode one chunk and denoise one step of every running request that is ready; return their events.
 
-        Each step encodes one chunk of a long prompt, so it delays the others by only one chunk.
+        A step encodes only one chunk of a long prompt, so the prompt delays other requests by one chunk per step.
         """
         self._take_arrived()
         events = self._drop_cancelled()
         self._give_places()
         events += self._collect()
-        self._give_places()  # a finished search can make room
+        self._give_places()  # a finished search can free a place
         events += self._encode()
         return events + self._denoise()
 
     def abandon(self) -> None:
-        """Release everything after a failed pass; the generator is not used again.
+        """Release all requests after a failed pass; the generator must not be used again.
 
-        Raises EngineError when the device can run no other pass.
+        Raises EngineError if the device is not usable any more.
         """
         self.model.check_device()
         for each in self._running:
@@ -131,7 +129,7 @@ class Generator:
         self._arrived.clear()
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """Run requests to their end; return results in the order of `requests`."""
+        """Run requests to completion; return results in the order of `requests`."""
         ids = [self.add(request) for request in requests]
         results: dict[int, Result] = {}
         while not self.idle:
@@ -141,7 +139,7 @@ class Generator:
         return [results[id] for id in ids]
 
     def probe(self) -> None:
-        """Run the shortest possible request. Raises what its passes raise."""
+        """Run the shortest possible request, to test the engines. Raises what its passes raise."""
         params = SamplingParams.from_defaults(
             self.model.sampler, self.model.config, max_new_tokens=1, max_denoising_steps=1
         )
@@ -171,7 +169,7 @@ class Generator:
             self._waiting.append(fresh)
 
     def _give_places(self) -> None:
-        """Fill the batch, and swap waiting requests with those whose turn is over."""
+        """Fill the batch, and replace requests whose turn is over by waiting ones."""
         ready = [each for each in self._waiting if not each.searches]
         while ready and len(self._running) < self.max_batch:
             self._place(self._schedule.next(ready), ready)
@@ -212,7 +210,7 @@ class Generator:
             self._running.remove(each)
 
     def _collect(self) -> list[Event]:
-        """Return the events of finished searches; wait for one if no pass could run otherwise."""
+        """Return the events of finished searches. Wait shortly if all running requests are searching."""
         jobs = [each.job for each in [*self._running, *self._waiting] if each.searches]
         if jobs and all(each.searches for each in self._running):
             wait([job for job in jobs if job is not None], _SEARCH_WAIT, FIRST_COMPLETED)
@@ -236,8 +234,8 @@ class Generator:
         return self._finished_by(events)
 
     def _to_encode(self) -> list[RequestState]:
-        """Return the requests to encode. Of requests with the same chunk, one is encoded; the others
-        wait to take it from the prefix cache."""
+        """Return the requests to encode. If several have the same next chunk, only one is returned; the others will
+        take the chunk from the prefix cache."""
         ready: list[RequestState] = []
         taken: set[tuple[str, bytes]] = set()
         for each in self._running:
@@ -253,7 +251,7 @@ class Generator:
         return ready
 
     def _denoise(self) -> list[Event]:
-        """Run one step of every request whose tokens are all encoded."""
+        """Run one denoising step of every request whose tokens are all encoded."""
         ready = [each for each in self._running if not each.waits]
         inputs = (each.next_step() for each in ready)
         self._denoised = len(ready)
@@ -268,6 +266,6 @@ class Generator:
         return self._finished_by(events)
 
     def _finished_by(self, events: list[Event]) -> list[Event]:
-        """Release the requests that end with these events; return the events."""
+        """Release the finished requests; return the events."""
         self._leave([each for each in self._running if each.finished])
         return events

@@ -1,5 +1,5 @@
-"""The head in NumPy: scores any tokens at any positions, and makes the hidden states of a canvas
-that the host has chosen."""
+"""The head in NumPy: scores any tokens at any positions, and computes the next hidden states of a canvas that the host
+sampled."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tables import Table, host_dtype
 
-# Rows of the table that are in memory at a time.
+# rows of the table to hold in memory at a time
 _ROWS = 1 << 15
 _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.weight")
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its place.
+    """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its position.
 
-    step: the denoising step, from 1, whose distribution this is.
+    step: the denoising step, from 1, that computed the distribution.
     """
 
     token: int
@@ -34,14 +34,14 @@ class TokenScore:
 class HostHead:
     """Final norm, output projection and self-conditioning, in float32, over chosen tokens.
 
-    Follows `DiffusionGemmaForBlockDiffusion.forward`. The cost grows with the tokens scored: a few
-    labels cost nothing, the whole vocabulary a product with the whole table.
+    Follows `DiffusionGemmaForBlockDiffusion.forward`. The cost is proportional to the number of scored tokens:
+    negligible for a few labels, a product with the whole table for the vocabulary.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, np.ndarray], table: Table
     ) -> None:
-        """Take `table` `[vocab_size, hidden_size]` and the head's other weights by name."""
+        """`table` is `[vocab_size, hidden_size]`; `weights` are the head's other weights by name."""
         self._eps = np.float32(config.rms_norm_eps)
         self._cap = np.float32(config.logit_softcap)
         # The reference rounds the scale to the table's dtype.
@@ -53,7 +53,7 @@ class HostHead:
 
     @classmethod
     def load(cls, bundle: Bundle, table: Table) -> HostHead:
-        """Read the weights that the export wrote. CanvasError for a bundle without them."""
+        """Read the weights from a bundle. Raises CanvasError if it has none."""
         entry = bundle.manifest.embedding.get("host_head")
         if not entry:
             raise CanvasError(
@@ -70,7 +70,7 @@ class HostHead:
         return cls(bundle.manifest.model, weights, table)
 
     def logits(self, hidden: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-        """Return soft-capped logits, float32 `[n, k]`, of `tokens` int64 `[k]`, or of all.
+        """Return soft-capped logits, float32 `[n, k]`, of `tokens` int64 `[k]`; by default of the whole vocabulary.
 
         `hidden` is the last layer's output, float32 `[n, hidden_size]`.
         """
@@ -85,8 +85,8 @@ class HostHead:
     def scores(
         self, hidden: np.ndarray, tokens: Sequence[int], top: int, step: int
     ) -> list[TokenScore]:
-        """Return each token's score over the whole vocabulary, and the `top` likeliest tokens at its place. `hidden` is the
-        last layer's output at their places, float32 `[n, hidden_size]`."""
+        """Return the tokens' log-probabilities, with the `top` likeliest tokens at their positions. `hidden` is the
+        last layer's output there, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, tokens, strict=True):
@@ -96,7 +96,7 @@ class HostHead:
         return found
 
     def log_likelihoods(self, hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return the log-probability of each of `tokens` int64 `[n]` at temperature 1, float64 `[n]`.
+        """Return the log-probabilities of `tokens` int64 `[n]` at temperature 1, float64 `[n]`.
 
         `hidden` is the last layer's output, float32 `[n, hidden_size]`.
         """
@@ -104,7 +104,7 @@ class HostHead:
         cap, total = np.float64(self._cap), np.zeros(len(normed), np.float64)
         for begin in range(0, self.vocab_size, _ROWS):
             piece = self._rows(np.arange(begin, min(begin + _ROWS, self.vocab_size)))
-            # Logits are at most the cap, so these sums do not overflow.
+            # Logits do not exceed the cap, so the sums cannot overflow.
             total += np.exp(self._capped(normed @ piece.T) - self._cap).sum(-1, dtype=np.float64)
         own = self._capped(np.einsum("nd,nd->n", normed, self._rows(tokens)))
         return own.astype(np.float64) - cap - np.log(total)
@@ -116,8 +116,8 @@ class HostHead:
     def mean_embedding(
         self, probabilities: np.ndarray, tokens: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the scaled expected embedding `[n, hidden_size]` under `probabilities` `[n, k]` of
-        `tokens` `[k]`, or of all."""
+        """Return the scaled expected embedding `[n, hidden_size]` under `probabilities` `[n, k]` of `tokens` `[k]`, by
+        default of the whole vocabulary."""
         tokens = np.arange(self.vocab_size) if tokens is None else tokens
         out = np.zeros((len(probabilities), self._size), np.float32)
         for begin in range(0, len(tokens), _ROWS):
@@ -134,8 +134,8 @@ class HostHead:
             )
 
     def next_hidden(self, canvas: np.ndarray, soft: np.ndarray) -> np.ndarray:
-        """Return the next step's hidden states `[n, hidden_size]` of `canvas` int64 `[n]`, with the
-        signal of the expected embeddings `soft` `[n, hidden_size]`."""
+        """Return the next step's hidden states `[n, hidden_size]` of `canvas` int64 `[n]`, self-conditioned on the
+        expected embeddings `soft` `[n, hidden_size]`."""
         self.check_signal("ask for one step")
         norm, gate_up, down = (self._weights[name] for name in _SIGNAL)
         gate, up = np.split(_rms_norm(soft, self._eps) * norm @ gate_up.T, 2, axis=-1)

@@ -25,7 +25,7 @@ from canvasrt.runtime.tables import Table, map_table
 
 @dataclass
 class HostRow:
-    """The model's state of one request: its cache, and its experts' loads so far."""
+    """The state of one request: its KV cache, and the expert capacities learned so far."""
 
     cache: RequestCache
     canvas: CanvasFeeds
@@ -34,7 +34,7 @@ class HostRow:
 
 @dataclass(frozen=True)
 class BodySegment:
-    """One body segment and its layers."""
+    """One body segment, and the model's layers that it runs."""
 
     segment: Segment
     layers: tuple[int, ...]
@@ -57,14 +57,14 @@ class HostModel(Model):
         open_vision: Callable[[], Segment] | None = None,
         geometry: Segment | None = None,
     ) -> None:
-        """`open_vision` loads the vision tower; it is called for the first image."""
+        """`open_vision` loads the vision tower at the first image."""
         super().__init__(config, sampler, table, max_context, rows_apart, bundle)
         self._open_vision = open_vision
         self._vision: Segment | None = None
         self._bodies = tuple(bodies)
         self._head = head
         self.geometry = Geometry(geometry)
-        self._canvas = CanvasFeeds(self.geometry)  # the inputs of passes over several rows
+        self._canvas = CanvasFeeds(self.geometry)  # cached inputs of passes over several requests
         self._helpers = max_workers - 1
         self._pool = ThreadPoolExecutor(self._helpers, "canvasrt") if self._helpers else None
         self._counting = threading.Lock()
@@ -149,15 +149,15 @@ class HostModel(Model):
     def _each(
         self, run: Callable[[BatchT], OutputT], batches: Iterable[BatchT], count: int
     ) -> Iterator[OutputT]:
-        """Run passes side by side, if there are several workers; they share no state. Yield results in order, as they come.
+        """Run passes concurrently if there are several workers. Passes share no state. Yields results in order.
 
-        The calling thread is one of the workers: waking it up only at the end took a tenth of a small model's time.
+        The calling thread is one of the workers, because waking it up at the end took a tenth of a small model's time.
         """
         if self._pool is None or count < 2:
             yield from map(run, batches)
             return
         left, taking, done = enumerate(batches), threading.Lock(), dict[int, OutputT]()
-        failed = threading.Event()  # once set, waiting passes are not run
+        failed = threading.Event()  # once set, no further pass is started
 
         def work() -> None:
             try:
@@ -257,7 +257,7 @@ class HostModel(Model):
     def _run_body(
         self, body: BodySegment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
     ) -> Arrays:
-        """Run a segment. If its experts have slots, run it again with more of them while one of them overflows."""
+        """Run a segment. If it has expert slots, repeat it with more slots as long as an expert overflows."""
         segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         if "load" not in segment.outputs:
@@ -273,8 +273,7 @@ class HostModel(Model):
             over = out["load"][out["load"] > capacity]
             if not over.size:
                 break
-            # Only the first overflowing layer's load is reliable; later layers saw its wrong
-            # result.
+            # Only the first overflowing layer's load is reliable, because later layers had wrong inputs.
             with self._counting:
                 self.counters.overflows += 1
             capacity = rounded(int(over[0]) * 1.1, tokens)

@@ -11,7 +11,7 @@ from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling_params import SamplingParams
 
-# Rounding errors of entropies in low precision are smaller.
+# Larger than the rounding errors of low-precision entropies.
 _MARGIN = 1e-3
 
 
@@ -24,16 +24,14 @@ def host_step(
     uniforms: np.ndarray,
     noise: np.ndarray,
 ) -> DenoiseOutput:
-    """Run denoising step `step` of the sampler, as the exported head does, over the tokens that are
-    allowed.
+    """Run the sampler for denoising step `step` over the allowed tokens, as the exported head does.
 
     Args:
         hidden: the last layer's output, float32 `[canvas, hidden_size]`.
-        allowed: the tokens of each restricted position, int64 `[k]`; one token pins it. Others may
-            have any token.
+        allowed: tokens, int64 `[k]`, by restricted position; a single token pins the position. Other positions may have
+        any token.
         uniforms: float32 `[canvas]` in [0, 1).
-        noise: int64 `[canvas]`, the fresh token of each position that is not accepted. A pinned
-            position keeps its token.
+        noise: int64 `[canvas]`, the new tokens of positions that are not accepted. Pinned positions keep their token.
     """
     (length, size), temperature = hidden.shape, params.temperature_at(step)
     argmax, drawn = np.empty(length, np.int64), np.empty(length, np.int64)
@@ -62,7 +60,7 @@ def host_step(
 
 
 def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
-    """Return the positions that share an array of several tokens, by that array."""
+    """Group positions that share an array of several allowed tokens."""
     groups: dict[int, tuple[np.ndarray, list[int]]] = {}
     for position, tokens in allowed.items():
         if len(tokens) > 1:
@@ -71,8 +69,8 @@ def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[in
 
 
 def accept(entropy: np.ndarray, bound: float) -> np.ndarray:
-    """Return the positions to keep, bool `[canvas]`. A position is kept if the entropies of all
-    more certain positions sum to at most `bound` (`EntropyBoundSampler.accept_canvas`)."""
+    """Return the accepted positions, bool `[canvas]`. A position is accepted if the entropies of all more certain
+    positions sum to at most `bound` (`EntropyBoundSampler.accept_canvas`)."""
     order = np.argsort(entropy, kind="stable")
     ordered = entropy[order]
     kept = np.zeros(len(entropy), bool)
@@ -98,18 +96,18 @@ def redrawn(
     temperature: np.float32,
     uniforms: np.ndarray,
 ) -> tuple[DenoiseOutput, np.ndarray, np.ndarray]:
-    """Return a step's output with its accepted tokens drawn from the candidates, the places `[n]`
-    whose tokens this changes, and their next hidden states `[n, hidden_size]`.
+    """Redraw a step's accepted tokens from the candidates. Return the step's output, the positions `[n]` whose tokens
+    changed, and their next hidden states `[n, hidden_size]`.
 
-    Acceptance and self-conditioning are those of the whole distribution. The host only scores
-    places where the candidates may matter: at entropy H the likeliest token has a share of at least
-    e⁻ᴴ, so a uniform between 1 − e⁻ᴴ and e⁻ᴴ draws it from any candidates.
+    Acceptance and self-conditioning still use the whole distribution. The host only scores positions where the
+    restriction may matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −
+    e⁻ᴴ and e⁻ᴴ draws it from any set of candidates.
     """
     assert output.hidden is not None
     rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
     open_ones = (uniforms <= rest) | (uniforms >= 1 - rest) | (output.canvas != output.argmax)
     places = np.flatnonzero(output.accepted & open_ones)
-    if not places.size:  # most steps: scoring reads the whole vocabulary's table
+    if not places.size:  # the usual case, which avoids reading the whole vocabulary's table
         return output, places, np.empty((0, output.hidden.shape[1]), np.float32)
     logits = head.logits(output.hidden[places]) / temperature
     tokens = draw(logits, uniforms[places], params)
@@ -127,7 +125,8 @@ def redrawn(
 def biased(
     logits: np.ndarray, params: SamplingParams, tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Add the bias to raw logits `[n, k]` of `tokens` int64 `[k]`, ascending, or of all; in place."""
+    """Add `logit_bias` in place to raw logits `[n, k]` of `tokens` int64 `[k]`, ascending; by default of the whole
+    vocabulary."""
     if params.logit_bias:
         ids, values = (np.array(each) for each in zip(*params.logit_bias, strict=True))
         if tokens is not None:
@@ -140,8 +139,8 @@ def biased(
 def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Return which tokens may be drawn, bool `[n, k]`, from logits `[n, k]` after the temperature.
 
-    `top_k`, `top_p` and `min_p` apply in this order, each to the candidates that the one before
-    left, as in `TopKLogitsWarper`, `TopPLogitsWarper` and `MinPLogitsWarper` of transformers.
+    `top_k`, `top_p` and `min_p` are applied in this order, as `TopKLogitsWarper`, `TopPLogitsWarper` and
+    `MinPLogitsWarper` of transformers.
     """
     kept = np.ones(logits.shape, bool)
     if 0 < params.top_k < logits.shape[1]:
@@ -156,7 +155,7 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         reached = before >= params.top_p * ordered.sum(axis=-1, keepdims=True)
         reached[:, 0] = False
         np.put_along_axis(mass, order, np.where(reached, 0, ordered), -1)
-    # The likeliest token's mass is 1.
+    # relative to the likeliest token, whose mass is 1
     return (mass > 0) & (mass >= params.min_p)
 
 

@@ -1,4 +1,4 @@
-"""Key-value caches, one per request, and what passes read of them."""
+"""KV caches, one per request, and the inputs that passes read from them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from canvasrt.runtime.engine import Arrays
 
 
 class RequestCache:
-    """Keys and values of one request's clean tokens, float32 `[1, kv_heads, octets, 8, head_dim]` per layer: as graphs
-    read them, with zeros after the last token.
+    """Keys and values of one request's clean tokens: per layer float32 `[1, kv_heads, octets, 8, head_dim]`, as graphs
+    read them, zero-padded after the last token.
 
     A sliding layer keeps the last `sliding_window - 1` tokens, a full layer all of them.
     """
@@ -32,11 +32,11 @@ class RequestCache:
         self.values = list(empty)
 
     def kept(self, kind: str) -> int:
-        """Return how many tokens a layer of this kind holds."""
+        """Return the number of tokens that a layer of this kind holds."""
         return min(self.length, self._window - 1) if kind == "sliding" else self.length
 
     def positions(self, kind: str) -> np.ndarray:
-        """Return the positions of those tokens, int64 `[kept]`."""
+        """Return the positions of a layer's tokens, int64 `[kept]`."""
         return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
@@ -51,11 +51,11 @@ class RequestCache:
         return list(self.keys), list(self.values)
 
     def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:
-        """Undo all `append`s since `mark` that `advance` has not counted."""
+        """Undo all `append`s since `mark`. `advance` must not have been called since."""
         self.keys, self.values = list(mark[0]), list(mark[1])
 
     def saved_bytes(self, count: int) -> int:
-        """Return the bytes of the copy of that many tokens."""
+        """Return the bytes of a saved copy of this many tokens."""
         sizes = [
             each.shape[1] * each.shape[4] * min(count, self._most(layer))
             for layer, each in enumerate(self.keys)
@@ -73,27 +73,26 @@ class RequestCache:
         return saved
 
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
-        """Append copies that `save` returned, which hold `count` tokens together."""
+        """Append copies from `save`, of `count` tokens in total."""
         for layer in range(len(self.keys)):
-            # A sliding layer's copies lack some tokens, but none of its last ones.
+            # In sliding layers, copies may lack old tokens, but not those in the window.
             keys, values = zip(*(each[layer] for each in saved), strict=True)
             self.append(layer, np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
         self.advance(count)
 
     def advance(self, count: int) -> None:
-        """Count `count` tokens as cached, once every layer has them."""
+        """Count `count` tokens as cached. Call it after appending them to all layers."""
         self.length += count
 
     def _most(self, layer: int) -> int:
-        """Return how many tokens a layer may hold."""
+        """Return the maximum number of tokens in a layer."""
         return self._window - 1 if self._kinds[layer] == "sliding" else sys.maxsize
 
 
 class CanvasFeeds:
-    """Inputs of shared denoising passes besides hidden states, padded to the longest past.
+    """The inputs of shared denoising passes except hidden states, padded to the longest past.
 
-    It stays the same for all steps of a block, so it is put together once and kept until the requests or their lengths
-    change.
+    They are the same in all steps of a block, so they are cached until the requests or their lengths change.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -103,13 +102,13 @@ class CanvasFeeds:
         self._feeds: Arrays = {}
 
     def of(self, caches: Sequence[RequestCache], length: int) -> Arrays:
-        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`, completed
-        by the geometry."""
+        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`, with
+        masks and rotations."""
         key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
-            # Holding the caches keeps their ids from being reused.
+            # Keeps references to the caches, so that their ids are not reused.
             self._key, self._caches = key, list(caches)
-            self._feeds = {}  # freed before its successor is made: those of several requests are copies
+            self._feeds = {}  # free the old copies before making new ones
             begin = np.array([cache.length for cache in caches], np.int64)
             positions = begin[:, None] + np.arange(length, dtype=np.int64)
             self._feeds = self._geometry.complete(
@@ -118,12 +117,12 @@ class CanvasFeeds:
         return self._feeds
 
     def clear(self) -> None:
-        """Give up the caches' arrays."""
+        """Release the arrays."""
         self._key, self._caches, self._feeds = (), [], {}
 
 
 def token_feeds(positions: np.ndarray, causal: bool) -> Arrays:
-    """Return the inputs that describe a pass's own tokens without images, at int64 `positions` `[B, L]`."""
+    """Return the inputs for a pass's own tokens, which are text, at int64 `positions` `[B, L]`."""
     return {
         "positions": positions,
         "groups": np.full(positions.shape, -1, np.int64),
@@ -132,10 +131,10 @@ def token_feeds(positions: np.ndarray, causal: bool) -> Arrays:
 
 
 def past_feeds(caches: Sequence[RequestCache]) -> Arrays:
-    """Return the inputs that hold a pass's past: `past_positions_sliding|full` int64 `[B, O, 8]` (-1 is padding), and
+    """Return the inputs for a pass's past: `past_positions_sliding|full` int64 `[B, O, 8]` (-1 is padding), and
     `past_key_i`, `past_value_i` float32 `[B, kv_heads, O, 8, head_dim]` for every layer i.
 
-    One request's arrays are those of its cache.
+    For a single request, these are the arrays of its cache, not copies.
     """
     feeds: Arrays = {}
     for kind in ("sliding", "full"):
@@ -156,7 +155,8 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _joined(old: np.ndarray, kept: int, new: np.ndarray, keep: int) -> np.ndarray:
-    """Return octets with the last `keep` of `kept` old tokens and of all the new ones, `[1, kv_heads, n, head_dim]`."""
+    """Return octets with the last `keep` tokens of the old and new ones together. `old` holds `kept` tokens; `new` is
+    `[1, kv_heads, n, head_dim]`."""
     joined = np.empty((1, old.shape[1], octets(keep), OCTET, old.shape[4]), np.float32)
     tokens = _flat(joined)
     fresh = min(new.shape[2], keep)

@@ -1,5 +1,4 @@
-"""A loaded bundle: encodes tokens into key-value caches, and denoises hidden states into the next
-canvas."""
+"""A loaded bundle: encodes tokens to KV caches, and denoises canvases."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ OutputT = TypeVar("OutputT")
 
 
 class Model(ABC):
-    """The engines of one bundle, with the embedding table mapped from disk. Not thread-safe."""
+    """The engines of one bundle, and the memory-mapped embedding table. Not thread-safe."""
 
-    # The most requests per pass; None if there is no limit.
+    # maximum number of requests per pass; None is no limit
     max_batch: int | None = None
     device_name = "cpu"
-    # The passes after which a request may have to make room for others.
+    # The number of passes in a request's turn, after which it may be parked.
     quantum = 8
 
     def __init__(
@@ -69,11 +68,11 @@ class Model(ABC):
 
     @property
     def canvas_sizes(self) -> tuple[int, ...]:
-        """The lengths, ascending, that a canvas may have."""
+        """The possible lengths of a canvas, ascending."""
         return (self.canvas_length,)
 
     def check_canvas(self, length: int) -> None:
-        """Raise CanvasError if the engines have no canvas of that length."""
+        """Raise CanvasError if the engines do not support canvases of this length."""
         if length not in self.canvas_sizes:
             sizes = ", ".join(map(str, self.canvas_sizes))
             raise CanvasError(
@@ -93,20 +92,20 @@ class Model(ABC):
 
     @cached_property
     def host_head(self) -> HostHead:
-        """The head as the host computes it. CanvasError if the bundle lacks its weights."""
+        """The head on the host. Raises CanvasError if the bundle lacks its weights."""
         if self.bundle is None:
             raise CanvasError("the model was not opened from a bundle", "open a bundle")
         return HostHead.load(self.bundle, self._table)
 
-    def warm_up(self) -> None:  # noqa: B027 - most models have nothing to prepare
+    def warm_up(self) -> None:  # noqa: B027 - optional
         """Prepare every kind of pass, so that no request has to wait for it."""
 
     @abstractmethod
     def new_row(self) -> Row:
         """Return the empty state of a new request."""
 
-    def release(self, row: Row) -> None:  # noqa: B027 - most models hold nothing
-        """Release a request's state, which is not used again."""
+    def release(self, row: Row) -> None:  # noqa: B027 - optional
+        """Release a request's state, which must not be used again."""
 
     @property
     def has_vision(self) -> bool:
@@ -134,8 +133,7 @@ class Model(ABC):
                 )
 
     def see(self, picture: Picture) -> np.ndarray:
-        """Return an image's soft tokens, float32 `[tokens, hidden_size]`. EngineError if the tower
-        fails."""
+        """Return an image's soft tokens, float32 `[tokens, hidden_size]`. Raises EngineError if the tower fails."""
         features = self._see(picture)
         self.counters.images += 1
         return features
@@ -144,41 +142,41 @@ class Model(ABC):
     def _see(self, picture: Picture) -> np.ndarray: ...
 
     def park(self, row: Row, hidden: Hidden) -> tuple[Hidden, bool]:
-        """Give up a row's place in the batch. Return the hidden states to continue with, and
-        whether its tokens must be encoded again."""
+        """Release a request's place in the batch. Return the hidden states to continue with, and whether its tokens
+        must be encoded again."""
         return hidden, False
 
     def revise(
         self, row: Row, hidden: Hidden, places: np.ndarray, states: np.ndarray
     ) -> np.ndarray:
-        """Return a step's `next_hidden` with other `states` `[n, hidden_size]` at `places` `[n]`."""
+        """Return a step's `next_hidden` with `states` `[n, hidden_size]` at the positions `places` `[n]`."""
         revised = np.array(self._fetch(row, hidden))
         revised[places] = states
         return revised
 
     def _fetch(self, row: Row, hidden: Hidden) -> np.ndarray:
-        """Return hidden states in host memory."""
+        """Return hidden states as an array in host memory."""
         return np.asarray(hidden)
 
-    def check_device(self) -> None:  # noqa: B027 - only a device can be lost
-        """Wait for the device. Raises EngineError if it cannot be used any more."""
+    def check_device(self) -> None:  # noqa: B027 - only devices can fail
+        """Wait for the device. Raises EngineError if it is not usable any more."""
 
     def reserve(self, limit: int) -> int:
-        """Take up to `limit` bytes of memory for saved chunks. Return how many were taken."""
+        """Reserve up to `limit` bytes of memory for saved chunks. Return the reserved bytes."""
         return limit
 
     @abstractmethod
     def saved_bytes(self, tokens: int) -> int:
-        """Return the memory that a saved chunk of that many tokens takes."""
+        """Return the bytes of a saved chunk of this many tokens."""
 
     def save(self, row: Row, tokens: int) -> Saved:
-        """Copy the last `tokens` cached tokens of a row. They must have been encoded by one pass,
-        the row's last."""
+        """Save a copy of the last `tokens` cached tokens of a request. They must have been encoded by its latest
+        pass."""
         encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
         return Saved(tokens, self._save(row, tokens), encode)
 
     def restore(self, row: Row, saved: Sequence[Saved]) -> None:
-        """Append saved chunks to a row's cache, as if they had been encoded."""
+        """Append saved chunks to a request's cache, as if they had been encoded."""
         self._restore(row, saved)
         row.capacities |= {key: copy(each) for key, each in saved[-1].capacities.items()}
         self.counters.cached_tokens += sum(each.tokens for each in saved)
@@ -197,8 +195,7 @@ class Model(ABC):
         return np.asarray(self._table[tokens], np.float32) * self._scale
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
-        """Return the hidden states `[canvas, hidden_size]` of a block's first canvas, before any
-        signal."""
+        """Return the hidden states `[canvas, hidden_size]` of a block's first canvas, without self-conditioning."""
         embedded = self.embed(canvas)
         square = np.mean(embedded * embedded, axis=-1, keepdims=True, dtype=np.float32)
         return embedded / np.sqrt(square + np.float32(self.config.rms_norm_eps))
@@ -213,16 +210,17 @@ class Model(ABC):
         self.counters.encode_seconds += time.perf_counter() - start
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Run one denoising step of each request; return the outputs in order. Caches are only
-        read."""
+        """Run one denoising step of every request; return the outputs in order. Does not modify caches."""
         return list(self.denoise_each(inputs, len(inputs)))
 
     def denoise_each(
         self, inputs: Iterable[DenoiseInput], count: int
     ) -> Generator[DenoiseOutput, None, None]:
-        """Run one denoising step of each of `count` requests; yield the outputs in order. Close it before other passes.
+        """Run one denoising step of `count` requests; yield the outputs in order. Close the generator before other
+        passes.
 
-        While passes run, inputs may be asked for, on any thread, and outputs may be yielded.
+        Implementations may start passes before all inputs are known: they may iterate over `inputs` on any thread, and
+        yield outputs while other passes run.
         """
         given = list(inputs)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A request's noise: a counter-based generator, so that tokens depend on the seed alone."""
+"""A request's noise, from a counter-based generator, so that tokens only depend on the seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 
 class _Generator(threading.local):
-    """One generator per thread, reseeded before every draw, because creating one costs more than a draw."""
+    """One generator per thread. It is reseeded before every draw, because creating a generator costs more than a
+    draw."""
 
     def __init__(self) -> None:
         self.bits = np.random.Philox(key=0)
@@ -21,15 +22,15 @@ _generator = _Generator()
 def step_noise(
     seed: int, block: int, step: int, length: int, vocab_size: int, attempt: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the uniforms and the tokens of one denoising step of one block.
+    """Return the uniforms and the random tokens of one denoising step of a block.
 
-    Step 0's tokens are the block's first canvas. Step s = 1, 2, ... draws its candidates with its
-    uniforms and renoises with its tokens. A block that is redone has other noise in each `attempt`.
+    The tokens of step 0 are the block's first canvas. Steps 1, 2, … draw candidates with their uniforms, and renoise
+    with their tokens. Every `attempt` at a block has different noise.
 
     Shapes: float32 `[length]` in [0, 1) on a grid of 2**-24, and int64 `[length]` in [0,
     vocab_size).
     """
-    # Key and counter alone fix the stream, so any backend can replay any step.
+    # Key and counter determine the numbers, so any backend can reproduce any step.
     raw = _philox(seed, [0, attempt, step, block], 2 * length)
     uniforms = (raw[:length] >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
     tokens = ((raw[length:] >> np.uint64(32)) * np.uint64(vocab_size)) >> np.uint64(32)

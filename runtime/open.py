@@ -28,15 +28,15 @@ def open_model(
     max_context: int | None = None,
     gpu: int = 0,
 ) -> Model:
-    """Load a graph or engine bundle.
+    """Load a bundle of graphs or engines.
 
-    threads: CPU threads; None uses every core.
-    check: verify the files' hashes first.
-    backend: runs the bundle instead of the one that `device` selects.
-    device: `cpu` or `cuda`; None takes the device that the bundle was built for.
-    share_passes: let requests share passes on a GPU: each pass then has room for a full batch.
-    max_context: the most tokens of a request, prompt and answer; None is what the bundle supports.
-    gpu: the number of the GPU that runs engines, of those that CUDA_VISIBLE_DEVICES names.
+    - threads: CPU threads; None uses every core.
+    - check: verify the files' hashes first.
+    - backend: replaces the backend that `device` selects.
+    - device: `cpu` or `cuda`; None takes the device that the bundle was built for.
+    - share_passes: let requests share passes on a GPU, whose passes then always have the shape of a full batch.
+    - max_context: maximum tokens of a request, prompt plus answer; None is the bundle's limit.
+    - gpu: the number of the GPU among those that CUDA_VISIBLE_DEVICES names.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
@@ -54,14 +54,15 @@ def open_model(
 
 
 def _check_memory(bundle: Bundle) -> None:
-    """Refuse weights that this machine cannot hold: ONNX Runtime copies them into a form of its own."""
+    """Raise CanvasError if the weights exceed this machine's memory, since ONNX Runtime copies them to its own
+    format."""
     names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
     files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]
     need, have = sum(each.get("bytes", 0) for each in files), memory_bytes()
     if need > have:
         raise CanvasError(
-            f"the weights take {need / 1e9:.1f} GB of memory, and this machine has {have / 1e9:.1f} GB",
-            "build them smaller with `canvasrt build … --target cpu --precision int4`, or take another machine",
+            f"the weights take {need / 1e9:.1f} GB of memory; this machine has {have / 1e9:.1f} GB",
+            "build them smaller with `canvasrt build … --target cpu --precision int4`, or use a larger machine",
         )
 
 
@@ -87,10 +88,10 @@ def choose_backend(
     share_passes: bool = False,
     gpu: int = 0,
 ) -> Backend | DeviceBackend:
-    """Return the backend for a bundle. Raises CanvasError if this machine lacks something it needs.
+    """Return the backend for a bundle. Raises CanvasError if this machine lacks a requirement.
 
-    device: None takes the device that the bundle was built for, and the CPU for plain graphs.
-    share_passes: let requests share passes on a GPU. On a CPU this gains nothing.
+    device: None takes the device that the bundle was built for; for plain graphs, the CPU. share_passes: let requests
+    share passes on a GPU; ignored on a CPU, where it gains nothing.
     """
     check_device(device)
     target = manifest.target or {}
@@ -127,7 +128,8 @@ def choose_backend(
 
 
 def _compiled_kernels(manifest: Manifest, gpu: str) -> Path:
-    """Return the file in the cache that keeps what TensorRT-RTX compiles for a bundle's engines on GPUs of a name."""
+    """Return the cache's file for the kernels that TensorRT-RTX compiles for a bundle's engines on GPUs of this
+    name."""
     engines = {
         entry["file"]: manifest.files[entry["file"]]["sha256"] for entry in manifest.segments
     }
@@ -136,7 +138,7 @@ def _compiled_kernels(manifest: Manifest, gpu: str) -> Path:
 
 
 def _check_graphs(precision: str, device: str | None) -> None:
-    """Refuse graphs that ONNX Runtime has no kernels for."""
+    """Raise CanvasError for graphs that ONNX Runtime has no kernels for."""
     if precision not in ("fp32", "bf16"):
         raise CanvasError(
             f"the graphs are quantized to {precision} and only run as engines",

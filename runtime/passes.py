@@ -1,4 +1,4 @@
-"""Inputs and outputs of passes, and counters of their cost."""
+"""Inputs and outputs of passes, and counters of passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 from canvasrt.errors import EngineError
 
-# A row is what `Model.new_row` returned. Hidden states are an array, or a model's `next_hidden`.
+# A row is a request's state, from `Model.new_row`. Hidden states are an array, or the `next_hidden` of an earlier step.
 Row = Any
 Hidden = Any
-# `hidden` runs the layers without the head; `both` runs the head and returns its input too.
+# `tokens` runs layers and head; `hidden` runs only the layers; `both` also returns the layers' output.
 Outputs = Literal["tokens", "hidden", "both"]
 
 
@@ -26,9 +26,10 @@ class EncodeInput:
     # The tokens' image numbers, int64 [n], -1 for text; None without images.
     groups: np.ndarray | None = None
     features: np.ndarray | None = None  # float32 [image tokens, hidden_size], instead of embeddings
-    # Gets the last layer's output, float32 [n, hidden_size], and returns whether to keep the tokens.
+    # A callback that receives the last layer's output, float32 [n, hidden_size], and decides whether the tokens are
+    # kept.
     keep: Callable[[np.ndarray], bool] | None = None
-    whole: bool = False  # `keep` needs the output of all tokens, not only of the last ones
+    whole: bool = False  # `keep` needs all tokens' outputs from one pass
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DenoiseInput:
     """One request's part of a denoising pass."""
 
     row: Row
-    hidden: Hidden  # float32 [canvas, hidden_size] in the first step; then the last `next_hidden`
+    hidden: Hidden  # float32 [canvas, hidden_size] in the first step, then the previous step's `next_hidden`
     temperature: np.float32
     entropy_bound: float
     uniforms: np.ndarray  # float32 [canvas]
@@ -50,26 +51,28 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True)
 class DenoiseOutput:
-    """One request's result of a denoising pass. Arrays are `[canvas]`, except for the hidden
-    states. Without the head, only `hidden` is there."""
+    """One request's result of a denoising pass. Arrays are `[canvas]`, except for hidden states. Without the head, only
+    `hidden` is set."""
 
     canvas: np.ndarray = field(default_factory=_none)  # int64, renoised
     argmax: np.ndarray = field(default_factory=_none)  # int64
     entropy: np.ndarray = field(default_factory=_none)  # float32, nats
     accepted: np.ndarray = field(default_factory=_none)  # bool
     next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle if it stays on a device
-    hidden: np.ndarray | None = None  # float32 [canvas, hidden_size], the last layer's, if wanted
+    hidden: np.ndarray | None = (
+        None  # float32 [canvas, hidden_size], the last layer's output if requested
+    )
 
 
 def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:
-    """Return the input of a pass whose tokens the host chooses."""
+    """Return the input of a pass whose tokens the host samples: it runs only the layers."""
     length = len(hidden)
     blank = np.zeros(length, np.float32), np.zeros(length, np.int64)
     return DenoiseInput(row, hidden, np.float32(1), 0.0, *blank, outputs="hidden")
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise EngineError for values that are not finite: the tokens would be arbitrary."""
+    """Raise EngineError if values are not finite, because tokens would be arbitrary."""
     if not np.isfinite(values).all():
         bad = np.count_nonzero(~np.isfinite(values))
         raise EngineError(
@@ -81,20 +84,21 @@ def check_finite(values: np.ndarray, what: str) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """Keys and values of a prompt's chunk, for rows that begin with the same tokens."""
+    """Keys and values of a prompt's chunk, for requests that begin with the same tokens."""
 
     tokens: int
-    data: Any  # the model's
-    capacities: dict[tuple[str, str], Any]  # the capacities of encoding passes after this one
+    data: Any  # the model's own representation
+    # Expert capacities learned so far.
+    capacities: dict[tuple[str, str], Any]
 
 
 @dataclass
 class Counters:
-    """The cost of a model's passes so far; seconds are wall time inside the passes."""
+    """Counters of a model's passes so far. Seconds are wall time inside the passes."""
 
     encode_passes: int = 0
     encode_tokens: int = 0
-    cached_tokens: int = 0  # taken from the prefix cache instead
+    cached_tokens: int = 0  # tokens taken from the prefix cache instead
     encode_seconds: float = 0.0
     denoise_passes: int = 0
     denoise_seconds: float = 0.0

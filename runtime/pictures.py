@@ -1,4 +1,4 @@
-"""Images as the vision tower takes them: resized to a budget of soft tokens and cut into patches.
+"""Preprocesses images for the vision tower: resizes them to a budget of soft tokens and cuts them into patches.
 
 Follows `transformers.models.gemma4.image_processing_pil_gemma4`.
 """
@@ -20,9 +20,9 @@ from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
-# The most soft tokens of an image. The checkpoint knows larger ones, which no engine has room for.
+# Maximum soft tokens of an image. The checkpoint supports larger budgets, but engines do not.
 BUDGETS = (70, 140, SOFT_TOKENS)
-MAX_PIXELS = 64_000_000  # the most pixels of an image file; decoding takes three bytes per pixel
+MAX_PIXELS = 64_000_000  # maximum pixels of an image file; decoding takes three bytes per pixel
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
@@ -33,14 +33,14 @@ class Picture:
     pixels: np.ndarray  # float32 [patches, 3 · patch²] in [0, 1]
     positions: np.ndarray  # int64 [patches, 2], (x, y) of each patch
     tokens: int
-    digest: bytes  # the resized image's hash: equal ones mean equal pictures
+    digest: bytes  # hash of the resized image, which identifies the picture
 
 
 def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKENS) -> Picture:
-    """Return an image file as patches; `vision` is the configuration of the tower.
+    """Return an image file as patches. `vision` is the tower's configuration.
 
-    An animation's first frame is read. CanvasError for a file that is not an image, too large,
-    or too long and narrow.
+    Reads the first frame of animations. Raises CanvasError for a file that is not an image, or whose image is too large
+    or too narrow.
     """
     if budget not in BUDGETS:
         raise CanvasError(
@@ -52,8 +52,8 @@ def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKE
 def read_pictures(
     files: Sequence[bytes], vision: Mapping[str, Any], budgets: Sequence[int]
 ) -> list[Picture]:
-    """Return a request's image files as patches, each within its budget. CanvasError as for one, and
-    for files that have too many pixels together."""
+    """Return a request's image files as patches, within their budgets. Raises CanvasError as `read_picture`, and if the
+    files have too many pixels together."""
     total = sum(_size(file) for file in files)
     if total > MAX_PIXELS:
         raise CanvasError(
@@ -66,7 +66,7 @@ def read_pictures(
 def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:
     """Resize an image, uint8 `[height, width, 3]`, and cut it into patches.
 
-    CanvasError if the tower knows fewer positions than a row or column would have patches.
+    Raises CanvasError if a row or column would have more patches than the tower has positions.
     """
     image = require("PIL.Image", "serve")
     patch, pool = vision["patch_size"], vision["pooling_kernel_size"]
@@ -92,8 +92,8 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
 
 
 def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
-    """Return the largest height and width with about these proportions that `budget` soft tokens
-    allow; both are multiples of `patch · pool`. CanvasError if there are none."""
+    """Return the largest height and width with about these proportions within `budget` soft tokens. Both are multiples
+    of `patch · pool`. Raises CanvasError if there are none."""
     side = patch * pool
     factor = math.sqrt(budget * side**2 / (height * width))
     rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
@@ -120,10 +120,10 @@ def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
 
 
 def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> list[int]:
-    """Return a prompt in which every image token stands for one picture, with as many image tokens
-    as the picture has, between those that begin and end an image.
+    """Expand every image token of a prompt to the picture's number of image tokens, between the tokens that begin and
+    end an image.
 
-    CanvasError when their numbers differ: some templates write no images.
+    Raises CanvasError if the numbers of image tokens and pictures differ: some templates do not support images.
     """
     check_places(ids, len(pictures), config)
     expanded: list[int] = []
@@ -141,9 +141,9 @@ def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig)
 def groups_of(
     ids: Sequence[int] | np.ndarray, pictures: Sequence[Picture], config: ModelConfig
 ) -> np.ndarray:
-    """Return the number of the picture that each token is part of, int64 `[tokens]`; -1 for text.
+    """Return the tokens' image numbers, int64 `[tokens]`; -1 for text.
 
-    CanvasError unless the prompt has room for exactly these pictures, in this order.
+    Raises CanvasError unless the prompt's runs of image tokens match these pictures, in this order.
     """
     groups = np.full(len(ids), -1, np.int64)
     if not pictures:
@@ -153,7 +153,7 @@ def groups_of(
     lengths = [int(np.argmin(np.append(inside[begin:], False))) for begin in begins]
     if lengths != [each.tokens for each in pictures]:
         raise CanvasError(
-            f"the prompt has runs of {lengths} image tokens, and the images have "
+            f"the prompt has runs of {lengths} image tokens, but the images have "
             f"{[each.tokens for each in pictures]}",
             "give as many image tokens as each image has soft tokens",
         )
@@ -163,9 +163,9 @@ def groups_of(
 
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
-    """Return how many of the tokens with these `groups` to encode together: `size`, unless that
-    would cut an image. Then the image is included if at most `most` tokens result, or else left for
-    the next chunk. A longer image is a chunk of its own."""
+    """Return the size of the next chunk of tokens with these image numbers: `size`, unless that would cut an image.
+    Then the chunk includes the image if this makes at most `most` tokens, and otherwise ends before it. An image of
+    more than `most` tokens is one chunk."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])
@@ -176,20 +176,20 @@ def uncut(groups: np.ndarray, size: int, most: int) -> int:
 def see_groups(
     groups: np.ndarray, pictures: Sequence[Picture], see: Callable[[Picture], np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the `groups` of tokens to encode, and the soft tokens of the images among them: None
-    twice if there are none."""
+    """Return the image numbers `groups` of tokens to encode, and the soft tokens of these images. Returns None twice
+    without images."""
     seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
     return (groups, np.concatenate(seen)) if seen else (None, None)
 
 
 def _size(data: bytes) -> int:
-    """Return the number of an image file's pixels, from its header."""
+    """Return an image file's number of pixels, from its header."""
     with _opened(data) as image:
         return int(image.size[0] * image.size[1])
 
 
 def _decode(data: bytes) -> np.ndarray:
-    """Return an image file's pixels, uint8 `[height, width, 3]`, turned as its camera was."""
+    """Return an image file's pixels, uint8 `[height, width, 3]`, rotated as its EXIF orientation says."""
     ops = require("PIL.ImageOps", "serve")
     with _opened(data) as image:
         width, height = image.size
@@ -203,7 +203,7 @@ def _decode(data: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image file. CanvasError if it cannot be read, also inside the block."""
+    """Open an image file. Raises CanvasError if it cannot be read, also from inside the `with` block."""
     image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:
@@ -213,5 +213,5 @@ def _opened(data: bytes) -> Iterator[Any]:
         raise
     except image.UnidentifiedImageError as error:
         raise CanvasError("unsupported image format", hint) from error
-    except Exception as error:  # decoders raise whatever a damaged file makes them
+    except Exception as error:  # decoders may raise anything for a damaged file
         raise CanvasError(f"an image cannot be read: {error}", hint) from error

@@ -1,4 +1,4 @@
-"""The chunks that encode a request's tokens, those in its cache and those to come."""
+"""The chunks in which a request's tokens are encoded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from canvasrt.runtime.prefix import Chunk, chunks_of
 
 
 class PrefillQueue:
-    """A list of chunks, and a cursor on the next one to encode: the prompt, then every block but
-    the last.
+    """A list of chunks, and a cursor on the next one to encode: the prompt's chunks, then those of every block but the
+    last.
 
-    A request that lost its cache rewinds the cursor: the same tokens are encoded again, cut as before.
+    A request that lost its cache rewinds the cursor. Then the same chunks are encoded again.
     """
 
     def __init__(
@@ -26,8 +26,7 @@ class PrefillQueue:
         model: Model,
         watch: Callable[[np.ndarray], bool] | None = None,
     ) -> None:
-        """`watch` gets the encoder's output at the end of the prompt and of every block, as
-        `EncodeInput.keep`."""
+        """`watch` is the `EncodeInput.keep` of the last chunk of the prompt and of every block."""
         self._model, self._pictures, self._watch = model, pictures, watch
         tokens = np.array(prompt, np.int64)
         groups = groups_of(tokens, pictures, model.config) if pictures else None
@@ -44,7 +43,7 @@ class PrefillQueue:
 
     @property
     def returning(self) -> bool:
-        """Whether tokens are encoded again that were in the cache before."""
+        """Whether chunks are being encoded again after a rewind."""
         return self._next < self._furthest
 
     @property
@@ -53,8 +52,8 @@ class PrefillQueue:
         return self._chunks[self._next]
 
     def cacheable(self) -> list[Chunk]:
-        """Return the next chunks that the prefix cache may hold. It holds no outputs, so a watched
-        chunk is encoded."""
+        """Return the next chunks that the prefix cache may have. Chunks with `keep` must be encoded, because the cache
+        stores no outputs."""
         found: list[Chunk] = []
         for chunk in self._chunks[self._next :]:
             if not chunk.key or chunk.keep is not None:
@@ -77,16 +76,16 @@ class PrefillQueue:
         self._watch_last()
 
     def add_trial(self, tokens: np.ndarray, keep: Callable[[np.ndarray], bool]) -> None:
-        """Append tokens in one chunk. `keep` says whether they stay in the cache; `keep_trial` or
-        `drop_trial` follows."""
+        """Append a trial: tokens in one chunk, whose `keep` decides whether they stay in the cache. Call `keep_trial`
+        or `drop_trial` next."""
         self._chunks.append(Chunk(tokens, keep=keep, whole=True))
 
     def keep_trial(self) -> None:
-        """Treat the last trial as a block's tokens from now on."""
+        """Turn the last trial into a block's chunk."""
         self._watch_last()
 
     def drop_trial(self) -> None:
-        """Forget the last trial, which did not stay in the cache."""
+        """Remove the last trial, which did not stay in the cache."""
         self._chunks.pop()
         self._next = self._furthest = len(self._chunks)
 
@@ -96,13 +95,13 @@ class PrefillQueue:
         self._furthest = max(self._furthest, self._next)
 
     def skip(self, count: int) -> None:
-        """Count the next `count` chunks as encoded: they came from the prefix cache."""
+        """Count the next `count` chunks as encoded, because they came from the prefix cache."""
         for _ in range(count):
             self.cached += 0 if self.returning else self.next.size
             self.advance()
 
     def rewind(self) -> None:
-        """Encode everything again."""
+        """Start again at the first chunk."""
         self._next = 0
 
     def _watch_last(self) -> None:

@@ -1,4 +1,4 @@
-"""Encodes the shared beginnings of prompts once: keys and values of their chunks, in bounded memory."""
+"""The prefix cache: keys and values of prompts' chunks, in bounded memory, so that common prefixes are encoded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # tokens of a prompt's first chunk
-# The prefix of names of callers without a key. Each is named by its request, and all of them share the cache.
+# The prefix of callers' names without a key. Every request has another name, but all of them share one cache.
 ANYBODY = "~"
 
 
@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     """Tokens that are encoded in one pass."""
 
     tokens: np.ndarray  # int64 [n]
-    key: bytes = b""  # identifies a prompt's beginning: these tokens and all before them
+    key: bytes = b""  # identifies the prefix that ends with this chunk
     groups: np.ndarray | None = None  # int64 [n], as in EncodeInput
     keep: Callable[[np.ndarray], bool] | None = None  # as in EncodeInput
     whole: bool = False  # as in EncodeInput
@@ -33,22 +33,21 @@ class Chunk(NamedTuple):
 
 
 def share_of(owner: str) -> str:
-    """Return the name under which a caller's prompts are cached, so that no other key can probe them."""
+    """Return the name under which a caller's prompts are cached. Callers with another key cannot probe them."""
     return "" if owner.startswith(ANYBODY) else owner
 
 
 def chunks_of(
     tokens: np.ndarray, most: int, groups: np.ndarray | None = None, digests: Sequence[bytes] = ()
 ) -> list[Chunk]:
-    """Cut a prompt into the chunks that it is encoded in, of at most `most` tokens.
+    """Cut a prompt into chunks of at most `most` tokens.
 
-    The last bits of keys and values depend on the pass that computed them. So chunks end at fixed
-    positions, whatever follows: 128, 256, 512 and so on up to `most`, then at every multiple of it.
-    Prompts with the same beginning share chunks, and a saved chunk is what its own pass would give.
+    The last bits of keys and values depend on the pass that computed them. So chunks end at fixed positions,
+    independent of what follows: 128, 256, 512 and so on up to `most`, then every multiple of `most`. Prompts with the
+    same prefix then have the same chunks, and a saved chunk equals what the request's own pass would compute.
 
-    An image's tokens see each other, so none is cut (`pictures.uncut`): `groups` `[tokens]` has the
-    image's number for each of its tokens, and -1 for text. The image's digest in `digests` tells
-    images apart.
+    An image's tokens attend to each other, so images are not cut (`pictures.uncut`). `groups` `[tokens]` has the image
+    numbers of tokens, -1 for text; `digests` identify the images.
     """
     of_text = np.full(len(tokens), -1) if groups is None else groups
     found: list[Chunk] = []
@@ -78,8 +77,8 @@ def _next_end(position: int, most: int) -> int:
 class PrefixCache:
     """Saved chunks of prompts, the least recently used dropped first. Not thread-safe.
 
-    model: computes the chunks and keeps them where it keeps its caches.
-    limit: bytes that they may take. A device takes them at load, or fewer if it has fewer.
+    model: saves and restores chunks in its own memory. limit: maximum bytes of all chunks. A device reserves them at
+    load, or less if it has less free memory.
     """
 
     def __init__(self, model: Model, limit: int) -> None:
@@ -91,18 +90,18 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Append to a row the leading `chunks` that its owner has in the cache; return their number."""
+        """Append to a request's cache the leading `chunks` that are saved for its owner; return their number."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:
             self._model.restore(row, [self._saved[key] for key in keys[:count]])
-        # A chunk is useless without those before it, so the earlier ones are marked as used later.
+        # A chunk is useless without its predecessors, so these are marked as more recently used.
         for key in reversed(keys[:count]):
             self._saved.move_to_end(key)
         return count
 
     def add(self, row: Row, chunk: Chunk, owner: str = "") -> None:
-        """Save a row's last encoded chunk for its owner, unless it alone exceeds the limit."""
+        """Save a request's last encoded chunk for its owner, unless the chunk exceeds the limit."""
         need = self._model.saved_bytes(chunk.size)
         key = (share_of(owner), chunk.key)
         if key in self._saved:
@@ -114,7 +113,7 @@ class PrefixCache:
             self._left -= need
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all chunks."""
         while self._saved:
             self._drop()
 

@@ -21,22 +21,22 @@ FinishReason = Literal["stop", "length", "cancelled", "grammar"]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and how to continue it."""
+    """A prompt as token ids, and the parameters of its answer."""
 
     prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
-    # One per run of image tokens in the prompt.
+    # one per run of image tokens in the prompt
     pictures: Sequence[Picture] = ()
-    owner: str = ""  # the caller: passes are shared fairly between callers
-    conditions: Conditions | None = None  # on the answer's positions
+    owner: str = ""  # the caller's name, for fair scheduling
+    conditions: Conditions | None = None  # conditions on positions of the answer
 
     @property
     def new_tokens(self) -> int:
-        """The most tokens that it adds to the prompt's."""
+        """Maximum number of tokens that the request adds to the prompt."""
         return self.params.max_new_tokens
 
     def check(self, model: Model) -> None:
-        """Raise CanvasError for a request that a model can never run."""
+        """Raise CanvasError if the model can never run the request."""
         self.validate(model.config, model.max_context)
         if self.pictures:
             model.check_pictures(self.pictures)
@@ -63,8 +63,9 @@ class Request:
     def check_prompt(
         self, config: ModelConfig, max_context: int, room: int, taken: str, fitting: int = 0
     ) -> None:
-        """Raise CanvasError unless the prompt is valid and leaves room for `room` more tokens, which
-        messages call `taken`; `fitting` new ones would fit."""
+        """Raise CanvasError unless the prompt is valid and leaves room for `room` more tokens.
+
+        For messages: `taken` describes these tokens, and `fitting` is the number of new tokens that would fit."""
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")
@@ -88,7 +89,7 @@ class Request:
             )
 
     def refuse(self, names: Sequence[str], what: str) -> None:
-        """Raise CanvasError for a parameter that is set and cannot be combined with `what`."""
+        """Raise CanvasError if one of the parameters is set, which cannot be combined with `what`."""
         for name in names:
             if getattr(self.params, name):
                 raise CanvasError(
@@ -98,9 +99,9 @@ class Request:
 
 @dataclass(frozen=True)
 class BlockScore:
-    """The model's own score of a block.
+    """The model's score of its own block.
 
-    score: mean log-probability of its tokens, in nats. redone: how often the block was redone.
+    score: mean log-probability of the block's tokens, in nats. redone: how often the block was redone.
     """
 
     score: float
@@ -111,7 +112,7 @@ class BlockScore:
 class Timings:
     """Seconds since the request was added."""
 
-    first_block: float | None  # until the first finished block, even if tokens settled before
+    first_block: float | None  # until the first block was finished, even if tokens settled earlier
     total: float
 
 
@@ -126,15 +127,15 @@ class Result:
     steps: list[int]  # denoising steps per block
     timings: Timings
     cached_tokens: int = 0  # of the prompt, from the prefix cache
-    logprobs: list[TokenScore] = field(default_factory=list)  # one per token, if asked for
-    block_scores: list[BlockScore] = field(default_factory=list)  # one per block, if asked for
+    logprobs: list[TokenScore] = field(default_factory=list)  # one per token, if requested
+    block_scores: list[BlockScore] = field(default_factory=list)  # one per block, if requested
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The argmax canvas after one denoising step; `step` counts from 1.
+    """A block's state after one denoising step; `step` counts from 1.
 
-    Its first `settled` tokens are final. `canvas` is the next step's input: candidates where
+    `tokens` is the argmax, whose first `settled` tokens are final. `canvas` is the next step's input: candidates where
     accepted, noise elsewhere.
     """
 
@@ -150,7 +151,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Settled:
-    """Tokens that became final before their block did; they follow the block's earlier ones."""
+    """Tokens that became final before their block. They follow the tokens of earlier Settled events."""
 
     id: int
     block: int
@@ -161,9 +162,9 @@ class Settled:
 
 @dataclass(frozen=True)
 class Block:
-    """A finished block: its final tokens, cut at the end of sequence or the budget.
+    """A finished block: its final tokens, cut at the end of sequence or the token limit.
 
-    The first `settled` of them were in Settled events already.
+    The first `settled` tokens were already in Settled events.
     """
 
     id: int

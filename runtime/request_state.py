@@ -1,9 +1,9 @@
-"""The loop over blocks that every running request shares, whatever its kind.
+"""The loop over blocks, which all kinds of requests share.
 
-    noise → pass → sampler → settle → what follows the block
+noise → pass → sampler → settle → end of block
 
-A kind of request says where a block begins (`_allowed_tokens`, `_first_canvas`), how a pass becomes a step
-(`_sample`), and what follows a block (`_end_block`).
+Subclasses define a block's beginning (`_allowed_tokens`, `_first_canvas`), the step after a pass (`_sample`), and the
+end of a block (`_end_block`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from canvasrt.runtime.request import (
 
 
 class RequestState(ABC):
-    """One request between passes.
+    """The state of one request between passes.
 
     Follows transformers' `DiffusionGemmaGenerationMixin.generate` for a batch of one.
     """
@@ -62,14 +62,16 @@ class RequestState(ABC):
         added: float,
         watch: Callable[[np.ndarray], bool] | None = None,
     ) -> None:
-        """`watch` is the prefill queue's."""
+        """`watch` is passed to the prefill queue."""
         self.id, self.owner = id, request.owner
         self.prompt = [int(token) for token in request.prompt_token_ids]
         self.row = model.new_row()
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
-        self.passes = self.turn = self.place = 0  # as `Schedule` counts
+        self.passes = self.turn = self.place = 0  # counted by `Schedule`
         self.finished = self.cancelled = False
-        self.job: Future[Any] | None = None  # a search, on another thread, that the next step needs
+        self.job: Future[Any] | None = (
+            None  # a search on another thread, whose result the next step needs
+        )
         self.job_began = 0.0
         self._model, self._params = model, request.params
         self._length = request.params.canvas(model.config)
@@ -89,21 +91,22 @@ class RequestState(ABC):
 
     @property
     def waits(self) -> bool:
-        """Whether it cannot step yet: tokens are not encoded, or a search is running."""
+        """Whether no step is possible yet: tokens must be encoded, or a search is running."""
         return not self.queue.empty or self.job is not None
 
     @property
     def parks(self) -> bool:
-        """Whether it may be parked. A parked request first has to be encoded up to where it was."""
+        """Whether the request may be parked. After parking, not before its tokens are encoded again."""
         return not self.queue.returning
 
     @property
     def searches(self) -> bool:
-        """Whether a search for its next step is under way."""
+        """Whether a search for the next step is running."""
         return self.job is not None and not self.job.done()
 
     def park(self) -> None:
-        """Give up the place in the batch. Tokens that the model drops from the cache are encoded again later."""
+        """Release the place in the batch. If the model drops the tokens from its cache, they are encoded again
+        later."""
         self._hidden, lost = self._model.park(self.row, self._hidden)
         if lost:
             self.queue.rewind()
@@ -119,14 +122,14 @@ class RequestState(ABC):
         return self.queue.input(self.row)
 
     def encoded(self) -> list[Event]:
-        """Count that chunk as encoded. Return the resulting events."""
+        """Count the chunk of `next_chunk` as encoded. Return the resulting events."""
         returning = self.queue.returning
         self.queue.advance()
         self._came_back(returning)
         return []
 
     def next_step(self) -> DenoiseInput:
-        """Return the input of the next denoising step. The first step of a block makes its canvas."""
+        """Return the input of the next denoising step. At a block's first step, create its canvas."""
         if self._step == 0:
             self._allowed = self._allowed_tokens()
             self._hidden = self._model.first_hidden(self._first_canvas())
@@ -145,8 +148,7 @@ class RequestState(ABC):
         )
 
     def take(self, output: DenoiseOutput) -> list[Event]:
-        """Apply the result of that step. Return its draft, and the events of a finished block or
-        request."""
+        """Apply the step's result. Return the draft, and the events of a finished block or request."""
         step = self._sample(output)
         return [] if step is None else self._advance(step)
 
@@ -178,7 +180,7 @@ class RequestState(ABC):
     # Overridden by kinds of request.
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:
-        """Return the tokens, int64 `[k]`, that each restricted position of the block may have."""
+        """Return the allowed tokens, int64 `[k]`, by restricted position of the block."""
         return {}
 
     def _first_canvas(self) -> np.ndarray:
@@ -193,7 +195,7 @@ class RequestState(ABC):
         return "both" if self._params.logprobs or self._params.on_host else "tokens"
 
     def _sample(self, output: DenoiseOutput) -> DenoiseOutput | None:
-        """Return the sampled step; None if a search decides it and `collect` continues."""
+        """Return the sampled step; None if a search must finish first, after which `collect` continues."""
         if self._outputs != "hidden" and not self._params.on_host:
             return output
         assert output.hidden is not None
@@ -211,13 +213,12 @@ class RequestState(ABC):
 
     @abstractmethod
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:
-        """Return the events of a block that ends with `step`. Its first `settled` tokens were sent
-        already."""
+        """Return the events of a block that ends with `step`. The block's first `settled` tokens were already sent."""
 
     # Shared by all kinds.
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a step's uniforms and its noise among the allowed tokens."""
+        """Return a step's uniforms, and its random tokens among the allowed ones."""
         size, block = self._model.config.vocab_size, len(self._steps)
         uniforms, tokens = step_noise(
             self._params.seed, block, step, self._length, size, self._attempt
@@ -248,8 +249,8 @@ class RequestState(ABC):
         return Draft(self.id, len(self._steps), self._step, *shown, settled, cached)
 
     def _is_settled(self) -> bool:
-        """Whether the block is decided: the settled tokens reach the budget, an end-of-sequence token
-        or the end of the canvas."""
+        """Whether the settled tokens complete the block: they reach the token limit, an end-of-sequence token, or the
+        end of the canvas."""
         tokens = self._settled.tokens
         room = self._params.max_new_tokens - len(self._tokens)
         ended = any(token in self._params.eos_token_ids for token in tokens)
@@ -266,14 +267,14 @@ class RequestState(ABC):
         return self._model.host_head.scores(hidden, tokens, top, self._step)
 
     def _commit_block(self, block: Block, canvas: np.ndarray, encoded: bool = False) -> list[Event]:
-        """Append a final block to the answer; return its events. encoded: it is in the cache already."""
+        """Append a finished block to the answer; return its events. encoded: the block is already in the cache."""
         self._steps.append(block.steps)
         self._step = 0
         if self._first_block is None and block.tokens:
             self._first_block = time.perf_counter() - self._added
         self._tokens += block.tokens
         self._logprobs += block.logprobs
-        if block.finish:  # nothing follows the last block, so it is not encoded
+        if block.finish:  # the last block need not be encoded
             return [block, self._finish(block.finish)]
         if not encoded:
             self.queue.add(canvas)
@@ -284,6 +285,6 @@ class RequestState(ABC):
         return Finished(self.id, self.result(reason))
 
     def _came_back(self, returning: bool) -> None:
-        """Start a new turn once a parked request is encoded up to where it was."""
+        """Start a new turn once a parked request's tokens are encoded again."""
         if returning and not self.queue.returning:
             self.turn = 0

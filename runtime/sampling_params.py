@@ -21,26 +21,26 @@ from canvasrt.pass_shapes import canvas_sizes
 if TYPE_CHECKING:
     import numpy as np
 
-# Logits divided by much less overflow, and their entropy is not a number.
+# Dividing logits by a much lower temperature overflows, and the entropy becomes NaN.
 COLDEST = 1e-6
-MAX_BIAS = 100  # as in OpenAI's API; far beyond any difference of soft-capped logits
-MAX_SCORE = 1000  # nats; no token of soft-capped logits is that unlikely
+MAX_BIAS = 100  # as in OpenAI's API; exceeds all differences of soft-capped logits
+MAX_SCORE = 1000  # nats; soft-capped logits give every token a higher log-probability
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One sampling parameter as callers know it. Without a `most`, a whole number fits 32 bits and a
-    real one is finite."""
+    """One sampling parameter, as callers set it. Without `most`, the limit of integers is 32 bits, and floats must be
+    finite."""
 
     name: str
-    datatype: str  # as Triton names it: BOOL, FP32, INT32 or UINT64
+    datatype: str  # Triton's type: BOOL, FP32, INT32 or UINT64
     about: str
     least: int = 0
     most: int | None = None
-    above_least: bool = False  # `least` itself is out of range
-    flag: str = ""  # the command line's flag, if it is not the name
-    beside_text: bool = False  # adds a part to the result besides its text
+    above_least: bool = False  # `least` itself is excluded
+    flag: str = ""  # the command line's option, if it differs from the name
+    beside_text: bool = False  # requests additional output
 
     @property
     def kind(self) -> type:
@@ -66,7 +66,7 @@ class Parameter:
         return self.name in {each.name for each in fields(SamplerDefaults)}
 
     def check(self, value: Any, label: str = "") -> None:
-        """Raise CanvasError, which calls the parameter `label`, for a value out of range."""
+        """Raise CanvasError for a value out of range. `label` is the parameter's name in the message."""
         label = label or self.name
         if self.kind is bool:
             valid, wanted = isinstance(value, bool), "true or false"
@@ -91,13 +91,13 @@ class Parameter:
 
 
 def _parameter(default: Any, datatype: str, about: str, **limits: Any) -> Any:
-    """Declare a field of SamplingParams that callers may set; see Parameter."""
+    """Declare a field of SamplingParams as a `Parameter`."""
     return field(default=default, metadata={"datatype": datatype, "about": about, **limits})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is generated. Entropies are in nats. CanvasError for a value out of range."""
+    """The sampling parameters of one request. Entropies are in nats. Raises CanvasError for a value out of range."""
 
     max_new_tokens: int = _parameter(256, "INT32", "maximum number of tokens to generate", least=1)
     seed: int = _parameter(0, "UINT64", "seed of the noise; 0 when absent", most=MAX_UINT64)
@@ -213,9 +213,9 @@ class SamplingParams:
         labels: Mapping[str, str] | None = None,
         **overrides: Any,
     ) -> SamplingParams:
-        """Return the checkpoint's defaults with `overrides` over them; None leaves the default.
+        """Return the checkpoint's defaults with `overrides`, of which None values are ignored.
 
-        `labels` are what errors call the parameters instead of their names.
+        `labels` replace parameters' names in error messages.
         """
         names = {field.name for field in fields(cls)}
         values = {name: getattr(defaults, name) for name in names if hasattr(defaults, name)}
@@ -233,8 +233,8 @@ class SamplingParams:
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
-        """Return the length of a canvas. The smallest one must hold `tokens`, by default
-        `max_new_tokens`. CanvasError for a number that no canvas of the model has."""
+        """Return the length of a canvas. For `canvas_length` -1, that is the smallest that holds `tokens`, by default
+        `max_new_tokens`. Raises CanvasError for a length that the model does not support."""
         sizes = canvas_sizes(config.canvas_length)
         if self.canvas_length == 0:
             return config.canvas_length
@@ -250,12 +250,12 @@ class SamplingParams:
         return self.canvas_length
 
     def blocks(self, config: ModelConfig) -> int:
-        """Return the most blocks that this request may take."""
+        """Return the maximum number of blocks of this request."""
         return -(-self.max_new_tokens // self.canvas(config))
 
     def fitted(self, config: ModelConfig, room: int) -> SamplingParams:
-        """Return the parameters, with the canvases that fit into `room` positions if they lack less
-        than one canvas of it."""
+        """Return the parameters for a context with `room` positions left. If only the last canvas does not fit, reduce
+        `max_new_tokens` to the canvases that do."""
         canvas = self.canvas(config)
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if not (0 < lacking < canvas and fitting > 0):
@@ -265,8 +265,8 @@ class SamplingParams:
     def check_limits(
         self, config: ModelConfig, answers: int, max_steps: int | None, max_passes: int | None
     ) -> None:
-        """Raise CanvasError for more than an operator allows: denoising steps per block, and passes
-        of all answers together. None is no limit."""
+        """Raise CanvasError if the request exceeds the operator's limits: denoising steps per block, and passes of all
+        answers together. None is no limit."""
         steps = self.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"max_denoising_steps is {steps}", f"ask for at most {max_steps}")
@@ -279,11 +279,11 @@ class SamplingParams:
             )
 
     def temperature_at(self, step: int) -> np.float32:
-        """Return the temperature of denoising step `step`, counted from 1 (t_max's end) to
-        `max_denoising_steps`; in the reference's float32 order of operations.
+        """Return the temperature of denoising step `step`, from 1 (close to t_max) to `max_denoising_steps` (close to
+        t_min).
 
-        It is `temperature` times the reference's. At 0, and wherever the product is smaller, it is
-        COLDEST: as the temperature falls, the likeliest token's share goes to 1.
+        It is the reference's temperature, with its order of float32 operations, times `temperature`, but at least
+        COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
         """
         import numpy as np
 
@@ -296,7 +296,7 @@ class SamplingParams:
 
     @property
     def scores(self) -> bool:
-        """Whether blocks get a score."""
+        """Whether blocks are scored."""
         return self.score_blocks or self.redo_below < 0
 
     @property
@@ -306,7 +306,7 @@ class SamplingParams:
 
     @cached_property
     def on_host(self) -> tuple[str, ...]:
-        """The names of the parameters that the host applies, and not the engines."""
+        """The names of the parameters in use that the host applies instead of the engines."""
         given = {
             "top_p": self.top_p < 1,
             "top_k": self.top_k > 0,
@@ -316,8 +316,8 @@ class SamplingParams:
         return tuple(name for name, used in given.items() if used)
 
     def check_fits(self, config: ModelConfig, labels: Mapping[str, str] | None = None) -> None:
-        """Raise CanvasError when the model has fewer positions than `max_new_tokens`, or lacks a
-        token of `logit_bias`."""
+        """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or a token of `logit_bias` is not in its
+        vocabulary."""
         foreign = [each for each, _ in self.logit_bias if not 0 <= each < config.vocab_size]
         if foreign:
             raise CanvasError(
@@ -340,10 +340,9 @@ _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
 def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
-    """Raise CanvasError for the first of `values`, by parameter name, that is out of range, or that
-    contradicts another one.
+    """Raise CanvasError for the first of `values`, by parameter name, that is out of range or contradicts another one.
 
-    `labels` are what to call the parameters instead of their names.
+    `labels` replace parameters' names in error messages.
     """
     called = {each.name: each.name for each in PARAMETERS} | dict(labels or {})
     for parameter in PARAMETERS:

@@ -1,4 +1,4 @@
-"""Decides which request runs next: callers take turns, and so do one caller's requests."""
+"""Decides which request runs next. Callers take turns, and so do the requests of one caller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 
 class Scheduled(Protocol):
-    """A request. passes: its passes so far. turn: those since its turn began. place: its place in the queue."""
+    """A request. passes: number of passes so far. turn: passes since its turn began. place: its place in the queue."""
 
     owner: str
     passes: int
@@ -17,7 +17,7 @@ class Scheduled(Protocol):
 
     @property
     def parks(self) -> bool:
-        """Whether it may be parked for another request."""
+        """Whether the request may be parked for another one."""
 
 
 Each = TypeVar("Each", bound=Scheduled)
@@ -26,20 +26,21 @@ Each = TypeVar("Each", bound=Scheduled)
 class Schedule:
     """Weighted fair queueing (Demers, Keshav and Shenker 1989) over turns of at most `quantum` passes.
 
-    The caller with the fewest turns comes first. A caller's requests run in order of arrival; one that used up its turn queues
-    behind the others. A caller that is new or was idle starts with the turns that a caller present all the time has had. As this
-    count grows with every turn, a request waits for at most one turn of each request before it, whatever arrives later.
+    The caller with the fewest turns comes first. A caller's requests run in order of arrival; a request whose turn is
+    used up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of turns that
+    a permanently active caller has had. This number grows with every turn. So a request waits for at most one turn of
+    every earlier request, whatever arrives later.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
-        self._turns: dict[str, float] = {}  # by caller
-        self._now = 0.0  # the turns of a caller that was always present
+        self._turns: dict[str, float] = {}  # number of turns by caller
+        self._now = 0.0  # the turns of a permanently active caller
         self._callers = 1
         self._places = count()
 
     def join(self, request: Scheduled, present: Sequence[Scheduled]) -> None:
-        """Queue a request that is new among the `present` ones."""
+        """Queue a new request. `present` are all waiting and running ones."""
         owners = {request.owner, *(each.owner for each in present)}
         self._callers = len(owners)
         self._turns = {
@@ -53,12 +54,13 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # Stays below the end of this turn, so that a newcomer goes before a caller that has had it.
+        # Less than the caller's turns after this one, so that a new caller goes before it.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
     def count(self, ran: Sequence[Scheduled]) -> None:
-        """Count one pass per request. A request that continues after its turn because nobody waits begins another turn."""
+        """Count one pass per request. A request that continues after its turn, because no other waits, begins another
+        turn."""
         for each in ran:
             if each.turn and each.turn % self._quantum == 0:
                 self.begin(each)
@@ -66,7 +68,7 @@ class Schedule:
             each.turn += 1
 
     def tire(self, request: Scheduled) -> None:
-        """End a turn early: the request needs no passes for now."""
+        """End a request's turn early, because it needs no passes for now."""
         request.turn = max(request.turn, self._quantum)
 
     def next(self, waiting: Sequence[Each]) -> Each:
@@ -74,8 +76,7 @@ class Schedule:
         return min(waiting, key=self._rank)
 
     def swap(self, waiting: Sequence[Each], running: Sequence[Each]) -> tuple[Each, Each] | None:
-        """Return a waiting request and the running one to park for it; None if nobody should be
-        parked."""
+        """Return a waiting request, and the running request to park for it. None if no request should be parked."""
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not waiting or not tired:
             return None

@@ -15,7 +15,7 @@ from canvasrt.runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a block: its canvas, and the block that it would be."""
+    """One attempt at a block: the canvas, and the block's tokens."""
 
     block: Block
     canvas: np.ndarray  # int64 [canvas]
@@ -34,8 +34,8 @@ class Attempt:
 
 
 class Scoring:
-    """Attempts at one block after another. Nothing of a block is sent before it has its score: the
-    mean log-probability of its tokens at temperature 1, either
+    """The attempts at the current block. A block is only sent after it is scored. Its score is the mean log-probability
+    of its tokens at temperature 1, either
 
     - from the block's causal encoding pass, in which each token follows those before it; or
     - with `score_by_denoising`, from one more denoising pass over the finished block.
@@ -45,26 +45,25 @@ class Scoring:
 
     def __init__(self, params: SamplingParams, model: Model) -> None:
         self.by_denoising = params.score_by_denoising
-        self.open: Attempt | None = None  # the one that waits for its score, or for `decide`
-        self.scored = False  # whether that one has its score
+        self.open: Attempt | None = None  # the attempt that waits for its score or for `decide`
+        self.scored = False  # whether the open attempt has its score
         self._params, self._model = params, model
-        self._attempts: list[Attempt] = []  # the scored attempts at this block
-        # The encoder's output at the last token before the block, and at the trial's last token.
+        self._attempts: list[Attempt] = []  # the scored attempts at the current block
+        # The encoder's output at the last token before the block, and at the last token of the attempt.
         self._before = self._after = np.empty((0, 0), np.float32)
 
     def watch(self, hidden: np.ndarray) -> bool:
-        """Keep the encoder's output at the last token so far; for `PrefillQueue`."""
+        """Store the encoder's output at the last token; the `watch` callback of `PrefillQueue`."""
         self._before = hidden[-1:].copy()
         return True
 
     def begin(self, block: Block, canvas: np.ndarray) -> Callable[[np.ndarray], bool] | None:
-        """Let an attempt wait for its score. Return the callback of its encoding pass, if that pass
-        gives the score."""
+        """Set the open attempt. If its encoding pass computes the score, return the callback for that pass."""
         self.open = Attempt(block, canvas)
         return None if self.by_denoising else self._judge
 
     def score(self, hidden: np.ndarray) -> None:
-        """Give the open attempt its score. `hidden` `[n, hidden_size]` predicts its tokens."""
+        """Score the open attempt. `hidden` `[n, hidden_size]` are the outputs that predict its tokens."""
         assert self.open is not None
         logs = self._model.host_head.log_likelihoods(hidden, self.open.tokens)
         check_finite(logs, "scores")
@@ -72,8 +71,8 @@ class Scoring:
         self.scored = True
 
     def decide(self) -> tuple[Attempt | None, bool]:
-        """Return the accepted attempt, or None if another one must follow; and whether its tokens
-        stay in the cache."""
+        """Return the accepted attempt, or None if the block must be redone; and whether the attempt's tokens are
+        already in the cache."""
         best, last = self._best(), self._attempts[-1]
         encoded = not self.by_denoising and best is last and not last.block.finish
         self.open, self.scored = None, False
@@ -87,14 +86,14 @@ class Scoring:
         return replace(best, block=replace(best.block, steps=steps, score=score)), encoded
 
     def _judge(self, hidden: np.ndarray) -> bool:
-        """Score the open attempt by its encoding pass; return whether its tokens stay in the cache."""
+        """Score the open attempt from its encoding pass; return whether its tokens stay in the cache."""
         self.score(np.concatenate([self._before, hidden[:-1]]))
         self._after = hidden[-1:].copy()
         last = self._attempts[-1]
         return self._best() is last and not last.block.finish
 
     def _best(self) -> Attempt | None:
-        """Return the accepted attempt; None while another one should follow."""
+        """Return the accepted attempt, or None if the block must be redone."""
         last = self._attempts[-1]
         if last.score >= self._params.redo_below or self._params.redo_below == 0:
             return last

@@ -1,5 +1,4 @@
-"""Facts about a bundle that every kind of model needs: limits, embedding table, dtypes, work per
-pass."""
+"""Properties of a bundle that all models need: limits, embedding table, dtypes, work per pass."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from canvasrt.extras import require
 
 
 def pass_work(config: ModelConfig) -> int:
-    """Return the multiply-adds with weights in one request's denoising pass."""
+    """Return the multiply-adds of one request's denoising pass, in products with weights only."""
     size, experts = config.hidden_size, config.top_k_experts
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
     for layer in config.layers:
-        # A full layer's values are its keys.
+        # Full layers have no value projection: values are the keys.
         projections = 1 if layer.kind == "full" else 2
         heads = 2 * config.num_attention_heads + projections * layer.num_kv_heads
         weights += size * layer.head_dim * heads
@@ -30,7 +29,7 @@ def pass_work(config: ModelConfig) -> int:
 
 
 def max_context(manifest: Manifest) -> int:
-    """Return the most tokens, prompt plus answer, that one request may have."""
+    """Return the maximum tokens of a request, prompt plus answer."""
     limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
     return int(manifest.options.get("max_context") or limit)
 
@@ -40,7 +39,7 @@ class Table(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that embeddings are rounded to."""
+        """The dtype of the embeddings."""
 
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
         """Return the rows `[..., hidden_size]` of int64 `tokens` `[...]`."""
@@ -55,7 +54,7 @@ class QuantizedTable:
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the scales: the graphs compute in it."""
+        """The dtype of the scales, in which graphs compute."""
         return self.scale.dtype
 
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
@@ -64,7 +63,7 @@ class QuantizedTable:
 
 
 def map_table(bundle: Bundle) -> Table:
-    """Map the embedding table `[vocab_size, hidden_size]` from its file; it is read on demand."""
+    """Memory-map the embedding table `[vocab_size, hidden_size]`."""
     entry = bundle.manifest.embedding
     if not entry:
         raise CanvasError(f"{bundle.path} has no embedding table", "export the checkpoint again")

@@ -1,4 +1,4 @@
-"""Plain generation, with conditions on positions, and with scoring as a stage after a block."""
+"""Plain generation, optionally with conditions on positions and with scoring after every block."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TextState(RequestState):
         return []
 
     def _decide(self) -> list[Event]:
-        """Commit a scored block, or begin it again."""
+        """Commit a scored block, or start it again."""
         assert self._scoring is not None
         attempt, encoded = self._scoring.decide()
         if encoded:
@@ -79,8 +79,8 @@ class TextState(RequestState):
         return self._commit_block(attempt.block, attempt.canvas, encoded)
 
     def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:
-        """Return a block's tokens up to the end of sequence or the budget, and the reason if the
-        request ends here."""
+        """Return a block's tokens up to the end of sequence or the token limit, and the finish reason if the request
+        ends with it."""
         room = self._params.max_new_tokens - len(self._tokens)
         tokens = canvas[:room].tolist()
         ends = np.flatnonzero(np.isin(canvas, self._params.eos_token_ids))

@@ -18,16 +18,16 @@ from canvasrt.runtime.chat_template import ChatTemplate, ControlTexts, check_cha
 
 Message = Mapping[str, Any]
 REPLACEMENT = "\ufffd"
-# Variables of a chat template that are not the caller's.
+# Variables of a chat template that callers cannot set.
 _RESERVED = ("messages", "add_generation_prompt")
 _LONGEST = max(map(len, CONTROL_TOKENS))
-_MOST_OPEN = 4096  # tokens that may wait for a character to be complete
+_MOST_OPEN = 4096  # maximum number of tokens to hold back for an incomplete character
 _UNUSED = re.compile(r"<unused\d+>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the bytes of a byte-level vocabulary's characters, in GPT-2's mapping."""
+    """Return GPT-2's mapping from the characters of a byte-level vocabulary to bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}
@@ -45,7 +45,7 @@ class Tokenizer:
     ) -> None:
         self._core = core
         self._special = dict(special or {})
-        # Whole words suffice: a template's own names differ from those of callers.
+        # All words in the template, which include the names of its variables.
         self._words = frozenset(re.findall(r"\w+", template or ""))
         added = core.get_added_tokens_decoder()
         self._control = ControlTexts(
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, bundle: Bundle) -> Tokenizer:
-        """Load the bundle's tokenizer. Raises CanvasError if it has none."""
+        """Load the bundle's tokenizer. Raises CanvasError if the bundle has none."""
         files = {Path(rel).name: bundle.file(rel) for rel in bundle.manifest.tokenizer or ()}
         if "tokenizer.json" not in files:
             raise CanvasError(
@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> Tokenizer:
-        """Read a tokenizer's files, by name; `tokenizer.json` is among them."""
+        """Create a tokenizer from its files' contents by name, which include `tokenizer.json`."""
         config = {}
         if "tokenizer_config.json" in files:
             config = json.loads(files["tokenizer_config.json"].read_text("utf-8"))
@@ -99,7 +99,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render `messages` with the chat template; `variables` (tools, ...) are passed on to it.
+        """Render `messages` with the chat template, to which `variables` (tools, …) are passed.
 
         Raises CanvasError if there is no template, or if it refuses the messages.
         """
@@ -108,7 +108,7 @@ class Tokenizer:
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """Return a chat with the template's control tokens marked."""
+        """Return a rendered chat in which the template's control tokens are marked."""
         if self._template is None:
             raise CanvasError(
                 "the model's tokenizer has no chat template",
@@ -118,18 +118,18 @@ class Tokenizer:
         return self._template.render({**variables, **chat})
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Return the token ids of a chat, up to the beginning of the model's answer. Only the
-        template writes control tokens; in `messages` and `variables`, their spellings are text."""
+        """Return the token ids of a chat, up to the beginning of the model's answer. Only the template can write
+        control tokens; in `messages` and `variables`, their spellings are encoded as text."""
         return self._encode(self._render(messages, True, variables))
 
     def open_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], prefix: str = ""
     ) -> tuple[list[int], str]:
-        """Return the token ids of a chat whose answer begins with `prefix`, and that beginning.
+        """Return the token ids of a chat whose answer begins with `prefix`, and the beginning of the answer as text.
 
-        Some templates begin the answer too, with a thought after a tool's result. `variables` are
-        the template's; CanvasError for one that it does not have, unless it is false or empty. A
-        prefix may begin a thought or a call; other control tokens in it are text.
+        The template may begin the answer as well: some open a thought after a tool's result. `prefix` may begin with
+        the control token of a thought or a call; other control tokens in it are encoded as text. Raises CanvasError for
+        one of `variables` that the template does not have, unless its value is false or empty.
         """
         self._check(messages, variables)
         check_characters(prefix)
@@ -146,7 +146,7 @@ class Tokenizer:
         return ids, self._control.unmark(opening) + prefix
 
     def closed_chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a chat without the beginning of an answer."""
+        """Return the token ids of a chat without a prompt for an answer."""
         self._check(messages, variables)
         return self._encode(self._render(messages, False, _given(variables)))
 
@@ -169,21 +169,21 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a raw prompt, which may spell control tokens, with the tokenizer's
-        own special tokens (usually bos)."""
-        # A batch of one, because that releases the interpreter's lock: long texts take seconds.
+        """Return the token ids of a raw prompt, which may contain control tokens, with the tokenizer's own special
+        tokens (usually bos)."""
+        # A batch of one, which releases the interpreter's lock. Long texts take seconds.
         (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the token ids of plain text, where control tokens' spellings are text."""
+        """Return the token ids of plain text, in which spellings of control tokens are encoded as text."""
         check_characters(text)
         return self._encode(text)
 
     def _encode(self, marked: str) -> list[int]:
-        """Return the token ids of text whose control tokens are marked."""
-        # The template writes the beginning-of-sequence token itself.
+        """Return the token ids of marked text."""
+        # The template already writes the beginning-of-sequence token.
         encoded = self._core.encode_batch_fast(
             self._control.pieces(marked), add_special_tokens=False
         )
@@ -195,16 +195,16 @@ class Tokenizer:
         return id
 
     def spell(self, ids: Sequence[int]) -> list[str]:
-        """Return each token's spelling in the vocabulary; an unknown one is empty."""
+        """Return the tokens' spellings in the vocabulary; empty for unknown tokens."""
         return [self._core.id_to_token(id) or "" for id in ids]
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes of text in one token."""
+        """Maximum number of bytes of one token's text."""
         return max(len(token.encode()) for token in self._core.get_vocab())
 
     def token_bytes(self, id: int) -> bytes:
-        """Return a token's bytes; none for a special or unknown one."""
+        """Return a token's bytes; empty for special and unknown tokens."""
         token = self._core.id_to_token(id)
         if token is None or id in self._special_ids or _UNUSED.fullmatch(token):
             return b""
@@ -227,8 +227,8 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False
     ) -> str:
-        """Return the text of token ids. `keep_control` spells the tokens in CONTROL_TOKENS out, and
-        puts FORGED into their spellings by other tokens."""
+        """Return the text of token ids. `keep_control` keeps the tokens in CONTROL_TOKENS, and inserts FORGED where
+        other tokens spell the same text."""
         if keep_control:
             return StreamDecoder(self, keep_control).put(ids, final=True)
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
@@ -239,22 +239,21 @@ def _given(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class StreamDecoder:
-    """Turns blocks of token ids into pieces of text that add up to the whole text."""
+    """Decodes blocks of token ids to pieces of text, whose concatenation is the whole text."""
 
     def __init__(self, tokenizer: Tokenizer, keep_control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._keep_control = keep_control
-        # The tokens of the last whole piece, whose text later tokens may change, and those after
-        # it.
+        # The tokens of the last complete piece, which are decoded again as context, and the tokens after it.
         self._before: list[int] = []
         self._open: list[int] = []
-        self._given = 0  # characters of the open tokens that were returned already
-        self._tail = ""  # the last characters, which may begin a control token's spelling
+        self._given = 0  # number of returned characters of the open tokens
+        self._tail = ""  # the last characters, in which a control token's spelling may begin
 
     def put(self, ids: Sequence[int], final: bool = False) -> str:
         """Return the text that `ids` add.
 
-        An incomplete character waits for the next call, unless this is the `final` one.
+        Holds back an incomplete character until the next call, unless `final`.
         """
         if not self._keep_control:
             return self._put(ids, final)
@@ -266,8 +265,8 @@ class StreamDecoder:
         return text + self._ordinary(self._put(ids[begin:], final))
 
     def _ordinary(self, piece: str) -> str:
-        """Return the text of ordinary tokens. Where they spell a control token, FORGED comes before
-        the last character, so that text that was returned already stays as it is."""
+        """Return the text of ordinary tokens. Where they spell a control token, FORGED is inserted before the last
+        character, because the earlier characters may already have been returned."""
         text, before, begin = self._tail + piece, len(self._tail), 0
         parts = []
         for found in self._tokenizer.forged.finditer(text):
@@ -286,8 +285,7 @@ class StreamDecoder:
         piece = text[before + self._given :]
         self._given = max(self._given, len(text) - before)
         if not waits and self._open:
-            # Decoders treat the beginning of a text differently, so some earlier text is decoded
-            # along.
+            # Decoders treat the beginning of a text differently, so some earlier tokens are decoded as context.
             front = [] if len(text) > before else self._before
             self._before, self._open, self._given = [*front, *self._open], [], 0
         return piece

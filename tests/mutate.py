@@ -236,6 +236,83 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
         ("tests/containers/package/test_sizes.py",),
     ),
     ("pixels not centred", "export/vision", "2 * (pixel_values - 0.5)", "2 * pixel_values", VISION),
+    (
+        "any key opens a server",
+        "containers/openai/auth",
+        "if not any(found)",
+        "if not found",
+        ("tests/containers/openai/test_openai_errors.py", "-k", "keys"),
+    ),
+    (
+        "a page without an Origin header may post",
+        "containers/openai/origin",
+        ' or b"sec-fetch-site" in headers',
+        "",
+        ("tests/faults/test_ports.py", "-k", "page or hosts"),
+    ),
+    (
+        "a suffix of the host is enough",
+        "containers/openai/origin",
+        "(host := _host(headers)) not in self._hosts",
+        "not any(_host(headers).endswith(each) for each in self._hosts)",
+        ("tests/faults/test_ports.py", "-k", "page or hosts"),
+    ),
+    (
+        "control tokens of a template's text are not marked",
+        "runtime/chat_template",
+        "nodes.TemplateData(self._control.mark(node.data), lineno=node.lineno)",
+        "node",
+        ("tests/faults/test_forged_turns.py", "-k", "own_text"),
+    ),
+    (
+        "the beginning of a stop string is sent",
+        "containers/triton/stops",
+        "self._borders[s]) for s in self._stops), default=0)",
+        "self._borders[s]) for s in ()), default=0)",
+        ("tests/containers/triton/test_stops.py",),
+    ),
+    (
+        "callers do not take turns",
+        "runtime/schedule",
+        "return self._turns[each.owner], each.place",
+        "return 0.0, each.place",
+        ("tests/runtime/test_schedule.py",),
+    ),
+    (
+        "a shared pass has the first width",
+        "canvasrt/pass_shapes",
+        "self.batch_rows, self.widths[-1]",
+        "self.batch_rows, self.widths[0]",
+        ("tests/canvasrt/test_pass_shapes.py",),
+    ),
+    (
+        "strings of a manifest may hold control characters",
+        "canvasrt/bundle",
+        "if not text.isprintable()",
+        "if not text",
+        ("tests/canvasrt/test_bundle.py", "tests/faults/test_hostile_files.py"),
+    ),
+    (
+        "Triton stops before the front end's requests end",
+        "containers/serve/serve",
+        "finished = self.front.drain(grace, force)",
+        "finished = self.server.stop(force=_at_once()) and self.front.drain(grace, force)",
+        ("tests/containers/serve/test_supervised.py", "-k", "under_load"),
+    ),
+    (
+        "half a line stays in a batch's journal",
+        "containers/batch/journal",
+        "os.truncate(self._outputs.journal, place)",
+        "None",
+        ("tests/containers/batch/test_lines.py",),
+    ),
+    (
+        "own entropy counts against the bound on the host",
+        "runtime/host_sampler",
+        "np.cumsum(ordered, dtype=np.float32) - ordered <=",
+        "np.cumsum(ordered, dtype=np.float32) <=",
+        ("tests/runtime/answers/test_infill.py", "-k", "reference"),
+    ),
 ]
 
 
@@ -251,22 +328,16 @@ def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"{file}.py holds {old!r} {text.count(old)} times, not once")
         source.write_text(text.replace(old, new))
-        # -P, or the working directory's unbroken package would come first. Last on the path, it has `bench`.
-        arguments = [
-            "-P",
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not acceptance",
-            *tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+        # Without a safe path, the working directory's unbroken package would come first, in servers that tests
+        # start as well. Last on the path, it has `bench`.
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "PYTHONSAFEPATH": "1"}
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not acceptance", *tests]
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         if done.returncode not in (0, 1):
             raise SystemExit(done.stdout + done.stderr)

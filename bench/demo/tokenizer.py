@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
@@ -22,12 +23,15 @@ SPECIAL = {
     "<|image|>": IMAGE_ID,
 }
 PRINTABLE = [" ", *string.punctuation, *string.digits, *string.ascii_letters]
+# After the characters. The demo was not trained on them: only a grammar makes it call a tool.
+CALLS = ("<|tool_call>", "<tool_call|>")
 # A multiple of 8, so that kernels and the two-level sum over the vocabulary need no padding.
 VOCAB_SIZE = 112
 
 CHAT_TEMPLATE = """\
+{#- Calls, their results and the declared tools are left out, since the demo was not trained on them. -#}
 {{- bos_token -}}
-{%- for message in messages -%}
+{%- for message in messages if message['role'] != 'tool' and not message['tool_calls'] -%}
 {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
 {{- '<|turn>' + role + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -49,18 +53,18 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(calls: Sequence[str] = CALLS) -> PreTrainedTokenizerFast:
     """Return a tokenizer that encodes a chat as its template's text, character by character."""
     vocab = dict(SPECIAL) | {"\n": NEWLINE}
-    for character in PRINTABLE:
-        vocab[character] = len(vocab)
+    for token in (*PRINTABLE, *calls):
+        vocab[token] = len(vocab)
     while len(vocab) < VOCAB_SIZE:
         vocab[f"<unused{len(vocab)}>"] = len(vocab)
     # BPE without merges splits a text into characters.
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
     core.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *calls)]
     )
     core.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)]

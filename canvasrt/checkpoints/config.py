@@ -12,7 +12,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
 MODEL_TYPE = "diffusion_gemma"
-# The reference's defaults for keys that config.json may leave out (transformers 5.23).
+# The reference's defaults for keys that config.json may omit (transformers 5.23).
 _ROPE_DEFAULTS: Json = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
@@ -28,7 +28,7 @@ _UNSUPPORTED_HINT = "canvasrt supports the architecture of google/diffusiongemma
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention of one layer. `rope_partial` is the share of the head that RoPE rotates."""
+    """The attention of one layer. `rope_partial` is the share of the head that RoPE rotates."""
 
     kind: Literal["sliding", "full"]
     head_dim: int
@@ -61,7 +61,7 @@ class SamplerDefaults:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything about the network that the stages need. Sizes are in elements, ids are tokens."""
+    """The network's configuration. Sizes are in elements; ids are token ids."""
 
     hidden_size: int
     intermediate_size: int
@@ -88,8 +88,7 @@ class ModelConfig:
     def from_checkpoint(cls, folder: Path | str) -> tuple[ModelConfig, SamplerDefaults]:
         """Read a folder in the Hugging Face layout.
 
-        Raises CanvasError when a file is missing or broken, or when the architecture is another
-        one.
+        Raises CanvasError if a file is missing or broken, or if the architecture is not supported.
         """
         folder = Path(folder)
         config = _read_json(folder / "config.json")
@@ -180,7 +179,7 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
             f"text_config.layer_types does not list num_hidden_layers = {count} layers",
             "fetch the checkpoint again: its config.json is damaged",
         )
-    kinds = [*kinds[:-1], "full_attention"]  # as in the reference, whatever the file says
+    kinds = [*kinds[:-1], "full_attention"]  # as in the reference, which ignores the file's value
     return tuple(_layer(text, i, kind) for i, kind in enumerate(kinds))
 
 
@@ -205,7 +204,7 @@ def _layer(text: _Fields, index: int, kind: str) -> Layer:
 
 
 def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
-    """Return head size and KV heads of a layer. `per_layer_config` wins over the older global_* fields."""
+    """Return head size and KV heads of a layer. `per_layer_config` takes precedence over the older global_* fields."""
     head_dim = text.size("head_dim")
     num_kv_heads = text.size("num_key_value_heads")
     per_layer = text.data.get("per_layer_config")
@@ -228,7 +227,7 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
 def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens.
 
-    The reference uses generation_config.json's ids alone; without that file, the model's.
+    The reference only uses the ids in generation_config.json, or without that file, the model's.
     """
     value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
     values = [] if value is None else value if isinstance(value, list) else [value]

@@ -9,6 +9,7 @@ from pathlib import Path
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
 from canvasrt.checkpoints.quantized import Quantization, quantization_of
+from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
 
 _TOKENIZER_FILES = (
@@ -21,8 +22,8 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in a local folder. `quantization` is None for plain weights; `hashes` are the SHA-256 of its files, None
-    until `hashed`."""
+    """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` are the SHA-256 of its files;
+    None until `hashed` is called."""
 
     folder: Path
     model: ModelConfig
@@ -37,15 +38,24 @@ class Description:
         found = {name: file for name, file in found.items() if file.is_file()}
         return found if "tokenizer.json" in found else {}
 
+    def check_plain(self) -> None:
+        """Raise CanvasError for quantized weights, into which no adapter can be merged."""
+        if self.quantization is not None:
+            raise CanvasError(
+                f"{self.folder} is quantized ({self.quantization.algorithm}), but adapters need plain weights",
+                "give the bf16 checkpoint that the adapter was trained on; `canvasrt build --precision`"
+                " quantizes it with the adapter merged",
+            )
+
     def hashed(self, hasher: Callable[..., dict[str, str]] = hash_files) -> Description:
         """Return the description with the hashes of all files that affect bundles made from it."""
         return replace(self, hashes=fingerprint(self.folder, hasher))
 
 
 def describe(name: str | Path) -> Description:
-    """Describe a checkpoint: a folder, a hub name, which is downloaded first, or a bundled one's name.
+    """Describe a checkpoint: a folder, a hub name, which is downloaded first, or the name of a bundled checkpoint.
 
-    Raises CanvasError when there is none, or when its weights are incomplete or of another architecture.
+    Raises CanvasError if there is none, if its weights are incomplete, or if its architecture is not supported.
     """
     folder = find_checkpoint(name)
     quantization = quantization_of(folder)

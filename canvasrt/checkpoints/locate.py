@@ -12,11 +12,11 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
 
 DEMO = "demo"
-# The checkpoints that come with the package, by name: their folders next to the demo's code.
+# Name of a bundled checkpoint → its folder next to the demo's code.
 BUNDLED = {DEMO: "checkpoint", "demo-vision": "checkpoint-vision"}
 INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-# The demo: its checkpoints and its prompts.
+# The folder of the demo's checkpoints and prompts.
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 
@@ -38,7 +38,7 @@ def find_checkpoint(name: str | Path) -> Path:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name has the form of a hub's: `owner/model`, perhaps with `@revision`."""
+    """Return whether a name has the form of a hub name: `owner/model`, optionally with `@revision`."""
     return bool(_HUB_NAME.fullmatch(name))
 
 
@@ -68,9 +68,7 @@ def _fetch(name: str) -> Path:
     repository, _, revision = name.partition("@")
     try:
         found = snapshot_download(repository, revision=revision or None, allow_patterns=_HUB_FILES)
-    except (
-        Exception
-    ) as error:  # the hub's client raises many types; each means that the download failed
+    except Exception as error:  # the hub's client raises many types if the download fails
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CanvasError(
             f"{name} is not a folder here, and the hub did not provide it: {reason}",
@@ -101,8 +99,8 @@ def check_weights(folder: Path) -> list[Path]:
 def read_index(folder: Path) -> dict[str, str] | None:
     """Return tensor name → file of a sharded checkpoint; None if it has no index.
 
-    Raises CanvasError when the index is damaged, or names anything but `*.safetensors` in the
-    folder itself: the fingerprint covers no other files.
+    Raises CanvasError if the index is damaged, or names anything but `*.safetensors` in the same folder, because the
+    fingerprint covers no other files.
     """
     index = folder / INDEX
     if not index.is_file():

@@ -1,4 +1,4 @@
-"""How a checkpoint in the Hugging Face layout was quantized; read without torch."""
+"""Reads, without torch, how a checkpoint in the Hugging Face layout was quantized."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LAYOUTS = {
     if each.compressed
     for layout in each.compressed.layouts
 }
-# The lengths of INT4's groups that TensorRT and ONNX Runtime both support.
+# The group lengths of INT4 that both TensorRT and ONNX Runtime support.
 INT4_GROUPS = (16, 32, 64, 128, 256)
 INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 )
-# Tensors of INT4 weights that graphs cannot express.
+# Tensors of INT4 weights that graphs do not support.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
-_INPUTS = ("tensor", "token")  # how inputs' scales are shared
+_INPUTS = ("tensor", "token")  # supported sharing of input scales
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
@@ -42,7 +42,7 @@ class Quantization:
     Attributes:
         producer: the tool that wrote it, with its version if the checkpoint states it.
         algorithm: the tool's own name for the algorithm.
-        precision: the format that a GPU must be able to multiply.
+        precision: the format that a GPU must support.
         static: whether the checkpoint contains the activation scales.
     """
 
@@ -59,7 +59,7 @@ class Quantization:
 def quantization_of(folder: Path) -> Quantization | None:
     """Return how the checkpoint in `folder` was quantized; None if it was not.
 
-    Raises CanvasError for broken files, and for algorithms without a graph here, by name.
+    Raises CanvasError for broken files, and for unsupported algorithms, which it names.
     """
     modelopt = _read(folder / MODELOPT_CONFIG)
     if modelopt:
@@ -138,7 +138,8 @@ def _check(
 
 
 def _check_extras(folder: Path) -> None:
-    """Refuse unsupported INT4 weights by their tensors' names, since configurations may not mention them."""
+    """Raise CanvasError for unsupported INT4 weights, which are recognized by tensor names, since configurations may
+    not mention them."""
     for name in sorted(tensor_names(folder)):
         what = _INT4_EXTRAS.get(name.rpartition(".")[2])
         if what:

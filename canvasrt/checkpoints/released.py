@@ -1,5 +1,4 @@
-"""The released model, google/diffusiongemma-26B-A4B-it, as its configuration describes it: the measure of what fits a
-target."""
+"""The configuration of the released model, google/diffusiongemma-26B-A4B-it, for estimates of what fits a target."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ VISION_CONFIG: dict[str, Any] = {
 
 
 def layer_types(count: int) -> list[str]:
-    """Return the kinds of `count` layers: every sixth is full, and so is the last, as transformers requires."""
+    """Return the kinds of `count` layers: every sixth layer is full, and also the last, as transformers requires."""
     return [
         "full_attention" if (i + 1) % FULL_EVERY == 0 or i + 1 == count else "sliding_attention"
         for i in range(count)

@@ -1,4 +1,4 @@
-"""The network's weights: their names, shapes, and the checkpoint's tensors that each is stacked from."""
+"""The network's weights: their names and shapes, and the checkpoint's tensors of which they are stacked."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from canvasrt.checkpoints.config import ModelConfig
 DECODER = "model.decoder"
 # The embeddings, which are also the final projection.
 TABLE = "table"
-# The table as the two products with it see it, if only they are quantized.
+# The table's quantized copy for its two products, if its rows stay in 16 bits.
 PROJECTION = "projection"
 GATE_UP, DOWN, ROUTER = "experts.gate_up", "experts.down", "router.proj"
-# A layer's norms, by the checkpoint's name.
+# A layer's norms by their names in the checkpoint.
 LAYER_NORMS = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -44,7 +44,7 @@ class Matrix:
 
     @property
     def width(self) -> int:
-        """The width of its input."""
+        """The width of the weight's input."""
         return self.shape[-1]
 
 
@@ -71,7 +71,7 @@ def layer_matrices(config: ModelConfig, index: int) -> dict[str, Matrix]:
 
 
 def head_matrices(config: ModelConfig) -> dict[str, Matrix]:
-    """Return the matrices outside the layers; the vision tower's are not among them."""
+    """Return the matrices outside the layers, without the vision tower's."""
     return {
         **_mlp(config, "signal_mlp", f"{DECODER}.self_conditioning"),
         TABLE: Matrix((config.vocab_size, config.hidden_size), (f"{DECODER}.embed_tokens.weight",)),
@@ -94,12 +94,13 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def initializer_name(name: str) -> str:
-    """Return the name of a matrix or norm in its graph, given without its layer or with the layer's place."""
+    """Return the initializer's name of a matrix or norm, whose given name has no layer or the layer's index in the
+    graph."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 
 def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return a segment's weights out of those by global name, with their initializers' names there."""
+    """Select a segment's weights from those by global name. Return them by their initializers' names."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}

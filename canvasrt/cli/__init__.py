@@ -1,1 +1,1 @@
-"""The command line: one file per command. Nothing heavy is imported before a command runs."""
+"""The command line: one file per command. Heavy modules are only imported when a command runs."""

@@ -1,4 +1,4 @@
-"""The reference of `canvasrt bench --against transformers`, on the same work."""
+"""Runs the same work with transformers, for `canvasrt bench --against transformers`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Transformers:
         ).eval()
 
     def measure(self, requests: Sequence[Request]) -> Sample:
-        """Run `requests` as one batch. They share their length, and all settings except the seed."""
+        """Run `requests` as one batch. They must have equal length, and equal settings except the seed."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
             DiffusionGemmaGenerationConfig,
             EntropyBoundSamplerConfig,
@@ -43,14 +43,16 @@ class Transformers:
 
         params = requests[0].params
         if params.early_stop:
-            raise ValueError("both sides take the same steps only without early stop")
+            raise ValueError(
+                "without this option, both sides would take different numbers of steps"
+            )
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=params.max_new_tokens,
             max_denoising_steps=params.max_denoising_steps,
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=params.entropy_bound),
             t_min=params.t_min,
             t_max=params.t_max,
-            # An empty list would mean the checkpoint's.
+            # An empty list would select the checkpoint's default.
             eos_token_id=list(params.eos_token_ids) or [NO_TOKEN],
         )
         prompts = self._torch.tensor([list(request.prompt_token_ids) for request in requests])
@@ -72,9 +74,9 @@ class Transformers:
 
 
 class Clock:
-    """Times a model's denoising steps and, as a streamer, its blocks; turns off early stop.
+    """Times a model's denoising steps and, as transformers' streamer, its blocks. Disables early stop.
 
-    `wait` returns when the device has nothing left to do.
+    `wait` waits for the device.
     """
 
     def __init__(self, model: Any, wait: Callable[[], None] = lambda: None) -> None:
@@ -93,7 +95,7 @@ class Clock:
             self.steps.append(time.perf_counter() - start)
             return result
 
-        # On the instance only; the class stays unchanged.
+        # Only patch the instance, not the class.
         self._model._denoising_step = timed
         self._model._prepare_diffusion_stopping_criteria = lambda *_: None
 
@@ -101,7 +103,7 @@ class Clock:
         del self._model._denoising_step, self._model._prepare_diffusion_stopping_criteria
 
     def put(self, value: Any) -> None:
-        """Take the prompt, then each block."""
+        """Receive the prompt, then every block."""
         self._wait()
         self.blocks.append(time.perf_counter())
 

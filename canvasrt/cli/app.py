@@ -16,7 +16,7 @@ from canvasrt.console import print_error
 from canvasrt.errors import CanvasError
 
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
-# Command → its panel of the help page. The function is in canvasrt/cli/<command>.py.
+# Command → panel of the help page. The function is in canvasrt/cli/<command>.py.
 COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
@@ -39,7 +39,7 @@ COMMANDS = {
     "download-to-cache": _INSIDE,
     "create-model-store": _INSIDE,
 }
-# Commands that share a module.
+# Commands whose module has another name.
 _MODULES = dict.fromkeys(
     ("list-model-profiles", "download-to-cache", "create-model-store"), "model_profiles"
 )
@@ -69,7 +69,7 @@ def _root(
 
 
 def command_line() -> Any:
-    """Return the application with all commands, as click runs it."""
+    """Return the click application with all commands."""
     app = typer.Typer(
         name="canvasrt",
         rich_markup_mode="rich",
@@ -83,19 +83,19 @@ def command_line() -> Any:
         app.command(name, rich_help_panel=panel)(getattr(module, function))
     group: Any = typer.main.get_command(app)
     for command in group.commands.values():
-        # Boxes leave the longest options and variables no room in 80 columns.
+        # With boxes, the longest options and variables would not fit in 80 columns.
         command.rich_markup_mode = None
         command.help = command.help.replace("\nExample:", "\n\nExample:")
     return group
 
 
 def parsed_command(name: str) -> Any:
-    """Return a command as Typer parses it, with `help`, and `params` with their `opts` and `help`."""
+    """Return Typer's parsed command, with `help` and `params`, which have `opts` and `help`."""
     return command_line().commands[name]
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return the exit code: 0, 1 for a failure, or that of a CanvasError."""
+    """Run one command and return the exit code: 0 for success, a CanvasError's own code, else 1."""
     arguments, debug = _take_debug(arguments)
     if debug:
         _show_log()
@@ -119,8 +119,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove `--debug` anywhere before a `--`; return the other arguments, and whether it was
-    there."""
+    """Remove `--debug` anywhere before a `--`. Return the other arguments, and whether `--debug` was among them."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end
@@ -150,7 +149,7 @@ def _interrupted() -> int:
 
 
 def _show_log() -> None:
-    """Print canvasrt's log, such as the builders' warnings. Other loggers would slow down torch's
+    """Print canvasrt's log, such as builders' warnings. Other loggers stay off, because they would slow down torch's
     exporter."""
     import logging
 

@@ -69,7 +69,7 @@ def batch(
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a file of requests. Interrupted, the same command goes on where it was.
+    """Answer a file of requests. After an interruption, the same command resumes.
 
     Example: canvasrt batch questions.jsonl --bundle engines -o answers.jsonl
     """

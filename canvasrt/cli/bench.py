@@ -52,7 +52,7 @@ CheckpointOption = Annotated[
         "The bundle's checkpoint: a folder, a hub name, demo or demo-vision.",
     ),
 ]
-# Options that only one of the two takes.
+# Options that only apply to bundles, or only to servers.
 _OF_URL = {each.name for each in fields(LoadOptions)}
 _OF_BUNDLE = {each.name for each in fields(Workload)} - {"rounds"}
 _OF_BUNDLE |= {"checkpoint", "threads", "device", "share_passes"}
@@ -75,12 +75,11 @@ def bench(
 ) -> None:
     """Measure a bundle in this process, or a server under load.
 
-    A bundle: time per pass, steps per block, tokens per second, first-token latency. Requests ignore
-    the end of the sequence, so that every round does the same work.
-    A server: first-token, per-block and total latency, tokens per second, errors. Keys come from
-    CANVASRT_API_KEY, and from CANVASRT_AGAINST_API_KEY for --against.
-    Example: canvasrt bench engines --against transformers --checkpoint demo
-    Example: canvasrt bench http://localhost:8000/v1 --concurrency 8 --report measured
+    A bundle: time per pass, steps per block, tokens per second, first-token latency. Requests ignore end-of-sequence
+    tokens, so that every round does the same work. A server: first-token, per-block and total latency, tokens per
+    second, errors. Keys come from CANVASRT_API_KEY, and from CANVASRT_AGAINST_API_KEY for --against. Example:
+    canvasrt bench engines --against transformers --checkpoint demo Example: canvasrt bench http://localhost:8000/v1
+    --concurrency 8 --report measured
     """
     if is_url(bundle):
         from canvasrt.cli.load import measure_servers
@@ -114,9 +113,9 @@ def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> Non
 
 
 def _measure_bundle(bundle: str, work: Workload, where: Json, checkpoint: str | None) -> None:
-    """Measure a bundle, in turns with transformers on `checkpoint` if there is one, and print it.
+    """Measure a bundle and print the results. With `checkpoint`, alternate with transformers on this checkpoint.
 
-    `where` holds the arguments of `open_model` that choose the processor.
+    `where` are the arguments of `open_model` that select the processor.
     """
     from canvasrt.checkpoints.locate import find_checkpoint
     from canvasrt.cli.against import Transformers
@@ -153,7 +152,7 @@ def _measure_bundle(bundle: str, work: Workload, where: Json, checkpoint: str | 
 
 
 def _requests(model: Model, work: Workload) -> list[list[Request]]:
-    """Return the requests of each round, and of one to warm up; prompts and seeds differ."""
+    """Return the requests of every round and of a warm-up round. All prompts and seeds differ."""
     from canvasrt.runtime.bench import random_prompts
     from canvasrt.runtime.request import Request
     from canvasrt.runtime.sampling_params import SamplingParams
@@ -168,20 +167,20 @@ def _requests(model: Model, work: Workload) -> list[list[Request]]:
     )
     prompts = random_prompts(model.config, (work.rounds + 1) * work.batch, work.prompt_tokens)
     requests = [Request(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
-    # Before a reference is loaded, which can take minutes.
+    # Check before the reference is loaded, which can take minutes.
     requests[0].validate(model.config, model.max_context)
     return [requests[i : i + work.batch] for i in range(0, len(requests), work.batch)]
 
 
 def _take_turns(sides: dict[str, Any], work: list[list[Request]]) -> dict[str, list[Sample]]:
-    """Run each round on every side before the next, so that a busy machine affects all sides."""
+    """Run every round on both sides before the next round, so that a busy machine affects both."""
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     for index, requests in enumerate(work):
         report("measuring", index, len(work))
-        # The second finds warm caches and idle threads, so the order alternates.
+        # Alternate the order, because the second side has warm caches and idle threads.
         for name in list(sides) if index % 2 else reversed(sides):
             sample = sides[name](requests)
-            if index:  # the first round warms up
+            if index:  # the first round is the warm-up
                 samples[name].append(sample)
     report("measuring", len(work), len(work))
     return samples

@@ -11,7 +11,7 @@ from canvasrt.option import option
 
 @dataclass(frozen=True)
 class Workload:
-    """The rounds on a bundle; of a server, only their number counts."""
+    """The rounds on a bundle. For a server, only the number of rounds applies."""
 
     prompt_tokens: int = field(
         default=64, metadata=option("Length of the random prompts.", least=1)

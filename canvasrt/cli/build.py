@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from canvasrt.build.plan import Plan
     from canvasrt.bundle import Bundle
 
-# Options too long for a summary.
+# Options whose values are too long for the summary.
 LONG = ("recipe", "adapters")
 
 
@@ -74,8 +74,8 @@ def _show_plans(plans: Sequence[Plan]) -> None:
 
 
 def _why_not(plan: Plan) -> tuple[str | None, str | None]:
-    """Return why the plan would be refused, and the way out. If this machine can build it but has too little memory to run it,
-    there is no reason, and the way out says what would fit."""
+    """Return the reason why the plan would be refused, and a hint. If this machine can build the engines but not run
+    them, the reason is empty, and the hint says what would fit."""
     from canvasrt.build.checks import check_plan, check_space, what_fits
     from canvasrt.errors import CanvasError
     from canvasrt.machine import memory_bytes

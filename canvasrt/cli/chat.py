@@ -78,7 +78,7 @@ def chat(
             print_error(error.message, error.hint)
             messages.pop()
             continue
-        except KeyboardInterrupt:  # the connection is closed, so the server stops as well
+        except KeyboardInterrupt:  # closing the connection also stops the server's work
             if not sys.stdin.isatty():
                 raise
             print("\nstopped; this message is not part of the conversation")
@@ -90,11 +90,11 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield the typed lines, without empty ones."""
+    """Yield the typed lines that are not empty."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
-    import readline  # noqa: F401 - gives `input` its history
+    import readline  # noqa: F401 - adds history to `input`
 
     while True:
         try:
@@ -132,7 +132,7 @@ def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
 
 
 def _canvas(finished: str, draft: dict[str, Any]) -> Text:
-    """Return the finished blocks' text, and the canvas after it: noise is dim, settled text bold."""
+    """Return the text of finished blocks followed by the canvas, with dim noise and bold settled text."""
     from rich.text import Text
 
     drawn = Text(finished)

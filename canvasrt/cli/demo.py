@@ -29,15 +29,15 @@ DEMO_PROMPTS = (
     "shuffle abdeg",
     "brackets 8 ([",
 )
-# Closed questions, each with options of which the first is right.
+# Closed questions with options; the first option is right.
 DECISIONS = {
     "12+34=": ("46", "45", "56"),
     "reverse planet": ("tenalp", "planet", "natpel"),
     "sort 40172": ("01247", "40172", "74210"),
 }
-# A number, since the demo model has never seen an object in JSON.
+# A number, because the demo model was not trained on JSON objects.
 SUM_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 99}
-# A tiny model may miss a question or two; more means that something is broken.
+# A tiny model may miss one or two questions. More misses mean that something is broken.
 MAY_MISS = 2
 DEMO_SEED = 0
 
@@ -102,7 +102,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _ask_all(server: Server, openai: OpenAIClient) -> list[Json]:
-    """Ask every question over all protocols; return texts and milliseconds."""
+    """Ask every question over all protocols. Return answers and milliseconds."""
     from canvasrt.containers.client.triton import Client
     from canvasrt.demo.tasks import is_correct
 
@@ -135,7 +135,7 @@ def _ask_all(server: Server, openai: OpenAIClient) -> list[Json]:
 
 
 def _decide(client: OpenAIClient, question: str, options: Sequence[str]) -> Json:
-    """Ask a closed question; return the answer, its probability and milliseconds."""
+    """Ask a closed question. Return the answer, its probability and milliseconds."""
     closed = {
         "type": "choice",
         "instructions": "Which one is right?",
@@ -154,7 +154,7 @@ def _decide(client: OpenAIClient, question: str, options: Sequence[str]) -> Json
 
 
 def _ask_for_json(client: OpenAIClient) -> Json:
-    """Return an answer that follows `SUM_SCHEMA`, and its milliseconds."""
+    """Ask for an answer that follows `SUM_SCHEMA`. Return it, and milliseconds."""
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
     body = {
         "model": client.model,
@@ -209,7 +209,7 @@ def _yes(right: bool) -> str:
 
 
 def judge(rows: Sequence[Json]) -> None:
-    """Raise CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
+    """Raise CanvasError if answers differ between protocols, or if more than MAY_MISS answers are wrong."""
     for row in rows:
         if not row["http"] == row["grpc"] == row["openai"]:
             raise CanvasError(

@@ -34,7 +34,7 @@ Timeout = Annotated[
         "--timeout", metavar="SECONDS", min=0, help="Time limit for the container to become ready."
     ),
 ]
-# Defaults that depend on the container: its name, and that only this machine reaches it.
+# Options whose defaults depend on the container's name and on who can reach it.
 _SERVER_DEFAULTS = {
     name: f"{text}, on loopback"
     for name, variable in SERVER_VARIABLES.items()

@@ -1,4 +1,4 @@
-"""`canvasrt doctor`: what is installed and works on this machine, and the command that fixes each gap."""
+"""`canvasrt doctor`: checks what is installed and works on this machine, and shows commands that fix the rest."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Status = Literal["ok", "gap", "info"]
 _GB = 10**9
 _OLDEST_PYTHON = (3, 11)
 _ENOUGH_DISK = 2 * _GB
-_ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend needs at start
-# Extra → its main distributions, and its purpose.
+_ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend needs to start
+# Extra → main distributions and purpose.
 _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "export": (
         ("torch", "onnx", "onnxscript", "onnx-ir", "safetensors"),
@@ -34,7 +34,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "sorted": (("triton",), "build engines with --experts sorted"),
     "serve": (("nvidia-pytriton", "tritonclient"), "serve through Triton"),
 }
-# Every machine can use these extras; without them it has a gap.
+# Every machine can use these extras, so it is a gap if they are missing.
 _WANTED = ("export", "rtx", "serve")
 
 _WSL_FIX = "follow docs/hardware.md, Windows: the driver is installed in Windows"
@@ -111,7 +111,7 @@ def _write(file: Path, data: dict[str, Any]) -> None:
 
 
 def examine() -> list[MachineCheck]:
-    """Return all checks, in the order they are shown."""
+    """Return all checks in display order."""
     checks = [_python(), _onnxruntime()]
     checks += [_extra(name) for name in _EXTRAS]
     checks += [*_gpus(), _triton(), _containers(), _memory(), _disk(), _shared_memory()]
@@ -187,7 +187,7 @@ def _gpus() -> list[MachineCheck]:
 
 
 def wsl_lacks(release: str, root: Path = Path("/")) -> str:
-    """Return what WSL lacks for a GPU, by the kernel's release; empty outside WSL, or if nothing."""
+    """Return what WSL lacks for a GPU; empty if nothing is missing, or outside of WSL. `release` is the kernel's."""
     if "microsoft" not in release.lower():
         return ""
     if not (root / "dev/dxg").exists():
@@ -198,7 +198,7 @@ def wsl_lacks(release: str, root: Path = Path("/")) -> str:
 
 
 def _now(values: dict[str, float]) -> str:
-    """Return what a GPU does now, in words; empty if that is not known."""
+    """Return a GPU's current state as text; empty if unknown."""
     shown = {
         "utilization_ratio": lambda ratio: f"{ratio:.0%} busy",
         "memory_used_bytes": lambda count: f"{size(count)} in use",
@@ -243,7 +243,7 @@ def _containers() -> MachineCheck:
 
 
 def _memory() -> MachineCheck:
-    """Say how much there is, and whether the released model runs on this CPU."""
+    """Check how much memory there is, and whether the released model runs on this CPU."""
     from canvasrt import machine
     from canvasrt.build.fit import released_fit
     from canvasrt.targets import find_target

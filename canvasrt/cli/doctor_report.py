@@ -1,4 +1,4 @@
-"""The file that `canvasrt doctor --report` writes: what others need to find out why something fails here."""
+"""The report of `canvasrt doctor --report`: the facts that others need to diagnose a failure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_LOGS, _LINES = 3, 400  # the latest logs, and their last lines
-# What services' own keys look like, and headers that carry one.
+_LOGS, _LINES = 3, 400  # number of latest logs to include, and of their last lines
+# Patterns of services' API keys, and of headers that contain keys.
 _KEYS = re.compile(r"\b(?:hf_|nvapi-|sk-|Bearer\s+)[\w.~+/=-]{8,}")
 _HIDDEN = "[removed]"
 

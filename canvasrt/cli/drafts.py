@@ -20,12 +20,12 @@ class DraftView:
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self._eos = eos_token_ids
-        self._done = ""  # the text of finished blocks
-        self._begun = ""  # the settled text after them
+        self._done = ""  # text of finished blocks
+        self._begun = ""  # settled text after the finished blocks
         self._live = live_region() if sys.stdout.isatty() else None
 
     def draft(self, event: Draft) -> None:
-        """Show one step's draft, up to its first end of sequence; unaccepted tokens are dim."""
+        """Show one step's draft, up to the first end-of-sequence token. Tokens that were not accepted are dim."""
         tokens, accepted = self._until_end(event)
         if self._live is None:
             text = self._whole(tokens)
@@ -42,7 +42,7 @@ class DraftView:
         self._live.update(tail(drawn, self._live.console), refresh=True)
 
     def settled(self, event: Settled, piece: str) -> None:
-        """Count text as final; on a terminal, drafts show it already."""
+        """Add final text. On a terminal, nothing is printed, because drafts already show it."""
         self._begun += piece
         if self._live is None:
             print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)
@@ -77,7 +77,7 @@ class DraftView:
 
 
 def live_region() -> Live:
-    """Return a region of the terminal that is redrawn, and cleared at the end."""
+    """Return a region of the terminal that can be redrawn and is cleared at the end."""
     from rich.console import Console
     from rich.live import Live
 

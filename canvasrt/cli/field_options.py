@@ -27,9 +27,8 @@ def with_fields(
 ) -> Callable[[Command], Command]:
     """Replace an argument of a command by options, one per described field of the dataclasses.
 
-    The command gets an instance of the class. With `unset`, it gets a mapping instead: the fields' values by
-    option name, None for an option that was not given. `only` names the fields to take, and `shown`
-    other defaults for the help.
+    The command gets an instance of the class; with `unset`, a mapping from option names to values, which are None for
+    absent options. `only` selects fields; `shown` overrides defaults in the help.
     """
     found = {
         option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))
@@ -54,7 +53,7 @@ def with_options(
     options: Mapping[str, inspect.Parameter],
     make: Callable[[dict[str, Any]], Any],
 ) -> Command:
-    """Replace an argument of a command by these options. The argument gets `make(values)`."""
+    """Replace an argument of a command by these options. The argument's value is `make(values)`."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
     for each in signature.parameters.values():
@@ -66,14 +65,14 @@ def with_options(
         values = {name: given.pop(name) for name in options}
         command(**given, **{argument: make(values)})
 
-    del wrapped.__wrapped__  # Typer would read its signature instead
+    del wrapped.__wrapped__  # otherwise Typer would read the wrapped function's signature
     wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
     return wrapped
 
 
 def option_name(kind: type, field: Field[Any]) -> str:
-    """Return the name of a field's option: with the class's `SUFFIX`, if it has one."""
+    """Return the option name of a field, with the class's `SUFFIX` if it has one."""
     return field.name + getattr(kind, "SUFFIX", "")
 
 
@@ -106,7 +105,7 @@ def _typer_option(name: str, field: Field[Any], of: CommandOption, unset: bool) 
 
 
 def _shown(default: Any, unset: bool) -> str | bool:
-    """Return the default for the help. Typer shows it itself unless the default is None."""
+    """Return the default to show in the help. Typer shows defaults other than None itself."""
     if default in (None, ()) or isinstance(default, bool):
         return False
     if not unset:
@@ -121,7 +120,8 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
-    """Return the type of an option's value, and whether it may be None. Lists given as one text are text."""
+    """Return the type of an option's value, and whether it may be None. A list that is given as one text has the type
+    str."""
     found = get_type_hints(kind, include_extras=True)[field.name]
     is_optional = get_origin(found) in (Union, types.UnionType)
     if is_optional:

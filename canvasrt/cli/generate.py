@@ -118,7 +118,7 @@ def generate(
 
 
 def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
-    """Raise UsageError for options that do not go together."""
+    """Raise UsageError for options that cannot be combined."""
     if n > 1 and (stream or drafts):
         raise UsageError(
             f"--n {n} does not allow {'--stream' if stream else '--drafts'}",

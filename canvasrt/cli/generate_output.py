@@ -1,4 +1,4 @@
-"""What `canvasrt generate` prints: answers, and streams of text or JSON."""
+"""The output of `canvasrt generate`: answers, and streams of text or JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_answers(answers: Sequence[dict[str, Any]]) -> None:
-    """Print one answer, or several under their seeds."""
+    """Print one answer, or several with their seeds as headings."""
 
     def render(_: Any) -> None:
         for index, answer in enumerate(answers):
@@ -26,7 +26,7 @@ def show_answers(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return an answer as `--json` shows it; its text is None without a tokenizer."""
+    """Return an answer for `--json`. Its text is None without a tokenizer."""
     words = _without_end(result.token_ids, result.finish_reason)
     return {
         "text": None if tokenizer is None else tokenizer.decode(words),
@@ -49,20 +49,19 @@ def _scores(scores: Sequence[BlockScore]) -> dict[str, Any]:
 
 
 def _without_end(ids: list[int], finish: str | None) -> list[int]:
-    """Return the ids of the answer's text, without the token that ended it, which may have a
-    spelling."""
+    """Return an answer's token ids without the one that ends the sequence."""
     return ids[:-1] if finish == "stop" else ids
 
 
 def _text_or_ids(text: str | None, ids: list[int]) -> str:
-    """Return the text, or the token ids when there is no tokenizer."""
+    """Return the text, or the token ids without a tokenizer."""
     return ",".join(map(str, ids)) if text is None else text
 
 
 def stream_json(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """Print one JSON object per event and line; the last has what `--json` prints without `--stream`."""
+    """Print one line of JSON per event. The last line has the fields of `--json` without `--stream`."""
     from canvasrt.runtime.request import Block, Draft, Settled
 
     def line(event: Any, words: list[int], /, **more: Any) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def stream_json(
 def stream_text(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """Print text once it is final; with drafts, also the canvas after each step."""
+    """Print text as soon as it is final; with drafts, also the canvas after every step."""
     from canvasrt.cli.drafts import DraftView
     from canvasrt.runtime.request import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder

@@ -1,4 +1,4 @@
-"""Images as options of commands."""
+"""The image options of commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ImageTokens = Annotated[
 
 
 def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
-    """Return the files of --image. UsageError for an unsupported budget."""
+    """Read the files of --image. Raises UsageError for an unsupported budget."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
@@ -43,7 +43,7 @@ def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
 
 
 def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Picture]:
-    """Return images as a model sees them. CanvasError if it does not see any."""
+    """Return images as patches. Raises CanvasError if the model has no vision tower."""
     from canvasrt.runtime.pictures import read_pictures
 
     if not files:
@@ -53,6 +53,6 @@ def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Pictu
 
 
 def data_url(path: Path, content: bytes) -> str:
-    """Return an image as OpenAI's API takes it."""
+    """Return an image as a data URL for OpenAI's API."""
     kind = mimetypes.guess_type(path.name)[0] or "image/png"
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -79,7 +79,7 @@ def infer(
 
     _check(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
-    canvas_conditions(canvas)  # refuses an invalid one here
+    canvas_conditions(canvas)  # checks the address before the call
     read_option(lambda: check_stops(stop or ()))
     options = {**sampling, "stop": stop or None, "canvas": canvas}
     call = ClientCall(given, options, stream, drafts)
@@ -95,7 +95,7 @@ def infer(
 
 @dataclass(frozen=True)
 class ClientCall:
-    """One call to a server. `options` are inputs of the served model by tensor name."""
+    """One call to a server. `options` are further inputs of the served model by tensor name."""
 
     prompt: PromptInput
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def _check(protocol: str, stream: bool, drafts: bool) -> None:
         )
 
 
-# The answer, or each event as it comes: as JSON, and as text to print.
+# Pairs of JSON and text to print: for the answer, or for every event.
 Shown = Iterator[tuple[Any, str]]
 
 

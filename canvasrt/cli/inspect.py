@@ -58,7 +58,7 @@ Page = Annotated[
         "--page", "DIR", "With --kernels: also write kernels.json and kernels.html there."
     ),
 ]
-# Options that only kernels take.
+# Options that require --kernels.
 _OF_KERNELS = ("batch", "context", "capacity", "gpu", "rates", "page")
 
 
@@ -114,13 +114,13 @@ def _render(console: Any, bundle: Bundle) -> None:
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, with the recipe's name instead of its text; `--json` shows all of it."""
+    """Return the options with the recipe's name in place of its content, which `--json` shows."""
     recipe = options.get("recipe")
     return {**options, "recipe": recipe["name"]} if isinstance(recipe, dict) else options
 
 
 def _quantized(segments: Sequence[dict[str, Any]]) -> str:
-    """Return how many weights each format has."""
+    """Return the number of weights by format."""
     formats = [each for segment in segments for each in segment.get("quantized", {}).values()]
     return ", ".join(f"{formats.count(each)} weights {each}" for each in sorted(set(formats)))
 
@@ -149,14 +149,14 @@ def _model_facts(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _tower(bundle: Bundle) -> str:
-    """Return the size of the vision tower, and whether it is of use."""
+    """Return the vision tower's size, and whether the chat template can use it."""
     vision = bundle.manifest.model.vision or {}
     unused = "" if bundle.takes_images else "; unused: the chat template takes no images"
     return f"{vision['num_hidden_layers']}-layer tower, hidden {vision['hidden_size']}{unused}"
 
 
 def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
-    """Print the sizes that each engine takes, one line per segment and profile."""
+    """Print the sizes that engines accept, one line per segment and profile."""
     rows = [
         (
             segment["name"],

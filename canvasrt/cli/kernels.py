@@ -1,4 +1,4 @@
-"""What `canvasrt inspect --kernels` prints: the kernels of an engine bundle and their predicted times."""
+"""`canvasrt inspect --kernels`: prints the kernels of an engine bundle and their predicted times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def show(
     measured: Path | None,
     page: Path | None,
 ) -> None:
-    """Predict the passes of a bundle and print them; with `page`, write them as a page too."""
+    """Predict a bundle's passes and print them. With `page`, also write an HTML page."""
     from canvasrt.roofline import rates
     from canvasrt.roofline.predict import Predictor
     from canvasrt.roofline.report import prediction_report
@@ -50,8 +50,7 @@ def show(
 
 
 def _usual_gpu(target: Json) -> str:
-    """Return the GPU to predict for. For a target with several capabilities, it has the first of
-    them."""
+    """Return the default GPU for predictions. For a target with several capabilities, a GPU of the first one."""
     from canvasrt.roofline.rates import GPUS
 
     name, capabilities = target.get("name", ""), target.get("compute_capability", "")

@@ -22,7 +22,7 @@ AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"
 
 
 def measure_servers(url: str, against: str | None, count: int, options: LoadOptions) -> None:
-    """Measure one server, or two in turns, in `count` rounds, and print the figures."""
+    """Measure one server, or two alternately, in `count` rounds, and print the figures."""
     sessions = _sessions(options.prompts, options.sessions)
     endpoints = _endpoints(url, against, options)
     with progress():

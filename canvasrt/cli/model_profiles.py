@@ -1,4 +1,4 @@
-"""`list-model-profiles`, `download-to-cache` and `create-model-store`, called as NIM calls them."""
+"""`list-model-profiles`, `download-to-cache` and `create-model-store`, with NIM's names and options."""
 
 from __future__ import annotations
 

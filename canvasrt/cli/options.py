@@ -17,12 +17,12 @@ _HOST_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 
 
 def argument(metavar: str, help: str) -> Any:
-    """Return an argument whose default, if any, the help does not show."""
+    """Return an argument. The help does not show its default."""
     return typer.Argument(metavar=metavar, show_default=False, help=help)
 
 
 def option(flags: str, metavar: str, help: str, **more: Any) -> Any:
-    """Return an option whose default the help does not show. `flags` are separated by commas."""
+    """Return an option. The help does not show its default. `flags` are separated by commas."""
     return typer.Option(*flags.split(", "), metavar=metavar, show_default=False, help=help, **more)
 
 
@@ -181,14 +181,14 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, show_default="every core", help="Number of CPU threads."),
 ]
-# Its callback tells `emit`, so no command has to pass it on.
+# The callback stores the choice for `emit`, so commands need not pass it on.
 AsJson = Annotated[
     bool, typer.Option("--json", callback=choose_json, help="Print the result as JSON.")
 ]
 
 
 def refuse(context: typer.Context, names: Collection[str], reason: str, hint: str) -> None:
-    """Refuse parameters that would have no effect: UsageError if one of `names` was given."""
+    """Raise UsageError if one of the parameters `names`, which would have no effect, was given."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and source is not None and source.name == "COMMANDLINE":
@@ -197,8 +197,7 @@ def refuse(context: typer.Context, names: Collection[str], reason: str, hint: st
 
 
 def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
-    """Return folders and weights of `--adapter DIR[=WEIGHT]`. UsageError for a weight that is not a
-    number."""
+    """Parse `--adapter DIR[=WEIGHT]` to folders and weights. Raises UsageError for a weight that is not a number."""
     found = []
     for value in values or ():
         folder, equals, weight = value.rpartition("=")
@@ -222,7 +221,7 @@ def _finite(text: str) -> float:
 
 
 def read_option(read: Callable[[], Any]) -> Any:
-    """Read an option's value. UsageError for a value that the stages refuse; the message begins with the option's name."""
+    """Parse an option's value. Raises UsageError for an invalid value; the message begins with the option's name."""
     try:
         return read()
     except CanvasError as error:
@@ -237,5 +236,5 @@ def is_url(subject: str) -> bool:
 
 
 def as_url(address: str) -> str:
-    """Return an address that `is_url` accepts with its scheme, which is http unless it names one."""
+    """Return an address that `is_url` accepts, with its scheme. The default scheme is http."""
     return address if "://" in address else f"http://{address}"

@@ -106,7 +106,7 @@ def make_package(
     options: PackageOptions,
     image: ImageOptions,
 ) -> dict[str, Any]:
-    """Write the package; return what to print about it."""
+    """Write the package; return the data to print."""
     from canvasrt.containers.image.build import IMAGE_FORMATS, write_image
     from canvasrt.containers.image.oci_layout import check_tag
     from canvasrt.containers.package import package as packages
@@ -132,7 +132,7 @@ def make_package(
 
 
 def package_lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield that as lines for a reader."""
+    """Yield the data of `make_package` as lines of text."""
     from canvasrt.containers.package import releases
 
     path, tag = data["path"], data["tag"]

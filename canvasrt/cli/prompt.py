@@ -1,4 +1,5 @@
-"""Options that `generate`, `infer` and `chat` share besides the sampler's: the prompt, the canvas, drafts and the time limit."""
+"""Options that `generate`, `infer` and `chat` share, except sampling: the prompt, the canvas, drafts and the time
+limit."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ AnswerTimeout = Annotated[
 
 @dataclass(frozen=True)
 class PromptInput:
-    """The prompt: `ids` if present, else `text`, as a chat unless it is `raw`."""
+    """The prompt: `ids` if present, else `text`. Unless `raw`, the text is wrapped in a chat."""
 
     text: str = ""
     ids: list[int] | None = None
@@ -66,9 +67,9 @@ class PromptInput:
 def read_prompt(
     text: str | None, ids: str | None = None, system: str | None = None, raw: bool = False
 ) -> PromptInput:
-    """Return the prompt from a command's arguments; `-` reads its text from stdin.
+    """Return the prompt from a command's arguments. `-` reads its text from stdin.
 
-    UsageError unless they name exactly one that is not empty.
+    Raises UsageError unless there is exactly one prompt and it is not empty.
     """
     if ids is not None:
         if text is not None or system is not None or raw:
@@ -87,7 +88,7 @@ def read_prompt(
 
 
 def read_stdin() -> str:
-    """Return the text on standard input. CanvasError if there is none."""
+    """Read text from standard input. Raises CanvasError if it is empty."""
     text = sys.stdin.read()
     if not text.strip():
         raise CanvasError("the prompt is empty", "give some text on standard input")
@@ -105,7 +106,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
-    """Parse the conditions of --canvas. UsageError for invalid ones, or with --infill."""
+    """Parse the conditions of --canvas. Raises UsageError if they are invalid, or combined with --infill."""
     if text is None:
         return None
     if infill is not None:

@@ -38,7 +38,7 @@ def quantize(
 ) -> None:
     """Quantize graphs with a recipe.
 
-    Recipes that round activations are calibrated on generations from prompts.
+    Recipes that quantize activations are calibrated: the model generates from prompts.
     """
     from canvasrt.extras import require
     from canvasrt.recipes.calibration import check_calibration
@@ -96,6 +96,6 @@ def _show(bundle: Bundle, recipe: str) -> None:
 
 
 def _named(idle: dict[str, list[int]], most: int = 3) -> str:
-    """Return the first few layers with their idle experts: `layers.3: 1, 5; …`."""
+    """Return the first layers with idle experts as text: `layers.3: 1, 5; …`."""
     named = [f"{layer}: {', '.join(map(str, experts))}" for layer, experts in idle.items()]
     return "; ".join(named[:most]) + ("; …" if len(named) > most else "")

@@ -13,17 +13,15 @@ from canvasrt.cli.field_options import with_options
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling_params import PARAMETERS, Parameter, SamplingParams, check_sampling
 
-# What errors call the parameters.
+# Parameter → its name in error messages.
 LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}
 
 
 def with_sampling(command: Callable[..., None], text_only: bool = False) -> Callable[..., None]:
-    """Give a command an option per sampling parameter, in place of its argument `sampling`.
+    """Replace a command's argument `sampling` by an option per sampling parameter.
 
-    A command that shows text alone (`text_only`) has no parameters that ask for anything else.
-
-    The command gets the given values by parameter name. UsageError for a value out of
-    range.
+    `text_only`: omit parameters that request additional output, for commands that only show text. The argument's value
+    is a mapping from parameter names to the given values. Raises UsageError for a value out of range.
     """
 
     def make(values: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +36,8 @@ def with_sampling(command: Callable[..., None], text_only: bool = False) -> Call
 
 
 def _argument(parameter: Parameter) -> inspect.Parameter:
-    """Return the option of one parameter. None stands for the checkpoint's default."""
-    # The option shows its default itself.
+    """Return the option of one parameter. None is the checkpoint's default."""
+    # The help shows the default separately.
     about = re.sub(r"; \S+ when absent(, )?", "; ", parameter.about).removesuffix("; ")
     default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)
     option = typer.Option(

@@ -46,7 +46,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
     settings = read_settings(
         _given({**given, "bundle": bundle, "as_json": as_json}), _given(_passthrough())
     )
-    choose_json(settings.as_json)  # the variable sets it, too
+    choose_json(settings.as_json)  # a variable may also set it
     checks.check_settings(settings)
     if settings.device is not None:
         use_gpu(settings.device)
@@ -71,12 +71,12 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by name; None also marks a `--json` that was not given."""
+    """Return options by name. Options that were not given are None, including `--json`."""
     return {**options, "as_json": options.get("as_json") or None}
 
 
 def _passthrough() -> dict[str, Any]:
-    """Return the options in NIM_PASSTHROUGH_ARGS, parsed like the command line."""
+    """Parse the options in NIM_PASSTHROUGH_ARGS like the command line."""
     from canvasrt.cli.app import parsed_command
 
     text = os.environ.get(PASSTHROUGH, "").strip()
@@ -93,7 +93,7 @@ def _passthrough() -> dict[str, Any]:
 
 
 def _show_build(found: Local) -> None:
-    """Build a checkpoint's engines, and show the progress on stderr."""
+    """Build a checkpoint's engines; show progress on stderr."""
     from canvasrt.containers.serve import local
 
     shown = console(stderr=True)
@@ -104,7 +104,7 @@ def _show_build(found: Local) -> None:
 
 
 def _unbuilt(found: Local) -> dict[str, Any]:
-    """Return a dry run's result for a checkpoint whose engines do not exist yet."""
+    """Return the result of a dry run for a checkpoint whose engines are not built yet."""
     return {
         "checkpoint": str(found.checkpoint),
         "target": found.target.name,
@@ -145,7 +145,7 @@ def _show_decisions(data: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> str:
-    """Return a setting as text for a reader."""
+    """Format a setting for the terminal."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     if isinstance(value, list):

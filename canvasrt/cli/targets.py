@@ -1,4 +1,4 @@
-"""`canvasrt targets`: lists what engines can be built for."""
+"""`canvasrt targets`: lists the targets of builds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def targets(as_json: options.AsJson = False) -> None:
 
 
 def _here(no_build: str, no_run: str) -> str:
-    """Return what this machine does with a target, or what it lacks to build for it."""
+    """Return whether this machine can build for a target and run its engines, or what it lacks to build."""
     if no_build:
         return no_build.partition(" (")[0]
     return "builds" if no_run else "runs"

@@ -1,5 +1,4 @@
-"""`canvasrt verify`: checks that a bundle is intact, and that it computes what its checkpoint
-does."""
+"""`canvasrt verify`: checks that a bundle is intact, and that its results match its checkpoint's."""
 
 from __future__ import annotations
 
@@ -208,7 +207,7 @@ def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
 
 
 def _draw_decisions(console: Any, read: dict[str, Any]) -> None:
-    """Print how good the probabilities are."""
+    """Print the measured quality of the probabilities."""
     from canvasrt.fidelity import reliability
 
     for each in reliability.reliability_sections(read):
@@ -217,8 +216,7 @@ def _draw_decisions(console: Any, read: dict[str, Any]) -> None:
 
 
 def _verify_image(path: Path, key: Path | None) -> None:
-    """Check an image that `canvasrt package` wrote: its layers, the package inside, and with `key`
-    who signed it."""
+    """Check an image that `canvasrt package` wrote: its layers, its package, and with `key` its signature."""
     from canvasrt.containers.image.verify import verify_image
 
     with progress():

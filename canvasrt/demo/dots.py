@@ -26,7 +26,7 @@ _SIDES = (72, 200)  # pixels
 
 @dataclass(frozen=True, eq=False)
 class Dots:
-    """A picture and the truth about it."""
+    """A picture and the right answers about it."""
 
     pixels: np.ndarray  # uint8 [height, width, 3]
     color: str

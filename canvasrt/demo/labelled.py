@@ -18,7 +18,7 @@ _OFF = (1, -1, 10)  # the errors of wrong sums
 
 
 def labelled(count: int, more: bool) -> list[dict[str, Any]]:
-    """Return `count` held-out sums and differences, each with wrong ones to choose from.
+    """Return `count` held-out sums and differences as questions with wrong options.
 
     With `more`, add the tasks of the second training phase: `count` cases of each task with known
     probabilities, and as many pictures, both asked with letters and bare.

@@ -1,4 +1,4 @@
-"""Tasks whose right probabilities are known: coins, odds, wheels, draws and comparisons."""
+"""Tasks with known probabilities: coins, odds, wheels, draws and comparisons."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ClosedQuestion:
 
 @dataclass(frozen=True)
 class Case:
-    """One situation: its description, and its possible outcomes.
+    """One situation with possible outcomes.
 
-    state: its description. ask: the question in a plain chat, if the state does not imply it.
+    state: the description. ask: the question in a plain chat, if the state does not imply it.
     outcomes: the answers of a plain chat; their probabilities add up to 1. key: decides the split.
     """
 
@@ -203,6 +203,6 @@ def draw_case(task: str, split: Split, rng: random.Random) -> Case:
 
 
 def cases(task: str, count: int) -> list[Case]:
-    """Return held-out cases, always the same. A few may repeat: some tasks have few of them."""
+    """Return held-out cases, which are deterministic. Tasks with few cases may repeat them."""
     rng = random.Random(f"{task}:held-out:0")
     return [draw_case(task, "held-out", rng) for _ in range(count)]

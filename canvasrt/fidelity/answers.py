@@ -1,4 +1,4 @@
-"""Compares both sides as users see them: whole generations with early stop, on the same prompts and noise."""
+"""Compares complete generations of bundle and reference, with early stop, on the same prompts and noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
-# Seeds of generations. The compared steps use seeds from 0.
+# First seed of generations. The step comparison uses seeds from 0.
 FIRST_SEED = 1_000
 BATCH = 4
 
@@ -33,7 +33,7 @@ def ask_questions(
     tokenizer: Tokenizer,
     questions: int,
 ) -> tuple[Json, Json]:
-    """Ask both sides `questions` held-out questions per demo task. Return marks, and the pace of all."""
+    """Ask both sides `questions` held-out questions per demo task. Return the shares of right answers, and the pace."""
     asked = [(task, question) for task in TASKS for question in spread(task, questions)]
     prompts = PromptSet("questions", chats(tokenizer, [question for _, question in asked]))
     pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS)
@@ -53,14 +53,14 @@ def ask_questions(
 
 
 def compare_pace(model: Model, reference: ReferenceModel, prompts: PromptSet) -> Json:
-    """Continue every prompt on both sides, up to the checkpoint's own number of tokens; return the pace."""
+    """Continue every prompt on both sides, up to the checkpoint's default number of tokens. Return the pace."""
     return pace(_generate(model, reference, prompts, None))
 
 
 def marks(right: Sequence[tuple[bool, bool]]) -> Json:
     """Return shares from 0 to 1 with 95% intervals: Wilson's per side, a paired one for the loss.
 
-    right: per question, whether the bundle's answer is right, and whether the reference's is.
+    right: by question, whether the bundle's and the reference's answers are right.
     """
     asked = len(right)
     counts = dict(zip(SIDES, map(sum, zip(*right, strict=True)), strict=True))
@@ -75,8 +75,8 @@ def marks(right: Sequence[tuple[bool, bool]]) -> Json:
 
 
 def pace(pairs: Sequence[Pair]) -> Json:
-    """Return each side's steps per block, and tokens per pass with those that end a sequence; and by what share the
-    bundle needs more steps per block."""
+    """Return both sides' steps per block, and tokens per pass, including end-of-sequence tokens; and the relative
+    growth of steps per block."""
     ours, theirs = zip(*pairs, strict=True)
     steps = [[sum(each.steps) for each in side] for side in (ours, theirs)]
     blocks = [sum(len(each.steps) for each in side) for side in (ours, theirs)]
@@ -106,7 +106,7 @@ def _generate(
     prompts: PromptSet,
     max_new_tokens: int | None,
 ) -> list[Pair]:
-    """Return each prompt's result from the bundle and from the reference, under the same noise."""
+    """Return the results of bundle and reference by prompt, under the same noise."""
     requests = [
         Request(
             tokens,

@@ -1,5 +1,5 @@
-"""Whether probabilities are right: expected calibration error, Brier score, reliability, and the
-temperatures that make them so."""
+"""Measures whether probabilities are calibrated: expected calibration error, Brier score, reliability, and best
+temperatures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _COLDEST, _HOTTEST, _ROUNDS = 0.05, 20.0, 40
 class Scored:
     """One answered question.
 
-    draws: its probabilities, [samples, options]. right: how right each option is, [options]: 1 for
-    the right one, or the known probability of each.
+    draws: the probabilities, [samples, options]. right: [options], the known probabilities; without these, 1 for the
+    right option and 0 for others.
     """
 
     type: str
@@ -39,15 +39,15 @@ class Scored:
 
     @property
     def known(self) -> bool:
-        """Whether `right` is more than one observed answer."""
+        """Whether `right` are known probabilities and not one right answer."""
         return bool(((self.right > 0) & (self.right < 1)).any())
 
 
 def summary(scored: Sequence[Scored]) -> Json:
     """Return counts, errors and the reliability of answers.
 
-    `brier_at_best` is the Brier score of the right probabilities themselves, which is above 0 only
-    where those are known and neither 0 nor 1.
+    `brier_at_best` is the Brier score of the right probabilities. It is only above 0 for known probabilities between 0
+    and 1.
     """
     means = [_mean(each, 1.0) for each in scored]
     shares = np.array([mean[each.event] for each, mean in zip(scored, means, strict=True)])
@@ -90,8 +90,8 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
-    """Return the error that exactly right probabilities would show by chance with so few questions:
-    mean and 95th percentile over simulated answers. It is 0 for known probabilities."""
+    """Return the calibration error of perfect probabilities by chance for this number of questions: mean and 95th
+    percentile over simulated answers. It is 0 for known probabilities."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):
@@ -130,7 +130,7 @@ def _mean(scored: Scored, temperature: float) -> np.ndarray:
 
 
 def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return the temperature of each type of question that gives the answers the least log loss."""
+    """Return, by type of question, the temperature with the least log loss."""
     found = {}
     for kind in TYPES:
         own = [each for each in scored if each.type == kind]
@@ -140,8 +140,8 @@ def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
-    """Return the answers at temperatures that were fitted without them: each half of a type and
-    group takes those of the other half."""
+    """Return the answers at cross-fitted temperatures: each half of a type and group uses temperatures fitted on the
+    other half."""
     halves = _halves(scored)
     found: list[Scored | None] = [None] * len(scored)
     for half in (0, 1):
@@ -155,8 +155,8 @@ def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def _halves(scored: Sequence[Scored]) -> list[int]:
-    """Return 0 and 1 in turns within each type and group, so both halves hold every kind even if a
-    file repeats them regularly."""
+    """Return alternating 0 and 1 within every type and group, so that both halves contain all kinds even if a file
+    repeats them regularly."""
     counts: Counter[tuple[str, str]] = Counter()
     found = []
     for each in scored:

@@ -1,4 +1,4 @@
-"""Records the inputs and outputs of each reference layer, pass by pass."""
+"""Records the inputs and outputs of all reference layers, pass by pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class CapturedPass:
 def captured(
     reference: ReferenceModel, row: ReferenceRow, phase: PassKind, into: list[CapturedPass] | None
 ) -> Iterator[None]:
-    """Record the one pass of `row` that runs inside, and append it to `into`. If that is None, do nothing."""
+    """Record the single pass of `row` that runs inside the `with` block, and append it to `into`. If `into` is None, do
+    nothing."""
     if into is None:
         yield
         return
@@ -100,5 +101,5 @@ def _new(seen: CapturedPass, append: Any, cache: Any, keys: Any, values: Any) ->
 
 
 def _copy(tensor: Any) -> np.ndarray:
-    # Layers scale their result in place.
+    # Copied, because layers scale their result in place.
     return tensor.detach().numpy().copy()

@@ -1,5 +1,5 @@
-"""Compares denoising steps: both sides get the reference's canvases, and each conditions on its own
-last step."""
+"""Compares denoising steps. Both sides get the reference's canvases; each is self-conditioned on its own previous
+step."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 
 COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
-# The number of captured prompts. Of each, the encoding is captured, and the first, middle and last
-# step.
+# Number of prompts to capture: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
-# An acceptance bound below zero accepts nothing, so the head's next canvas is the given noise.
+# With an acceptance bound below zero, nothing is accepted, so the head's next canvas is the given noise.
 NOTHING = -1.0
-# How many positions' logits are widened to float64 at a time: 32 MB for the released model.
+# Positions whose logits are converted to float64 at a time: 32 MB for the released model.
 _POSITIONS = 16
 
 
 @dataclass
 class StepSeries:
-    """The measurements of one or more steps, by position. Without logits there is no divergence."""
+    """The measurements of one or more steps, by position. Without logits, there is no divergence."""
 
     kl: Series = field(default_factory=Series)
     same: Series = field(default_factory=Series)
@@ -96,7 +95,7 @@ class Steps:
 
 
 def phase_of(index: int, count: int) -> str:
-    """Return which third of the trajectory step `index` of `count` is in."""
+    """Return the third of the trajectory that contains step `index` of `count`."""
     return PHASES[index * len(PHASES) // count]
 
 
@@ -174,7 +173,7 @@ def _compare_head(
     given: DenoiseInput,
     steps: Steps,
 ) -> None:
-    """Run the head on the end of the reference's captured pass."""
+    """Run the head on the last layer's output of a captured reference pass."""
     feeds = {
         "hidden": steps.passes[-1].out,
         "temperature": np.array([given.temperature], np.float32),

@@ -29,13 +29,13 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
 DEMO_QUESTIONS = "demo"
-_DEMO_CASES = 140  # per task
+_DEMO_CASES = 140  # number of cases per task
 _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How questions are read: draws of noise, steps per read, and the first seed."""
+    """How questions are read: number of noise samples, steps per read, and the first seed."""
 
     samples: int = 1
     steps: int = 1
@@ -48,10 +48,10 @@ def measure_decisions(
     reading: ReadSettings,
     fitted: bool = False,
 ) -> Json:
-    """Return how good a bundle's probabilities are for the questions of a file, or of the demo.
+    """Measure a bundle's probabilities on the questions of a file or of the demo.
 
-    With `fitted`, also return temperatures by type and their effect: each half of the questions is
-    measured at the temperatures of the other half. CanvasError names what is wrong with the file.
+    With `fitted`, also return temperatures by type and their effect: each half of the questions is measured at
+    temperatures that were fitted on the other half. Raises CanvasError, which says what is wrong with the file.
     """
     items = _of_demo(bundle) if file == DEMO_QUESTIONS else read_labelled(Path(file))
     scored = _answers(bundle, file, items, reading)
@@ -71,14 +71,14 @@ def measure_decisions(
 
 
 def _of_demo(bundle: Bundle) -> list[Json]:
-    """Return the demo's questions; those of its second phase only if the model has its trained
-    tower."""
+    """Return the demo's questions. Questions of the second training phase are only included if the model has the
+    trained vision tower."""
     vision = bundle.manifest.model.vision or {}
     return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 
 
 def _by_part(scored: Sequence[Scored]) -> Json:
-    """Return the measurements of all questions, of each type, and of each group."""
+    """Return the measurements of all questions, and by type and group."""
     types = [kind for kind in TYPES if any(each.type == kind for each in scored)]
     groups = list(dict.fromkeys(each.group for each in scored if each.group))
     return {
@@ -132,7 +132,7 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
 def _answers(
     bundle: Bundle, file: str, items: Sequence[Json], reading: ReadSettings
 ) -> list[Scored]:
-    """Ask every question; item i is read with seed `seed + i`. All are checked before the first is asked."""
+    """Ask every question. Item i is read with seed `seed + i`. All questions are checked before the first is asked."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
 
     def request(number: int) -> tuple[Ask, list[np.ndarray], DecisionRequest]:
@@ -151,7 +151,7 @@ def _answers(
     found: dict[int, list[Scored]] = {}
     while len(found) < len(items):
         progress.report("asking labelled questions", len(found), len(items))
-        # Decoded images are large, so few requests wait.
+        # Only few requests are prepared ahead, because decoded images are large.
         for number in islice(left, 2 * generator.max_batch - len(pending)):
             ask, right, made = request(number)
             pending[generator.add(made, is_checked=True)] = number, ask, right
@@ -200,7 +200,8 @@ def _request(
 
 
 def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndarray:
-    """Return how right each option is: 1 for the `answer`, or the known `probabilities`.
+    """Return the options' probabilities of being right: 1 for the `answer` and 0 for others, or the known
+    `probabilities`.
 
     The answer is true or false for a predicate, a value for a choice, and a label for a score.
     """

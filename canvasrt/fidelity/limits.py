@@ -9,7 +9,7 @@ from typing import Any
 from canvasrt.formats import weight_limits
 from canvasrt.types import Json
 
-# For fp32 graphs. Differences come only from the order of sums.
+# For fp32 graphs, in which only the order of sums differs.
 FP32 = {
     "argmax_agreement": 0.999,
     "entropy_error_mean": 1e-3,
@@ -28,13 +28,13 @@ LIMIT_NAMES = {
     "entropy_error_mean": "mean error of the entropy, nats",
     "layer_error": "worst layer, relative error",
 }
-# All others are upper limits.
+# The measures with lower limits; all others have upper limits.
 AT_LEAST = ("argmax_agreement",)
 
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One limit. `measured` is None if this run could not measure it; the check does not fail then."""
+    """One limit. `measured` is None if this run could not measure it; then the check does not fail."""
 
     name: str
     what: str
@@ -92,7 +92,7 @@ def _layer_error(layer: Json) -> float:
 
 
 def _weights(report: Json) -> Iterator[LimitCheck]:
-    """Yield a check of the worst matrix per format; stacked experts count one by one."""
+    """Yield a check of the worst matrix by format. Stacked experts count individually."""
     matrices = report.get("weights") or []
     kinds = {each["name"]: "kept" if each["kept"] else each["format"] for each in matrices}
     errors = [(each["error"], each["name"]) for each in matrices if ".experts." not in each["name"]]

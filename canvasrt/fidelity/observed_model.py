@@ -1,6 +1,6 @@
-"""Looks inside a bundle's graphs: edited copies of them, in memory, with extra inputs and outputs.
+"""Observes values inside a bundle's graphs, by edited copies in memory with additional inputs and outputs.
 
-Works only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be read.
+Only works with ONNX Runtime, because TensorRT engines do not expose internal values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOGITS = "logits"
 class ObservingBackend(OrtBackend):
     """ONNX Runtime with the head's logits as an extra output, and access to every segment.
 
-    streamed: keep only the segment that runs in memory; the next one takes its place.
+    streamed: keep only the running segment in memory.
     """
 
     def __init__(self, work: int, streamed: bool = False) -> None:
@@ -52,7 +52,7 @@ class ObservingBackend(OrtBackend):
         return opened
 
     def open_graph(self, name: str, model: ModelProto, folder: Path) -> Any:
-        """Open a graph that exists only in memory; its weights are files in `folder`."""
+        """Open a graph from memory. Its weights are files in `folder`."""
         graph = model.SerializeToString()
         if not self._streamed:
             return self.open_bytes(name, graph, folder)
@@ -67,7 +67,7 @@ class ObservingBackend(OrtBackend):
         )
 
     def _take(self, open_it: Callable[[], OrtSegment], segment: OnDemand) -> OrtSegment:
-        """Open a segment after closing the open one."""
+        """Close the open segment, and open another one."""
         if self._current is not None:
             self._current.close()
         self._current = segment
@@ -116,7 +116,7 @@ class ObservedHead:
 
 
 class ObservedModel:
-    """A bundle as users run it. If ONNX Runtime runs it, its logits and segments are visible too."""
+    """A bundle as users run it. If ONNX Runtime runs it, logits and segments can be observed."""
 
     def __init__(self, bundle: Bundle, streamed: bool = False) -> None:
         self.bundle = bundle
@@ -139,7 +139,7 @@ class ObservedModel:
             self.head.watch = False
 
     def layers(self, segment: Mapping[str, Any]) -> OrtSegment | OnDemand:
-        """Open a body segment that is cut at every layer: see `cut_layers`."""
+        """Open a body segment that is cut at every layer; see `cut_layers`."""
         assert self.backend is not None
         file = self.bundle.file(segment["file"])
         model = cut_layers(_load(file), len(segment["layers"]))
@@ -147,8 +147,8 @@ class ObservedModel:
 
 
 def with_logits(model: ModelProto) -> ModelProto:
-    """Return a head that also outputs its logits: the value that the temperature divides, or in a shortened sampler, the value
-    that the factor multiplies, times the cap in that factor."""
+    """Return a head with the logits as an additional output. These are the operand of the division by the temperature,
+    or in a shortened sampler, the operand of the multiplication by cap / temperature, times the cap."""
     from onnx import TensorProto, helper
 
     divisions = [node for node in model.graph.node if node.op_type == "Div"]
@@ -167,7 +167,7 @@ def with_logits(model: ModelProto) -> ModelProto:
 
 
 def _comes_from(graph: GraphProto, value: str, name: str) -> bool:
-    """Return whether a value is an input of the graph in another shape."""
+    """Return whether a value is the graph's input, possibly reshaped."""
     producers = {output: node for node in graph.node if node.input for output in node.output}
     while value in producers:
         value = producers[value].input[0]
@@ -177,8 +177,8 @@ def _comes_from(graph: GraphProto, value: str, name: str) -> bool:
 def cut_layers(model: ModelProto, count: int) -> ModelProto:
     """Return a body segment of `count` layers, cut at every layer.
 
-    Each layer k but the first reads an input `hidden_k`, and each but the last has an output
-    `hidden_out_k`. So one run computes every layer on its own given input.
+    Layers k > 0 read an input `hidden_k`, and all but the last write an output `hidden_out_k`. So one run computes
+    every layer on a given input.
     """
     from onnx import TensorProto, helper
 

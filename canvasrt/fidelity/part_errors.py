@@ -25,10 +25,9 @@ ByPhase = dict[str, RelativeError]
 def part_errors(
     observed: ObservedModel, passes: Sequence[CapturedPass]
 ) -> tuple[list[Json], list[Json]]:
-    """Run every body segment on the inputs of the reference's layers in `passes`, as a whole and
-    layer by layer.
+    """Run the body segments, as a whole and layer by layer, on the reference's inputs in `passes`.
 
-    Return one error per phase for each segment's outputs, and for each layer.
+    Return the errors by segment and by layer, one per phase.
     """
     assert observed.backend is not None
     assert isinstance(observed.model, HostModel)
@@ -41,7 +40,7 @@ def part_errors(
         errors = {name: _phases() for name in ("hidden_out", "keys", "values")}
         each = [_phases() for _ in held]
         whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
-        # One after the other: a streamed segment is opened once for all passes.
+        # Segment by segment, so that a streamed segment is opened once for all passes.
         for seen in passes:
             _compare_segment(whole, _feeds(seen, observed.model, held), seen, held, errors)
         for seen in passes:
@@ -106,7 +105,7 @@ def _feeds(seen: CapturedPass, model: HostModel, layers: Sequence[int]) -> Array
     return {
         "hidden": hidden,
         **model.geometry.complete(given),
-        # Room for every token at one expert: nothing overflows.
+        # One slot per token in every expert, so that none can overflow.
         **expert_slots(count, config.num_experts),
     }
 

@@ -45,13 +45,13 @@ def is_demo(checkpoint: Path) -> bool:
 def prompts_for(
     checkpoint: Path, tokenizer: Tokenizer | None, config: ModelConfig, room: int
 ) -> PromptSet:
-    """Return prompts that suit a checkpoint. `room` is the most tokens per prompt."""
+    """Return prompts for a checkpoint. `room` is the maximum number of tokens per prompt."""
     if tokenizer is not None and tokenizer.has_template:
         if is_demo(checkpoint):
             asked = [each for task in TASKS for each in spread(task, QUESTIONS_A_TASK)]
             return PromptSet("questions", chats(tokenizer, asked))
         return PromptSet("texts", [each[-room:] for each in chats(tokenizer, TEXTS)])
-    # Short ones, and ones that the sliding window cuts off.
+    # Short prompts, and prompts that exceed the sliding window.
     lengths = [min(8, room), min(config.sliding_window + 8, room)]
     randoms = [np.random.default_rng(seed) for seed in range(RANDOM_PROMPTS)]
     return PromptSet(
@@ -64,7 +64,7 @@ def prompts_for(
 
 
 def spread(task: str, count: int) -> list[str]:
-    """Return `count` held-out questions of a task, evenly spaced; if there are fewer, they repeat."""
+    """Return `count` evenly spaced held-out questions of a task. If there are fewer, they are repeated."""
     held_out = questions(task)
     if count >= len(held_out):
         return (held_out * (count // len(held_out) + 1))[:count]

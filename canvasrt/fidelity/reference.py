@@ -1,7 +1,6 @@
-"""transformers' model in fp32, run by our own generator: noise, sampler and early stop equal a
-bundle's.
+"""transformers' model in fp32, run by our own generator with a bundle's noise, sampler and early stop.
 
-Only the network is the reference's, so two generations can be compared question by question.
+Only the network differs, so generations can be compared question by question.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ class ReferenceRow:
 
 
 class ReferenceModel:
-    """The model that `canvasrt.runtime.generator` needs, computed by transformers.
+    """A model for `canvasrt.runtime.generator` that transformers computes.
 
-    The hidden states passed from step to step are the canvas itself here, int64 `[canvas]`.
+    The hidden states that are passed from step to step are the canvas here, int64 `[canvas]`.
     """
 
-    quantum = sys.maxsize  # passes: no request makes room for another before its end
+    quantum = sys.maxsize  # passes per turn: requests are never parked
 
     def __init__(self, checkpoint: Path, streamed: bool = False) -> None:
-        """Load a checkpoint, or with `streamed` each layer when it runs."""
+        """Load a checkpoint; with `streamed`, every layer only when it runs."""
         require("torch", REFERENCE_EXTRA)
         require("transformers", REFERENCE_EXTRA)
         import torch
@@ -57,12 +56,12 @@ class ReferenceModel:
 
         logging.disable_progress_bar()
         self.config, self.sampler = ModelConfig.from_checkpoint(checkpoint)
-        # A request keeps its logits between steps, and a step needs several arrays of that size, at
-        # most 256 MB each.
+        # Requests per pass are limited by memory: a request keeps its logits between steps, and a step needs several
+        # arrays of the same size, of at most 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
-        self.prefill_chunk = self.max_context  # a prompt is encoded in one piece
+        self.prefill_chunk = self.max_context  # prompts are encoded in one chunk
         self._torch, self._new_cache = torch, DynamicCache
         if streamed:
             from canvasrt.fidelity.streamed import streamed_module

@@ -26,7 +26,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
 WORST = 5
-# For a streamed model, which is read from the disk once per pass: a short prompt and a long one.
+# Prompts for a streamed model, which is read from disk once per pass: a short and a long one.
 STREAMED_PROMPTS = 2
 
 
@@ -37,10 +37,9 @@ def measure_quality(
 ) -> Json:
     """Return the report as JSON.
 
-    If the checkpoint answers the demo's questions, `questions` are asked per task; 0 skips free
-    generation. A model that does not fit in memory is streamed, one segment or layer at a time: a
-    few prompts and steps, and no free generation. Raises CanvasError when the bundle cannot run
-    here, or when the checkpoint has another shape.
+    If the checkpoint answers the demo's questions, `questions` are asked per task; 0 skips free generation. A model
+    that does not fit in memory is streamed, one segment or layer at a time, with few prompts and steps and no free
+    generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
     config, _ = ModelConfig.from_checkpoint(checkpoint)
     if config != bundle.manifest.model:
@@ -75,10 +74,8 @@ def measure_quality(
 
 
 def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
-    """Return whether both sides are read a part at a time.
-
-    They are if the model does not fit in this machine's memory in fp32, or if the checkpoint is
-    quantized.
+    """Return whether both sides are streamed: if the model in fp32 exceeds this machine's memory, or if the checkpoint
+    is quantized.
     """
     whole = 4 * sum(parameters(config).values())
     return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None
@@ -98,7 +95,7 @@ def _check_runs_here(bundle: Bundle) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON lacks by null; the verdicts stay."""
+    """Replace NaN and infinity, which JSON lacks, by null. Verdicts are unchanged."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -107,7 +104,7 @@ def finite(value: Any) -> Any:
 
 
 def failures(report: Json) -> str:
-    """Return the limits that a report exceeds, in words."""
+    """Return text about the limits that a report exceeds."""
     return "; ".join(
         f"{each['what']}{' (' + each['where'] + ')' if each['where'] else ''}: {each['measured']:.4g},"
         f" {'at least' if each['at_least'] else 'at most'} {each['limit']:g}"
@@ -136,7 +133,8 @@ def _tokenizer(bundle: Bundle) -> Tokenizer | None:
 
 
 def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
-    """Return the errors of segments, layers, matrices and experts; None for engines that cannot be read."""
+    """Return the errors of segments, layers, matrices and experts; None for engines, whose internal values cannot be
+    read."""
     if observed.backend is None:
         return dict.fromkeys(("segments", "head", "layers", "weights", "experts", "worst"))
     segments, layers = part_errors(observed, steps.passes)

@@ -15,13 +15,13 @@ _PART = 1 << 22
 
 @dataclass
 class RelativeError:
-    """‖found − expected‖ / ‖expected‖ over everything added, in the Euclidean norm."""
+    """‖found − expected‖ / ‖expected‖ over all added arrays, in the Euclidean norm."""
 
     off: float = 0.0
     size: float = 0.0
 
     def add(self, found: np.ndarray, expected: np.ndarray) -> None:
-        """Add two arrays of one shape. Sums run in float64, in pieces."""
+        """Add two arrays of equal shape. Sums are computed in float64, in pieces."""
         if found.shape != expected.shape:
             raise ValueError(f"shapes {found.shape} and {expected.shape} differ")
         ours, theirs = found.reshape(-1), expected.reshape(-1)
@@ -32,8 +32,8 @@ class RelativeError:
 
     @property
     def value(self) -> float:
-        """The error. If all expected numbers are zero, it is 0 for an exact match, else infinite.
-        NaN counts as infinite."""
+        """The relative error. If all expected numbers are zero, it is 0 for an exact match, else infinite. NaN counts
+        as infinite."""
         if self.size == 0:
             return math.inf if self.off else 0.0
         error = math.sqrt(self.off / self.size)

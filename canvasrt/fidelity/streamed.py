@@ -23,13 +23,13 @@ from canvasrt.export.weights import ENCODER, Weight, parts_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The output projection is the table; the encoder's and decoder's other shared weights have names of their own.
+# The output projection is tied to the table. Other weights that encoder and decoder share have different names.
 _SHARED = {"lm_head.weight": f"{DECODER}.embed_tokens.weight"}
 _VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
 
 def streamed_module(path: Path) -> Any:
-    """Load a checkpoint in fp32. Layers are loaded when they run, the vision tower never."""
+    """Load a checkpoint in fp32. Layers are loaded when they run; the vision tower is not loaded."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     checkpoint = Checkpoint(path)
@@ -65,7 +65,8 @@ def streamed_module(path: Path) -> Any:
 
 
 def read_wide(checkpoint: Checkpoint, name: str, wide: Tensor) -> None:
-    """Read a parameter of transformers' model into float32 `wide`, in whatever form the checkpoint stores it."""
+    """Read a parameter of transformers' model into the float32 tensor `wide`, from any form that the checkpoint
+    stores."""
     shape, flat, first = wide.shape, wide.view(-1), 0
     for part in wide_rows(checkpoint, (name,), tuple(shape)):
         flat[first : first + part.numel()] = part.reshape(-1)
@@ -83,7 +84,7 @@ def wide_rows(
 
 
 def held_format(checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]) -> str | None:
-    """Return the format of the codes that a checkpoint stores for a weight; None if it stores plain values."""
+    """Return the format in which a checkpoint stores a weight quantized; None for plain values."""
     weight = _weight(checkpoint, parts, shape)
     held = read_int4(weight) or read_codes(weight)
     return held.form.format if held else None
@@ -100,9 +101,9 @@ def _stream(
     checkpoint: Checkpoint,
     room: dict[tuple[str, torch.Size], Tensor],
 ) -> None:
-    """Have a layer read its weights before it runs, and drop them afterwards.
+    """Make a layer read its weights before it runs, and drop them afterwards.
 
-    One layer runs at a time, so all share the memory in `room`: allocating it costs as much as filling it.
+    Layers run one at a time, so all share the memory in `room`, because allocating memory costs as much as filling it.
     """
     empty = dict(layer.named_parameters())
 
@@ -127,7 +128,7 @@ def _stream(
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter, of another device or size if need be."""
+    """Replace a parameter, whose device or size may change."""
     owner, _, last = name.rpartition(".")
     parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
     module.get_submodule(owner)._parameters[last] = parameter
@@ -135,7 +136,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Create the parameters of modules inside the block without data; buffers keep theirs."""
+    """Inside the `with` block, create modules' parameters without data. Buffers have data."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

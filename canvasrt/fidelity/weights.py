@@ -1,4 +1,4 @@
-"""The distance of a bundle's weights from the checkpoint's, by matrix and by expert."""
+"""Measures the errors of a bundle's weights against the checkpoint's, by matrix and by expert."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def weight_errors(
             matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
     matrices += _table(bundle, checkpoint)
     if "checkpoint_quantization" not in bundle.manifest.options:
-        # A weight that was dequantized and quantized again has other codes.
+        # A weight that was dequantized and quantized again has different codes.
         matrices = [each | {"kept": False} for each in matrices]
     report("comparing weights", len(config.layers), len(config.layers))
     return matrices, experts
@@ -120,7 +120,7 @@ class _Weights:
         self._all = ir.load(file).graph.initializers
 
     def is_matrix(self, name: str) -> bool:
-        """Return whether a weight is a matrix rather than a norm's vector."""
+        """Return whether a weight is a matrix, and not a norm's vector."""
         return name + CODES in self._all or self.array(name).ndim > 1
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class _Weights:
         return lowbits.scaled(lowbits.numbers_of(INT8, codes), scale, None, None)
 
     def projection(self, rows: slice) -> np.ndarray:
-        """Return rows of the table that the products see, in float32."""
+        """Return rows of the table's quantized copy for products, in float32."""
         return np.array(self.array(PROJECTION)[rows], np.float32)
 
     def _count(self, name: str) -> int:
@@ -208,7 +208,7 @@ def _pairs(
 def _experts(
     graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[CapturedPass]
 ) -> tuple[list[Json], dict[str, RelativeError]]:
-    """Compare the experts of a layer: each one, and all of them by matrix."""
+    """Compare the experts of a layer individually, and all of them by matrix."""
     stored = f"{DECODER}.layers.{layer}.experts"
     both = [
         _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])

@@ -1,4 +1,5 @@
-"""Graphs in the form that ONNX Runtime runs fastest on a CPU: rows sorted by expert, INT4 products, layers in fewer nodes."""
+"""Rewrites graphs to the form that ONNX Runtime runs fastest on a CPU: rows sorted by expert, INT4 products, layers in
+fewer nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from canvasrt.graphs.table import split_table
 
 
 def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[Path], Path]:
-    """Rewrite graph files. Move the nodes of `bodies`, some of these files, that depend on positions alone into a new graph.
+    """Rewrite graph files. In `bodies`, a subset of the files, nodes that only depend on positions are moved to a new
+    graph.
 
     Weights stay in their files. Return the rewritten files and the new one.
     """
@@ -26,7 +28,7 @@ def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[
     geometry = bodies[0].with_name(f"{GEOMETRY}.onnx")
     ir.save(split_geometry([models[file] for file in bodies]), geometry)
     for file in rewritten:
-        # It may be a link to the graph bundle's file, which must not change.
+        # The file may be a link to the graph bundle's file, which must not change.
         file.unlink()
         ir.save(models[file], file)
     return rewritten, geometry

@@ -46,7 +46,7 @@ def replace(old: ir.Value, new: ir.Value) -> None:
 
 
 def drop_unused(model: ir.Model) -> None:
-    """Remove the nodes and weights that no output needs any more."""
+    """Remove the nodes and weights that no output depends on."""
     RemoveUnusedNodesPass()(model)
 
 
@@ -121,7 +121,7 @@ def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
 def part(
     graph: ir.Graph, whole: ir.Value, name: str, shape: Sequence[int], first: int = 0
 ) -> ir.Value:
-    """Add an initializer over the same bytes as another, from index `first` of its first axis on."""
+    """Add an initializer that shares the bytes of another one, starting at index `first` of the first axis."""
     tensor = whole.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     row = tensor.nbytes // tensor.shape.numpy()[0]

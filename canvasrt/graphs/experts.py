@@ -1,4 +1,4 @@
-"""Experts for a CPU: an expert multiplies exactly the rows routed to it.
+"""Experts for a CPU, which only multiply the rows that are routed to them.
 
 The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time,
 and ONNX Runtime packs only constant matrices ahead, which doubled the measured throughput.

@@ -1,6 +1,6 @@
-"""Moves masks, rotations and sizes, which depend on positions alone, into a graph that runs once per block.
+"""Moves masks, rotations and sizes, which only depend on positions, to a graph that runs once per block.
 
-In a small model, a quarter of a body's nodes compute them, in every pass.
+In a small model, a quarter of a body's nodes compute these values in every pass.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FIXED = ("positions", "groups", "causal", "past_positions_")
 
 
 def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
-    """Move all nodes of body graphs that depend on positions alone into one graph, and return it.
+    """Move all nodes of body graphs that only depend on positions to one graph, and return it.
 
-    Bodies are rewritten in place. They read its values as inputs of the same names, so bodies share equal values, and take
-    cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
+    Bodies are rewritten in place. They read the new graph's values as inputs; equal values have equal names, so bodies
+    share them. They take cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
     """
     geometry = _Geometry()
     taken = [geometry.take(body.graph) for body in bodies]
@@ -50,7 +50,7 @@ def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
 
 
 class _Geometry:
-    """The nodes so far. Equal ones of several bodies are one."""
+    """The new graph. Equal nodes of several bodies are merged."""
 
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []
@@ -182,7 +182,7 @@ def _read_geometry(body: ir.Model, values: dict[ir.Value, ir.Value]) -> None:
     graph = body.graph
     given: dict[str, ir.Value] = {}
     for value, there in values.items():
-        assert not value.is_graph_output(), "a body returns what positions decide"
+        assert not value.is_graph_output(), "a body returns a value that only depends on positions"
         name = str(there.name)
         known = ir.Value(name=name, type=there.type, shape=there.shape)
         value.replace_all_uses_with(given.setdefault(name, known))

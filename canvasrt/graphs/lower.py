@@ -1,4 +1,4 @@
-"""Graphs for ONNX Runtime on a CPU: everything in float32, rounded exactly as in the quantized graph.
+"""Lowers graphs for ONNX Runtime on a CPU: all values are float32, and rounded exactly as in the quantized graph.
 
 A CPU multiplies neither bfloat16 nor most quantized formats. The lowered graph holds dequantized weights and rounds activations to the
 same grid in the same places. INT4 weights stay packed behind a function that `nbits` replaces by the operator that
@@ -31,7 +31,7 @@ _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# Numbers widened at a time.
+# Numbers converted to float32 at a time.
 _PIECE = 1 << 22
 
 
@@ -185,8 +185,8 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Rounding is by row, so it moves before a gather: there are fewer rows there, and the experts
-    keep the form that `experts.split_experts` expects.
+    Rounding is independent per row, so it is moved before gathers. There are fewer rows there, and the experts keep the
+    form that `experts.split_experts` expects.
     """
     for node in list(graph):
         kind = _quantizes_to(node)

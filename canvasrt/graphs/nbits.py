@@ -1,7 +1,7 @@
-"""INT4 products on a CPU: ONNX Runtime's MatMulNBits reads a lowered graph's codes and scales as they are.
+"""INT4 products on a CPU with ONNX Runtime's MatMulNBits, which uses a lowered graph's codes and scales unchanged.
 
-Its weight is `[out, in / block, block / 2]` bytes of two unsigned codes, the first in the low bits: the lowered
-graph's bytes, reshaped into blocks.
+Its weight is `[out, in / block, block / 2]` bytes of two unsigned codes, the first in the low bits. These are the
+lowered graph's bytes, reshaped into blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from canvasrt.graphs.edit import (
 )
 from canvasrt.graphs.names import UNPACK
 
-# Accuracy levels. Inputs in int8 halve the time of a product with few rows, and gain nothing for a whole canvas.
+# Accuracy levels. int8 inputs halve the time of a product with few rows, but do not help for a whole canvas.
 ACCURACY_EXACT, ACCURACY_INT8 = 0, 4
 
 

@@ -34,7 +34,7 @@ def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
 
 
 class _Body:
-    """A function's nodes; its inputs are a tensor `x` and what scales it."""
+    """The nodes of a function, whose inputs are a tensor `x` and its scale."""
 
     def __init__(self) -> None:
         self.x, self.scale = ir.Value(name="x"), ir.Value(name="scale")
@@ -66,8 +66,8 @@ class _Body:
         return self._nearest_float(value, codes)
 
     def _nearest_float(self, value: ir.Value, codes: Codes) -> ir.Value:
-        """Round in steps that double with the exponent: ½ below 2, 1 below 4, then 2 for E2M1. ONNX Runtime casts to no
-        4-bit float; its `Round` takes ties to even."""
+        """Round in steps that double with the exponent: for E2M1 ½ below 2, 1 below 4, then 2. ONNX Runtime cannot cast
+        to 4-bit floats; its `Round` rounds ties to even."""
         every = lowbits.values_of(codes)
         numbers = every[: len(every) // 2]
         steps = np.diff(numbers)
@@ -96,8 +96,8 @@ def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
 
 
 def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round each block by its own scale, the nearest to its largest magnitude over the codes' largest. If that scale is
-    0, so is the block."""
+    """Round every block with its own scale: the format's nearest to the block's largest magnitude divided by the
+    largest code. If the scale is 0, the block is 0."""
     codes = format.block_scales
     assert codes is not None
     shape = body.add("Shape", body.x)

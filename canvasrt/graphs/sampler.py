@@ -1,8 +1,8 @@
-"""A CPU's sampler, in fewer sweeps over the vocabulary.
+"""Rewrites the sampler for a CPU, with fewer sweeps over the vocabulary.
 
-The exported form keeps unnormalised probabilities, which suits 16 bits. In float32, normalised ones need no sums of
-their own, and ONNX Runtime's LogSoftmax works row by row in the cache. The softcap and the temperature become one factor
-before the tanh, on hidden states, and one after it.
+The exported form has unnormalised probabilities, which suits 16 bits. In float32, normalised probabilities need no
+separate sums, and ONNX Runtime's LogSoftmax processes rows in the cache. Softcap and temperature become one factor
+before the tanh, on hidden states, and one factor after it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ _CHAIN = ("Exp", "Sub", "Div", "Mul", "Tanh", "Div")
 
 
 def shorten_sampler(model: ir.Model) -> bool:
-    """Rewrite a head graph in place. Only the rounding of what it computes changes.
+    """Rewrite a head graph in place. Only rounding errors of results change.
 
-    Return False for graphs without a sampler, and for those that round probabilities to a format, which expects unnormalised
-    ones.
+    Return False for graphs without a sampler, and for graphs that quantize probabilities, which must be unnormalised.
     """
     graph = model.graph
     chain = _chain(graph)
@@ -58,7 +57,7 @@ def shorten_sampler(model: ir.Model) -> bool:
 
 
 def _norm(graph: ir.Graph) -> ir.Node | None:
-    """Return the norm that alone reads the hidden states."""
+    """Return the norm, which must be the only reader of the hidden states."""
     readers = [node for each in graph.inputs if each.name == "hidden" for node in each.consumers()]
     return readers[0] if [each.op_type for each in readers] == ["RMSNormalization"] else None
 

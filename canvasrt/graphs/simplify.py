@@ -1,7 +1,7 @@
-"""Layers for a CPU, in fewer nodes: a small model's time there is mostly overhead per node.
+"""Rewrites layers for a CPU to fewer nodes, because overhead per node dominates a small model's time.
 
-ONNX Runtime computes a value once if two nodes have the same kind and inputs. So it is enough to write all layers' masks and
-sizes in the same way: each is then computed once.
+ONNX Runtime merges nodes of the same kind and inputs. So it suffices to write all layers' masks and sizes in the same
+way; then they are computed once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END = 2**63 - 1  # the end of a Slice that runs to the end of its axis
 
 
 def simplify_layers(model: ir.Model) -> bool:
-    """Rewrite a body graph in place. Only the rounding of what it computes changes.
+    """Rewrite a body graph in place. Only rounding errors of results change.
 
     Return False if the graph has no layers.
     """
@@ -51,8 +51,7 @@ def simplify_layers(model: ir.Model) -> bool:
 
 
 def _share_lengths(graph: ir.Graph) -> None:
-    """Read the past's length from one layer of each kind: all pasts of a kind have the same
-    length."""
+    """Read the past's length from one layer per kind, because all pasts of a kind have the same length."""
     first: dict[tuple[str, ...], ir.Value] = {}
     for value in graph.inputs:
         if not str(value.name).startswith(PAST):
@@ -65,8 +64,8 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase to tokens before a layer selects its scalar by it: only the selection differs between layers, the rest
-    is shared."""
+    """Expand the phase to tokens before layers select their scalar by it. Then layers share everything except the
+    selection."""
     (causal,) = (value for value in graph.inputs if value.name == "causal")
     for choice in causal.consumers():
         if choice.op_type != "Where":
@@ -82,7 +81,7 @@ def _share_phase(graph: ir.Graph) -> None:
 
 
 def _join_reshapes(graph: ir.Graph) -> None:
-    """Apply the second of two reshapes to the original value, so the first one is unused."""
+    """Apply the second of two consecutive reshapes to the original value, so that the first is not needed."""
     for node in graph:
         while node.op_type == "Reshape" and (inner := made_by(node.inputs[0], "Reshape")):
             node.replace_input_with(0, input_of(inner))

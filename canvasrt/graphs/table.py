@@ -1,4 +1,4 @@
-"""The embedding table in a graph: where its bytes are, and its products in pieces for a CPU."""
+"""The embedding table in a graph: locates its bytes, and splits its products for a CPU."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def host_head_of(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def split_table(model: ir.Model) -> bool:
-    """Multiply by an INT8 table in pieces, so that only a piece is in float32 at a time. Return False without such a table.
+    """Multiply by an INT8 table in pieces, so that only one piece is in float32 at a time. Return False if there is no
+    such table.
 
-    The graph is edited in place. The pieces are parts of the same bytes. Looked-up rows are dequantized afterwards.
+    The graph is edited in place. Pieces share the table's bytes. Rows are dequantized after the lookup.
     """
     stored = model.graph.initializers
     if TABLE_VALUES not in stored:
@@ -78,7 +79,7 @@ def split_table(model: ir.Model) -> bool:
 
 
 class _Pieces:
-    """The products with the table, in pieces of its rows."""
+    """Products with the table, divided into pieces of rows."""
 
     def __init__(self, graph: ir.Graph, values: ir.Value, scale: ir.Value) -> None:
         self._graph, self._values, self._scale = graph, values, scale

@@ -8,10 +8,10 @@ from canvasrt.errors import CanvasError, UsageError
 
 
 def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None:
-    """Refuse calibration prompts without a use, and a missing file.
+    """Check the option for calibration prompts.
 
-    `what` names the product. UsageError unless it `is_calibrated`; CanvasError if the file is
-    missing.
+    Raises UsageError if prompts are given but not `is_calibrated`; then `what` names the result in the message. Raises
+    CanvasError if the file is missing.
     """
     if file is None:
         return

@@ -15,7 +15,7 @@ _MISSING = object()
 
 
 def read_yaml(file: Path, hint: str) -> Any:
-    """Return the document of a YAML file. CanvasError names the file, and the line if it is broken."""
+    """Return the document of a YAML file. Raises CanvasError, which names the file and the broken line."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -29,7 +29,7 @@ def read_yaml(file: Path, hint: str) -> Any:
 
 
 class Fields:
-    """A mapping in a document. Each key is taken once, and `finish` refuses the rest."""
+    """A mapping in a document. Keys are taken one by one; `finish` raises CanvasError for the remaining keys."""
 
     def __init__(self, data: Any, where: str, hint: str, path: str = "") -> None:
         self.where, self._hint, self._path = where, hint, path
@@ -54,7 +54,7 @@ class Fields:
         )
 
     def allow(self, *keys: str) -> None:
-        """Allow keys that another reader takes."""
+        """Allow keys that other code reads."""
         self._taken.update(keys)
 
     def finish(self) -> None:

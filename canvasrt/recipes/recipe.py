@@ -1,5 +1,5 @@
-"""Quantization recipes: YAML files that say which weights get which format, how to calibrate, and
-what it may cost.
+"""Quantization recipes: YAML files that define the weights' formats, the calibration, and limits on the loss of
+quality.
 
 `README.md` in this folder explains how to write one.
 """
@@ -66,9 +66,9 @@ class CalibrationSettings:
 
     Attributes:
         prompts: the maximum number of lines of the calibration file to use.
-        max_new_tokens: per prompt; None takes the checkpoint's own.
-        all_steps: the share of prompts, from 0 to 1, whose blocks take every denoising step. The
-            others stop early, as in use.
+        max_new_tokens: per prompt; None is the checkpoint's default.
+        all_steps: the share of prompts, from 0 to 1, whose blocks take all denoising steps. Other prompts stop early,
+        as in serving.
         seed: prompt i is generated with `seed + i`.
     """
 
@@ -80,7 +80,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the quantized model's losses against its reference; None is not checked.
+    """Limits on the quantized model's losses against its reference. None is not checked.
 
     Attributes:
         answers_lost: right answers per 100 questions.
@@ -117,18 +117,18 @@ class Recipe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs prompts, to calibrate the scales of inputs or of the cache."""
+        """Whether the recipe needs prompts to calibrate scales of inputs or of the cache."""
         formats = {rule.choice.format for rule in self.rules}
         return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
     def suits(self, target: Target) -> bool:
-        """Return whether it is meant for a target. A CPU runs every recipe, lowered."""
+        """Return whether the recipe is for a target. A CPU runs lowered graphs of every recipe."""
         return target.capability is None or target.name in self.targets
 
     def formats(self, config: ModelConfig) -> dict[str, Choice]:
         """Return every quantized weight's choice by global name, in the model's order.
 
-        If several rules match, the last decides; an exclusion wins over any rule. Raises
+        If several rules match, the last one applies; exclusions override rules. Raises
         CanvasError for a pattern that matches no weight, for weights without a quantized form, and
         for widths that the format does not support.
         """
@@ -203,7 +203,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """Check a parsed document. CanvasError names `source`, the key and what it should be."""
+        """Check a parsed document. Raises CanvasError, which names `source`, the key and the expected value."""
         return _recipe(Fields(data, source, _README))
 
     def _choice(self, name: str) -> Choice | None:

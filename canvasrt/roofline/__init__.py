@@ -1,4 +1,4 @@
-"""An engine's kernels, as its builder lists them: what they move and compute, and how long a pass should take.
+"""Predicts pass times from the kernel lists of engines: bytes moved and operations computed.
 
-Nothing here runs on a GPU; every time is a prediction.
+Nothing here runs on a GPU; all times are predictions.
 """

@@ -13,13 +13,13 @@ from canvasrt.roofline.tensor_shapes import shapes_of
 
 
 class Capture:
-    """Looks at a builder's messages and keeps the kernel list."""
+    """Receives a builder's messages and stores the kernel list."""
 
     def __init__(self) -> None:
         self.message: str | None = None
 
     def see(self, message: str) -> None:
-        """Look at one message, whatever its severity."""
+        """Receive one message of any severity."""
         if is_kernel_list(message):
             self.message = message
 
@@ -28,8 +28,8 @@ class Capture:
     ) -> bool:
         """Write the kernel list to `file`; return False if the builder printed none.
 
-        `network` is the parsed network; nothing can be built from it afterwards. `fixed` holds, per profile in the
-        engine's order, the dimensions that have a single size.
+        `network` is the parsed network, which cannot be built afterwards. `fixed` has, by profile in the engine's
+        order, the dimensions with a single size.
         """
         if self.message is None:
             return False

@@ -1,8 +1,8 @@
 """The bytes and operations of a kernel at given sizes. Pure functions over the kernel list.
 
-Bytes: all that a kernel reads and writes, each byte once, as if no cache helped. A gather or a slice counts the elements
-that it takes. Operations: two per multiply-add of a product; for other kernels, one per element and step in the
-kernel's name.
+Bytes: all bytes that a kernel reads and writes, counted once, without caches between kernels. Gathers and slices count
+the elements that they take. Operations: two per multiply-add of a product; for other kernels, one per element and step
+in the kernel's name.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ BITS = {each.builder: each.bits for each in ALL_CODES.values()} | {
     "Int32": 32,
     "Int64": 64,
 }
-# The format that a product of this dtype runs in. If operands differ, the wider one counts: the other is widened first.
+# dtype → format in which its product runs. If operands differ, the wider one counts, because the other is converted
+# first.
 _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.rates} | {
     "BFloat16": "bf16",
     "Half": "bf16",
     "Float": "fp32",
 }
-# Parts of tensor cores' instructions, by the format that they multiply; others multiply 16 bits.
+# Parts of the names of tensor-core instructions, by the format that they multiply; other instructions multiply 16 bits.
 _INSTRUCTIONS = {"fp4": "mxf4nvf4", "fp8": ".e4m3."}
-# The kinds of kernels of our own, between engines: a sort of rows by expert, rounding of rows, and products over sorted rows,
-# whose tactic is the instruction that multiplies.
+# Kinds of our own kernels between engines: sorting rows by expert, quantizing rows, and products over sorted rows,
+# whose tactic is the matrix instruction.
 ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT = "row sort", "row rounding", "sorted product"
-# Myelin, TensorRT's compiler, names a fused kernel by its steps: `MulMeanAddSqrt`. `Fc` is a product.
+# Myelin, TensorRT's compiler, names fused kernels by their steps, such as `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
-# Entries that launch nothing on the GPU: shape arithmetic and memory bookkeeping.
+# Entries that do not run on the GPU: shape arithmetic and memory bookkeeping.
 _HOST = ("shape_call", "allocate", "deallocate")
 
 
@@ -75,7 +76,7 @@ def is_product(kernel: Kernel) -> bool:
 
 
 def step_names(kernel: Kernel) -> str:
-    """Return the steps in a fused kernel's name; empty for other kernels."""
+    """Return the steps in a fused kernel's name; empty for others."""
     found = re.match(r"__myl_([A-Za-z]+)_", f"{kernel.tactic or kernel.name}_")
     return found[1] if found else ""
 
@@ -91,7 +92,7 @@ def _is_long(dim: int | str) -> bool:
 
 
 def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
-    """Return the cost of each kernel of a program at these sizes.
+    """Return the costs of a program's kernels at these sizes.
 
     Raises CanvasError for a size that is unknown or missing from `sizes`.
     """
@@ -106,7 +107,7 @@ def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
 
 
 def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
-    """Return each tensor's full number of elements; a kernel may list only a part of it."""
+    """Return the tensors' total numbers of elements by name. A kernel may only list a part of a tensor."""
     whole: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:
@@ -125,7 +126,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     if kernel.kind == SORTED_PRODUCT:
         matrix = weight(kernel)
         assert matrix is not None
-        # Every row of a block, empty or not, is multiplied by the matrix of the block's expert.
+        # All rows of a block, including empty ones, are multiplied by the matrix of the block's expert.
         rows = evaluate(kernel.inputs[0].dims[0], sizes)
         operations = 2.0 * rows * volume(matrix.dims[1:], sizes)
         return Cost(moved, operations, product_format(kernel), True)
@@ -139,7 +140,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """Return the format that a product runs in: its wider operand's, or bf16 if narrower operands are cast first."""
+    """Return the format in which a product runs: the wider operand's, or bf16 if operands are cast first."""
     if kernel.kind == SORTED_PRODUCT:
         return next((name for name, part in _INSTRUCTIONS.items() if part in kernel.tactic), "bf16")
     operands = [kernel.inputs[0]]
@@ -168,7 +169,7 @@ def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter writes only the elements that it is given.
+            # A scatter only writes its updates.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

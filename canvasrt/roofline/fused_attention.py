@@ -19,8 +19,8 @@ class Operand(IntEnum):
     MASK = 3
 
 
-# Heads that share keys read them as `[batch, heads, keys, width]`. If each head has keys of its own, they are transposed,
-# and batch and heads are one axis.
+# Keys that heads share are `[batch, heads, keys, width]`. Otherwise keys are transposed, and batch and heads are one
+# axis.
 _SHARED = (Operand.KEYS, Operand.VALUES, Operand.QUERIES, Operand.MASK)
 _OWN = (Operand.QUERIES, Operand.KEYS, Operand.MASK, Operand.VALUES)
 
@@ -50,6 +50,6 @@ def queries(kernel: Kernel) -> KernelTensor:
 
 
 def keys_per_query(kernel: Kernel) -> Dim:
-    """Return how many keys each query is compared with."""
+    """Return the number of keys per query."""
     keys = operands(kernel)[Operand.KEYS].dims
     return keys[-2] if len(keys) > len(kernel.outputs[0].dims) else keys[-1]

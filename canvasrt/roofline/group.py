@@ -1,4 +1,4 @@
-"""Assigns each kernel to a layer and a part of the network, by the names of the nodes that it came from.
+"""Assigns kernels to layers and parts of the network by the names of their graph nodes.
 
 The export names a node by its module, and a quantized product by its weight: `layers.2.attention/node_mul_141`,
 `layers.2.experts.gate_up/product`.
@@ -22,7 +22,7 @@ VISION, OTHER = "vision", "other"
 PARTS = (ATTENTION, ROUTING, EXPERTS, MLP, NORMS, MASKS, HEAD, SAMPLER, SIGNAL, VISION, OTHER)
 
 _LAYER = re.compile(r"^layers\.(\d+)(?:\.([\w.]+))?/")
-# A layer's cached keys and values on their way into it.
+# Nodes that prepare a layer's cached keys and values.
 _PAST = re.compile(r"^layer_(\d+)/")
 _INTEGERS = {"Int32", "Int64", "Bool"}
 
@@ -53,7 +53,7 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     if product or "Exp" in step_names(kernel):
         # The kernel belongs to a layer even if masks are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
-    # Nodes are in no order, so a tie is broken arbitrarily, except that masks and norms lose.
+    # Ties are broken arbitrarily, but masks and norms have the lowest priority.
     losers = (MASKS, NORMS)
     number, part = max(
         found,

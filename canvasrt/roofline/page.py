@@ -1,4 +1,4 @@
-"""The prediction as a page: the parts of a pass's time, and its growth with batch and context."""
+"""Writes the prediction as an HTML page: the parts of a pass's time, and its growth with batch and context."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from canvasrt.types import Json
 
 FILES = ("kernels.json", "kernels.html")
 _COLOUR = dict(zip(PARTS, COLOURS, strict=True))
-# Pieces narrower than this share of the longest bar get no label.
+# Parts below this share of the longest bar have no label.
 _LABELLED = 0.06
 
 
 def write_page(data: Json, name: str, folder: Path) -> None:
-    """Write `FILES` into a folder that holds nothing yet. Raises CanvasError if matplotlib is not installed."""
+    """Write `FILES` to an empty folder. Raises CanvasError if matplotlib is not installed."""
     with staging(folder) as tmp:
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
         (tmp / FILES[0]).write_text(text, encoding="utf-8")

@@ -7,7 +7,7 @@ in the order in which they run, profile after profile.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from canvasrt.errors import CanvasError
 from canvasrt.roofline.dims import Dim
@@ -22,7 +22,7 @@ _TENSOR = re.compile(
     r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[\d,-]*)\],"
     r".*?Datatype: (?P<format>[\w -]+)"
 )
-# Before TensorRT 11, a tensor's dtype is a word of its format, and before 10 it has another name.
+# Before TensorRT 11, the dtype is a word in the tensor's format; before 10, the field has another name.
 _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
@@ -68,13 +68,14 @@ def is_kernel_list(message: str) -> bool:
 
 
 def parse(message: str) -> list[list[Kernel]]:
-    """Return the kernels of each optimization profile, in order. Sizes that depend on the call are still −1.
+    """Return the kernels by optimization profile, in order. Sizes that depend on the call are −1.
 
-    Raises CanvasError for a line that it cannot parse: another version of the builder may print it differently.
+    Raises CanvasError for a line that cannot be parsed, since other versions of the builder may print it differently.
     """
     lines = [line for line in message.split("\n\n")[0].splitlines() if line.startswith("Name: ")]
     read = [_kernel(line) for line in lines]
-    # Only kernels named after the graph state their profile. The others share Myelin's number with one of them.
+    # Only kernels that are named after graph nodes state their profile. Others have the same Myelin number as one of
+    # them.
     known = {
         name: profile
         for kernel, profile in read
@@ -97,7 +98,8 @@ def _program(kernel: Kernel) -> str | None:
 
 def _kernel(line: str) -> tuple[Kernel, int | None]:
     """Return one line's kernel, and the profile that the line names."""
-    found = _KERNEL.match(line)
+    profile = _PROFILE.search(line)
+    found = _KERNEL.match(_PROFILE.sub("", line))
     if found is None:
         raise CanvasError(
             f"cannot parse a line of the builder's kernel list: {line[:120]}",
@@ -105,7 +107,6 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
         )
     rest = found["rest"] or ""
     tactic = _TACTIC.search(rest + " ")
-    profile = _PROFILE.search(line)
     kernel = Kernel(
         found["name"],
         found["kind"],
@@ -115,7 +116,7 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
         tactic[1] if tactic else "",
         tuple(_NODE.findall(rest)),
     )
-    return _without_profile(kernel), int(profile[1]) if profile else None
+    return kernel, int(profile[1]) if profile else None
 
 
 def _tensors(text: str) -> tuple[KernelTensor, ...]:
@@ -136,23 +137,11 @@ def _dtype(text: str) -> str:
     return _OLD_DTYPES.get(word, word)
 
 
-def _without_profile(kernel: Kernel) -> Kernel:
-    def plain(tensors: tuple[KernelTensor, ...]) -> tuple[KernelTensor, ...]:
-        return tuple(replace(each, name=_PROFILE.sub("", each.name)) for each in tensors)
-
-    return replace(
-        kernel,
-        name=_PROFILE.sub("", kernel.name),
-        inputs=plain(kernel.inputs),
-        constants=plain(kernel.constants),
-        outputs=plain(kernel.outputs),
-    )
-
-
 def graph_names(name: str) -> list[str]:
-    """Return a tensor's possible names in the graph, the likeliest first: `layer_0/linear.1_83_myl3` may be `layer_0/linear`.
+    """Return a tensor's possible names in the graph, the likeliest first: `layer_0/linear.1_83_myl3` may be
+    `layer_0/linear`.
 
-    A number belongs to the graph's own name in `new_key_0` and `layer_0/add_264_myl3`.
+    In `new_key_0` and `layer_0/add_264_myl3`, the number is part of the name.
     """
     found = [name]
     for suffix in (r"_myl\d+(@\d+)?$", r"_\d+$", r"\.\d+$"):

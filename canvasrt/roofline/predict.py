@@ -29,7 +29,7 @@ from canvasrt.roofline.group import EXPERTS, Place, places
 from canvasrt.roofline.parse import Kernel
 from canvasrt.roofline.rates import GpuRates
 
-# Denoising steps that a block is assumed to take.
+# Assumed denoising steps per block.
 PREDICTED_STEPS = 16
 
 
@@ -61,11 +61,12 @@ class CallSizes:
         }
 
     def _routed_rows(self, model: ModelConfig) -> int:
-        """Return the rows that the experts compute, one per token and expert of it."""
+        """Return the number of rows that the experts must compute: one per token and chosen expert."""
         return self.batch * self.length * model.top_k_experts
 
     def _sorted_rows(self, model: ModelConfig) -> int:
-        """Return the rows that fill the experts' blocks with even routing: each expert's last block is half empty."""
+        """Return the number of rows in the experts' blocks with even routing, where every expert's last block is half
+        empty on average."""
         rows = self._routed_rows(model)
         return rows + min(rows, model.num_experts) * BLOCK_ROWS // 2
 
@@ -117,8 +118,8 @@ class Predictor:
     def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
         """Read the lists. Raises CanvasError if an engine has none.
 
-        `repeat` lets a few layers stand for many: how often each layer's kernels count; None is for a body segment's
-        kernels outside its layers.
+        `repeat`: how often a layer's kernels count, so that few layers can represent many; the key None is for a body
+        segment's kernels outside of layers.
         """
         manifest = bundle.manifest
         self.repeat = dict(repeat or {})
@@ -142,7 +143,7 @@ class Predictor:
     ) -> PredictedPass:
         """Return a denoising pass of `batch` canvases: every body segment and the head.
 
-        A pass that requests share always has as many rows as its engines take; those without a request are padding.
+        A shared pass always has the engines' maximum number of rows; unused rows are padding.
         """
         rows = self._rows(batch)
         usual = self.passes.canvas_rows[0] if rows == 1 else self.passes.batch_rows
@@ -214,7 +215,7 @@ class Predictor:
             dims = sizes.dims(self.model, self.passes, shared)
             picked = Profiles(profiles).pick(dims)
             if picked is not None:
-                return self.lists[segment].programs[profiles[picked]["name"]], dims
+                return self.lists[segment][profiles[picked]["name"]], dims
         raise UsageError(
             f"the engines take no pass of batch {sizes.batch} with {sizes.length} tokens and {sizes.context} cached ones"
             f" per request, and {sizes.capacity} slots per expert",
@@ -224,7 +225,7 @@ class Predictor:
     def _floor(self, made: PredictedPass, gpu: GpuRates) -> float:
         """Return the longer of reading weights and caches once, and computing the necessary products at the peak rate.
 
-        Only the routed tokens' rows of the experts' products are necessary, whatever the capacity.
+        In the experts' products, only rows of routed tokens are necessary, independent of the capacity.
         """
         sizes, model = made.sizes, self.model
         dims = sizes.dims(model, self.passes)
@@ -241,7 +242,7 @@ class Predictor:
 
 
 def _computed_rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
-    """Return the rows that a product computes: all that it writes, or its whole blocks of sorted ones."""
+    """Return the number of rows that a product computes: all rows that it writes, or for sorted rows, whole blocks."""
     if row.kernel.kind == SORTED_PRODUCT:
         return evaluate(row.kernel.inputs[0].dims[0], dims)
     written = row.kernel.outputs[0].dims
@@ -272,7 +273,7 @@ def cached_bytes(rows: Sequence[TimedKernel], dims: Mapping[str, int]) -> float:
     for row in rows:
         for name, each in {each.name: each for each in row.kernel.inputs}.items():
             if name.startswith(("past_key_", "past_value_")):
-                # A row that stands for several layers counts as often.
+                # A kernel that represents several layers counts several times.
                 reads.setdefault((row.segment, name), Counter())[row.kernel.name] += 1
                 count = volume(each.dims, dims) * BITS[each.dtype] / 8
                 counts[row.segment, name] = max(count, counts.get((row.segment, name), 0.0))

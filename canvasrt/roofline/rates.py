@@ -11,7 +11,7 @@ from pathlib import Path
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.formats import ALL_CODES
 
-# The shares of these rates that kernels are assumed to reach: guesses until a GPU is measured. On most cards, large
+# Assumed efficiency of kernels for bandwidth and arithmetic: guesses until a GPU is measured. On most cards, large
 # copies reach 0.85 to 0.93 of the bandwidth, and products of a few hundred rows 0.6 to 0.8 of the peak.
 BANDWIDTH_REACHED = 0.85
 ARITHMETIC_REACHED = 0.75
@@ -50,12 +50,12 @@ class GpuRates:
         return self.bandwidth * self.reached
 
     def seconds(self, moved: float, operations: float, format: str) -> float:
-        """Return the seconds that one kernel takes, its launch included."""
+        """Return the seconds of one kernel, including its launch."""
         computing = operations / (self.rate(format) * self.arithmetic) if operations else 0.0
         return max(moved / self.bytes_per_second(), computing) + self.launch
 
 
-# For GPUs without units for a format: the next format that can hold its values.
+# Format → next wider format, for GPUs without units for the format.
 _WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if each.rates} | {
     "bf16": ("bf16",),
     "fp32": ("fp32",),

@@ -1,4 +1,4 @@
-"""A prediction as plain data: what `canvasrt inspect --kernels` prints, writes as JSON and draws."""
+"""A prediction as plain data, which `canvasrt inspect --kernels` prints, writes as JSON and draws."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 def prediction_report(
     predictor: Predictor, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
 ) -> Json:
-    """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds.
+    """Return the predicted denoising and encoding pass at these sizes, and denoising passes at other batches and
+    contexts. Times are in milliseconds.
 
-    Other batches have their usual capacities, other contexts the given one.
+    Other batches are predicted with their usual capacity; other contexts with the given capacity.
     """
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, context)
@@ -57,7 +58,7 @@ def prediction_report(
 
 
 def rows_text(experts: str, capacity: int) -> str:
-    """Return the experts' computed rows of a pass, in words."""
+    """Return text about the rows that experts compute in a pass."""
     return f"{capacity} slots per expert" if experts == SLOTTED else "rows sorted by expert"
 
 
@@ -140,7 +141,7 @@ def formats(rows: Iterable[TimedKernel]) -> list[str]:
 
 
 def _runs_in(row: TimedKernel) -> str:
-    """Return a product's format; for a widened weight, both: `int4→bf16`."""
+    """Return a product's format; for a weight that is converted first, both formats: `int4→bf16`."""
     stored = weight(row.kernel)
     widened = stored is not None and BITS[stored.dtype] < 16 and row.cost.format == "bf16"
     return f"{stored.dtype.lower()}→bf16" if stored and widened else row.cost.format

@@ -1,4 +1,4 @@
-"""Names the sizes that the builder prints as −1, by matching each kernel's tensors with the graph's."""
+"""Resolves the sizes that the builder prints as −1, by matching kernels' tensors with the graph's tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ATTENTION_INPUTS = "_AttentionInput"
 def resolve_sizes(
     kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
 ) -> list[Kernel]:
-    """Return the kernels with every size that the graph determines; the rest is `dims.UNKNOWN`.
+    """Return the kernels with all sizes that the graph determines. Others are `dims.UNKNOWN`.
 
     `fixed` holds the dimensions that have a single size in this profile.
     """
@@ -27,12 +27,12 @@ def resolve_sizes(
     for kernel in filter(is_attention, kernels):
         resolver.see_attention(kernel)
     found = [resolver.kernel(kernel) for kernel in kernels]
-    # Some tensors are recognised only when a later kernel reads them.
+    # Repeated, because some tensors are only recognised when a later kernel reads them.
     return [resolver.kernel(kernel) for kernel in found]
 
 
 class _Resolver:
-    """`known` are the shapes of the program's tensors, by their names in it."""
+    """Resolves the sizes of one program. `known` are the shapes of its tensors by name."""
 
     def __init__(self, shapes: Shapes, fixed: Mapping[str, int]) -> None:
         def plain(dims: Dims) -> Dims:
@@ -58,13 +58,13 @@ class _Resolver:
         taken = _parts_read((*inputs, *kernel.constants), outputs, nodes)
         return replace(
             kernel,
-            inputs=tuple(_with_read(each, taken) for each in inputs),
-            constants=tuple(_with_read(each, taken) for each in kernel.constants),
+            inputs=tuple(replace(each, read=taken.get(each.name)) for each in inputs),
+            constants=tuple(replace(each, read=taken.get(each.name)) for each in kernel.constants),
             outputs=outputs,
         )
 
     def see_attention(self, kernel: Kernel) -> None:
-        """Learn the shapes of what attention reads from the graph's node.
+        """Take the shapes of attention's operands from the graph's node.
 
         The kernel that writes it fuses many nodes, so its shapes alone cannot tell a past from a past with new keys.
         """
@@ -85,7 +85,7 @@ class _Resolver:
             self.known.setdefault(tensor.name, tensor.dims)
             return tensor
         unknown = tuple(UNRESOLVED if dim == UNKNOWN else dim for dim in tensor.dims)
-        # The tensor's own shape is the most certain candidate; then come the shapes of its kernel's nodes.
+        # The tensor's own shape is the best candidate, followed by the shapes of its kernel's nodes.
         for shapes in (*([each] for each in self._own(tensor)), tuple(candidates)):
             dims = closest(unknown, shapes)
             if dims is not None:
@@ -100,15 +100,11 @@ class _Resolver:
         yield from (self.tensors[name] for name in graph_names(tensor.name) if name in self.tensors)
 
 
-def _with_read(tensor: KernelTensor, taken: Mapping[str, str]) -> KernelTensor:
-    """Record how much of a tensor is read, if that is less than all of it."""
-    return replace(tensor, read=taken.get(tensor.name))
-
-
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return how many numbers a kernel reads of each tensor that only its gathers and slices read, by name."""
+    """Return, by tensor's name, how many elements a kernel reads, for tensors that it only reads by gathers and
+    slices."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
@@ -123,7 +119,7 @@ def _parts_read(
     for source, (size, counts) in parts.items():
         as_large = [] if _is_unknown(size) else [t.name for t in tensors if times(t.dims) == size]
         named = [each for each in as_large if source in graph_names(each)]
-        # The builder may have renamed it. Then it is an operand of that size, unless a result has the same size.
+        # If the builder has renamed the tensor, it is an operand of the same size, unless a result also has this size.
         likely = named or ([] if size in written else as_large)
         read = next((each for each in likely if each not in found), None)
         if read is not None:
@@ -143,7 +139,7 @@ def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> s
     while (node := writers.get(views[-1])) is not None:
         seen = {output for output, _ in node.outputs} | set(views)
         same_size = {each for each, dims in node.inputs if times(dims) == size} - seen
-        # With several such operands, the source is unknown.
+        # If several operands match, the source is unknown.
         if len(same_size) != 1 or size in written:
             return None
         viewing.append(node)
@@ -156,9 +152,10 @@ def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> s
 
 
 def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
-    """Return `wanted` with its −1s filled in from the candidate that it rearranges least; None if none fits.
+    """Return `wanted` with its −1s filled in from the candidate with the closest arrangement of axes; None if none
+    fits.
 
-    A sum over tokens, `[1, E, C]`, must not be taken for a reshape of its operand, `[T, E, C]`.
+    A sum over tokens, `[1, E, C]`, must not match as a reshape of its operand, `[T, E, C]`.
     """
     known = [each for each in candidates if UNKNOWN not in each]
     for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, _reduced, _widened):
@@ -194,7 +191,7 @@ def _without_ones(dims: Dims) -> Dims:
 
 
 def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match each size of `wanted` with the product of consecutive sizes of the candidate."""
+    """Match a candidate of which consecutive sizes were merged to one size of `wanted`."""
     if not wanted:
         return () if all(dim == 1 for dim in candidate) else None
     first, rest = wanted[0], wanted[1:]

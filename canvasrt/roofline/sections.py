@@ -1,4 +1,4 @@
-"""A prediction in words and tables, for the terminal and for its page."""
+"""A prediction as text and tables, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from canvasrt.pages import section, table_of
 from canvasrt.roofline.report import rows_text
 from canvasrt.types import Json
 
-# How many kernels to list; equal ones of different layers count once.
+# Number of kernels to list. Equal kernels of different layers are one row.
 _LARGEST = 12
 
 
 def heading(data: Json) -> list[str]:
-    """Return the lines that say what is predicted, and for which GPU."""
+    """Return lines that describe the prediction and the GPU."""
     gpu, sizes = data["gpu"], data["sizes"]
     source = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
     shared = " (serve with --share-passes)" if sizes["batch"] > 1 else ""
@@ -138,7 +138,7 @@ def _formats(kernel: Json) -> set[str]:
 
 
 def _without_numbers(kernel: Json) -> str:
-    """Return the module of a kernel's first node, for kernels that Myelin did not name."""
+    """Return the module of a kernel's first node, as the name of kernels that Myelin did not name."""
     module = kernel["nodes"][0].rpartition("/")[0] if kernel["nodes"] else kernel["kind"]
     words = [word for word in module.split(".") if not word.isdigit() and word != "layers"]
     return f"{kernel['kind']} {'.'.join(words)}"

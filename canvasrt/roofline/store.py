@@ -1,11 +1,10 @@
-"""Reads and writes an engine's kernel list: gzipped JSON, the same bytes for the same kernels."""
+"""Reads and writes an engine's kernel list as gzipped JSON. Files are reproducible."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,28 @@ from canvasrt.types import Json
 
 KERNELS_SUFFIX = ".kernels.json.gz"
 KERNELS_SCHEMA = 1
+# The kernels of one engine by profile.
+Programs = Mapping[str, Sequence[Kernel]]
 
 
-@dataclass(frozen=True)
-class KernelList:
-    """An engine's kernels by profile."""
-
-    programs: Mapping[str, tuple[Kernel, ...]]
-
-
-def write_kernels(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
+def write_kernels(programs: Programs, file: Path) -> None:
     """Write the kernels of each profile."""
     data = {
         "schema": KERNELS_SCHEMA,
         "programs": {name: [_to_json(k) for k in kernels] for name, kernels in programs.items()},
     }
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
-    # No time of writing: a bundle records no time.
+    # Without a timestamp, so that files are reproducible.
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def read(file: Path) -> KernelList:
+def read(file: Path) -> Programs:
     """Read a kernel list. Raises CanvasError if the file is not one, or has another schema."""
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
         if data["schema"] != KERNELS_SCHEMA:
             raise ValueError(f"schema {data['schema']!r}")
-        return KernelList(
-            {name: tuple(map(_from_json, kernels)) for name, kernels in data["programs"].items()}
-        )
+        return {name: [*map(_from_json, kernels)] for name, kernels in data["programs"].items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise CanvasError(
             f"{file} cannot be read as a kernel list: {error}", "build the engines again"

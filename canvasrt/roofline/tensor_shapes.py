@@ -18,7 +18,7 @@ from canvasrt.roofline.dims import UNKNOWN, Dim, evaluate, from_terms, names_in
 Dims = tuple[Dim, ...]
 
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Two sizes per dimension that occur in no real model; a third one checks the formula.
+# Two sizes per dimension that do not occur in real models, and a third to check the formula.
 _LOW, _HIGH, _CHECK = 3, 4, 7
 
 
@@ -43,7 +43,8 @@ class Shapes:
 def shapes_of(trt: Any, network: Any, profiles: Sequence[Mapping[str, int]]) -> list[Shapes]:
     """Return the shapes once per profile, with the dimensions that the profile fixes as numbers.
 
-    This sets the sizes of the network's inputs, so it cannot be built afterwards. `trt` is the module that parsed it.
+    Sets the sizes of the network's inputs, so that the network cannot be built afterwards. `trt` is the module that
+    parsed it.
     """
     layers = [network.get_layer(number) for number in range(network.num_layers)]
     hidden = _skip_block_quantization(trt, layers)
@@ -118,7 +119,7 @@ def _sample(
             value.shape = [evaluate(dim, sizes) for dim in shape]
         for name, value in dynamic.items():
             seen[name].append(tuple(value.shape))
-    # Thousands of tensors have a handful of sizes.
+    # Cached, because thousands of tensors have only a few different sizes.
     formulas: dict[tuple[int, ...], Dim] = {}
 
     def formula(sizes: tuple[int, ...]) -> Dim:
@@ -137,8 +138,9 @@ def _named_shape(value: Any) -> Dims:
 
 
 def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
-    """Return the sum of products of distinct `dims` that has these `sizes` at all combinations of `_LOW` and `_HIGH`, the last
-    dimension changing fastest; UNKNOWN unless it is `check` where all are `_CHECK`."""
+    """Return the sum of products of distinct `dims` that equals `sizes` at all combinations of `_LOW` and `_HIGH`, of
+    which the last dimension changes fastest. Return UNKNOWN if the formula does not give `check` where all dimensions
+    are `_CHECK`."""
     terms = {
         tuple(dim for dim, is_factor in zip(dims, chosen, strict=True) if is_factor): factor
         for chosen, factor in _coefficients(list(sizes), len(dims)).items()
@@ -151,9 +153,10 @@ def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
 
 
 def _coefficients(sizes: list[int], count: int) -> dict[tuple[bool, ...], int]:
-    """Return a polynomial's coefficients, indexed by the set of its `count` dimensions that are factors of the term. Along one
-    dimension it is a line through its values at `_LOW` and at `_HIGH`: a slope, and a value at 0, which are polynomials of the
-    others."""
+    """Return the coefficients of a polynomial in `count` dimensions, indexed by the set of dimensions in the term.
+
+    The polynomial is linear in every dimension. So its values at `_LOW` and `_HIGH` determine a slope and a value at 0,
+    which are polynomials in the other dimensions."""
     if not count:
         return {(): sizes[0]}
     half = len(sizes) // 2

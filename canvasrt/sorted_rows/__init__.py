@@ -1,1 +1,1 @@
-"""The experts as kernels of our own, over rows sorted by expert, which run between a segment's engines."""
+"""Experts as our own kernels over rows sorted by expert, which run between a segment's engines."""

@@ -27,17 +27,18 @@ _TYPES = {
     "float8_e4m3fn": "fp8e4nv",
     "uint8": "u8",
 }
-# Where Triton multiplies blocks of 16 rows in NVFP4 on tensor cores. Elsewhere codes become float16, which is exact.
+# Capabilities on which Triton multiplies blocks of 16 rows in NVFP4 on tensor cores. On others, codes are converted to
+# float16, which is exact.
 _NATIVE_NVFP4 = ((12, 0),)
-# Tokens that the sort looks at at once.
+# Tokens that the sort processes at a time.
 _CHUNK = 256
 _WARPS, _STAGES = 4, 3
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel for one compute capability: its image, its name in there, bytes of shared memory, threads per program, and
-    its PTX."""
+    """A kernel for one compute capability: its image, entry name, bytes of shared memory, threads per program, and
+    PTX."""
 
     image: bytes
     entry: str
@@ -62,7 +63,7 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
         function,
         {name: types.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in fixed.items()},
-        # Addresses are aligned, so that 16 bytes are read at once.
+        # Declares addresses as aligned, so that kernels can read 16 bytes at a time.
         {
             (names.index(name),): [["tt.divisibility", 16]]
             for name, kind in types.items()
@@ -73,11 +74,12 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     target = backends.GPUTarget("cuda", 10 * major + minor, 32)
     options = {"num_warps": _WARPS, "num_stages": _STAGES}
     with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
-        # Its lines would name this machine's folders.
+        # Line information would contain this machine's paths.
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.cache.dir = str(cache_folder() / "triton")
         made = triton.compile(source, target=target, options=options)
-    # The arguments, and two addresses of scratch memory, see `kernel_arguments`. Another number would be read past the end.
+    # Expect the arguments and two addresses of scratch memory; see `kernel_arguments`. With more parameters, a launch
+    # would read past the arguments.
     count = made.asm["ptx"].partition(".entry")[2].partition(")")[0].count(".param")
     if count != len(types) + 2 or made.metadata.global_scratch_size:
         raise CanvasError(
@@ -116,7 +118,7 @@ def constants(form: KernelForm, capability: tuple[int, int]) -> dict[str, int]:
 
 
 def argument_types(form: KernelForm) -> dict[str, str]:
-    """Return the types of a kernel's arguments, by parameter, in the order in which it takes them."""
+    """Return the types of a kernel's arguments by parameter, in order."""
     if form.function == SORT:
         return {
             "index": "*i32",
@@ -141,7 +143,7 @@ def argument_types(form: KernelForm) -> dict[str, str]:
 
 
 def _states(plain: str, format: str | None) -> str:
-    """Return the type of the rows that a product in a format takes."""
+    """Return the type of a product's input rows in a format."""
     if format not in ROUNDED:
         return plain
     return _TYPES["float8_e4m3fn"] if format == "fp8" else _TYPES["uint8"]

@@ -1,7 +1,7 @@
-"""Cuts a body graph at its experts, which kernels then compute between the pieces.
+"""Cuts a body graph at its experts, which our kernels compute between the pieces.
 
-Piece k ends with what layer k's experts need; piece k + 1 begins with their rows. Every node but the experts' own is kept,
-so the numbers are those of the whole graph.
+Piece k ends with the inputs of layer k's experts; piece k + 1 begins with their output rows. All nodes except the
+experts' are kept, so results equal the whole graph's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from canvasrt.sorted_rows.description import (
 class _Cut:
     """The names of the values at one layer's experts.
 
-    own: `[T, D]`; scale: that of FP8 inputs, if they are; index: int64 `[T, K]`; shares: float32 `[T, K]`; rows: `[K, T,
-    D]`; carried: `[1, T, D]`.
+    own: the experts' input `[T, D]`; scale: the scale of FP8 inputs, if they are FP8; index: int64 `[T, K]`; shares:
+    float32 `[T, K]`; rows: the experts' output `[K, T, D]`; carried: `[1, T, D]`.
     """
 
     own: str
@@ -46,9 +46,9 @@ class _Cut:
 def cut_body(model: ir.Model) -> list[ir.Model]:
     """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
 
-    They have the graph's inputs and outputs that they need, but for slots and `load`. Tokens are `[B, L]` where it was cut:
-    `own` and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`, `index` int32 `[B, L, K]`, `expert_rows` `[K, B, L,
-    D]`. Experts in FP8 get `own` in E4M3.
+    They have the graph's inputs and outputs that they need, except slots and `load`. Tokens are `[B, L]` where it was
+    cut: `own` and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`, `index` int32 `[B, L, K]`,
+    `expert_rows` `[K, B, L, D]`. Experts in FP8 get `own` in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.
     """
@@ -99,9 +99,9 @@ def _find(graph: ir.Graph, layers: int) -> list[_Cut]:
 
 
 def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]:
-    """Return for each value the number of layers whose experts it depends on.
+    """Return the stage of every value: the number of layers on whose experts the value depends.
 
-    Values that depend on no hidden state, such as masks, are missing: each piece computes its own.
+    Values that depend on no hidden state, such as masks, are missing, because every piece computes them.
     """
     stages = {value: 0 for value in graph.inputs if value.name == "hidden"}
     late: dict[ir.Node, int] = {}
@@ -119,7 +119,7 @@ def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]
 def _crossing(
     graph: ir.Graph, stages: Mapping[ir.Value, int], stage: int, experts: set[ir.Value]
 ) -> list[str]:
-    """Return the values of one stage that the next one reads, without those of the experts."""
+    """Return the values of one stage that the next stage reads, except the experts' values."""
     found: dict[str, None] = {}
     # Nodes of the experts only lead to their rows, which are inputs now, and to their loads.
     wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
@@ -171,7 +171,7 @@ def _piece(model: ir.Model, cuts: list[_Cut], number: int) -> ir.Model:
 
 
 class _Piece:
-    """A copy of the whole graph, on its way to being one piece."""
+    """A copy of the whole graph that is reduced to one piece."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -183,7 +183,7 @@ class _Piece:
         self._width, self._dtype = int(width), hidden.dtype  # type: ignore[arg-type]
 
     def take(self, cut: _Cut) -> list[ir.Value]:
-        """Replace the values before a cut by inputs, and return those."""
+        """Replace the values before a cut by inputs, and return the inputs."""
         choices = self._choices(cut)
         taken = [
             self._take(name, old, self._dtype, [1, -1, self._width])
@@ -194,7 +194,7 @@ class _Piece:
         return [*taken, self._take(EXPERT_ROWS, cut.rows, self._dtype, rows, only_valid=True)]
 
     def hand_out(self, cut: _Cut, layer: int) -> list[ir.Value]:
-        """Return the piece's outputs: what lies at the cut, and one layer's new keys and values."""
+        """Return the piece's outputs: the values at the cut, and one layer's new keys and values."""
         tokens = self._add("Shape", [self.input_of("positions")], "tokens")
         choices = self._choices(cut)
         own = self._values[cut.own]
@@ -225,10 +225,9 @@ class _Piece:
         shape: list[int],
         only_valid: bool = False,
     ) -> ir.Value:
-        """Make a value's readers read an input instead, which has two axes of tokens in place of
-        one.
+        """Replace a value by an input with two token axes instead of one.
 
-        With `only_valid`, padding's rows are read as zeros: nobody writes them.
+        With `only_valid`, rows of padding are read as zeros, because no kernel writes them.
         """
         axis = shape.index(-1)
         before = [each for each in shape[:axis] if each != 1]
@@ -243,7 +242,7 @@ class _Piece:
         return value
 
     def _without_padding(self, rows: ir.Value) -> list[ir.Node]:
-        """Return nodes that put zeros in place of the rows `[K, T, D]` of tokens without a position."""
+        """Return nodes that replace the rows `[K, T, D]` of padding tokens by zeros."""
         zero = self._constant([0], "padding")
         valid = ir.node("GreaterOrEqual", [self.input_of("positions"), zero], name="cut/valid")
         shape = self._constant([1, -1, 1], "valid")

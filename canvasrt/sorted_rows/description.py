@@ -1,6 +1,6 @@
-"""A segment in pieces: its engines, its experts' weights, and the kernels between the engines.
+"""Describes a segment in pieces: its engines, its experts' weights, and the kernels between the engines.
 
-The file of such a segment is JSON, see `SortedSegment`. It names the other files, which lie next to it.
+The segment's file is JSON; see `SortedSegment`. It names the other files, which are in the same folder.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from canvasrt.pass_shapes import BLOCK_ROWS
 SORTED_SUFFIX = ".sorted.json"
 # Outputs per program.
 PROGRAM_OUTPUTS = 64
-# Formats of weights, as the numbers for which kernels are compiled. None stands for the activations' dtype.
+# Weight format → number that selects it in kernels. None is the activations' dtype.
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
-# Those whose products take rounded rows.
+# Formats whose products take quantized rows.
 ROUNDED = ("fp8", "nvfp4")
 # Values between pieces: the experts' inputs, and their result with one row per token and chosen expert.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
-# Values that a piece hands to the next one: the weights of a token's choices, and two values shaped like hidden states.
+# Values that a piece passes to the next one: the weights of a token's experts, and two values with the shape of hidden
+# states.
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
 # The suffix of these names among a piece's outputs.
 OUT = "_out"
-# Buffers between kernels: each expert's rows, their number, and inner states.
+# Buffers between kernels: the experts' row lists, their lengths, and inner states.
 ORDER, COUNTS, INNER = "order", "counts", "inner"
 SORT, ROUND, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "round_rows", "gate_up", "down"
 
@@ -50,14 +51,14 @@ class ExpertSizes:
         )
 
     def blocks(self, tokens: int) -> int:
-        """Return the most blocks that `tokens` tokens' rows can fill."""
+        """Return the maximum number of blocks for the rows of `tokens` tokens."""
         rows = tokens * self.top_k
         return rows // BLOCK_ROWS + min(self.experts, rows)
 
     def buffers(self, tokens: int, item: int) -> dict[str, int]:
         """Return the bytes of the buffers between pieces for `tokens` tokens, with `item` bytes per activation.
 
-        NVFP4 codes of the tokens share the buffer of the experts' result, which is written later.
+        The tokens' NVFP4 codes share the buffer of the experts' result, which is written later.
         """
         states, choices = tokens * self.size * item, tokens * self.top_k
         kept = dict.fromkeys(CARRIED, states) | {SHARES: 4 * choices}
@@ -81,7 +82,7 @@ class KernelForm:
         sizes: of the experts.
         dtype: NumPy's name for the activations' dtype outside the experts.
         format: the weights' number format; None for the activations' dtype.
-        following: that of the next product, whose inputs this one writes.
+        following: the weights' format of the next product, whose inputs this kernel writes.
         block: inputs that share a scale, with INT4.
     """
 
@@ -122,10 +123,11 @@ class KernelImage:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """One of a layer's two stacks of matrices: which kernel multiplies it, and where its parts are in the weights' file.
+    """One of a layer's two stacks of expert matrices: the kernel that multiplies it, and the location of its parts in
+    the weights' file.
 
-    values, blocks, scales: offset and bytes of the numbers or codes, of the scales that blocks of inputs share, and of those
-    of outputs. For a part that a format lacks, both are 0.
+    values, blocks, scales: offset and bytes of numbers or codes, of scales of input blocks, and of scales of outputs.
+    Both are 0 for a part that the format lacks.
     """
 
     kernel: str
@@ -143,8 +145,8 @@ class SortedLayer:
     """One layer's experts.
 
     Attributes:
-        rounding: the kernel that rounds tokens to the first product's format, if the piece before does not.
-        input_scale, inner_scale: those of both products' inputs where they are rounded, else 1.
+        rounding: the kernel that quantizes tokens to the first product's format, if the previous piece does not.
+        input_scale, inner_scale: the scales of both products' quantized inputs, else 1.
     """
 
     gate_up: ExpertStack
@@ -161,8 +163,8 @@ class SortedSegment:
     Attributes:
         pieces: the engines' files, one more than layers, with their SHA-256.
         weights: the file of all layers' stacks, in order.
-        kernels: by name and compute capability, such as `8.9`.
-        tile: the rows and outputs of a program that they were compiled for.
+        kernels: images by kernel name and compute capability, such as `8.9`.
+        tile: rows and outputs per program, for which kernels were compiled.
     """
 
     sizes: ExpertSizes

@@ -1,4 +1,4 @@
-"""Lists the kernels of a segment in pieces in the builder's form, to predict its time."""
+"""Lists the kernels of a segment in pieces in the builder's form, for predictions."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from canvasrt.formats import FORMATS
 from canvasrt.roofline.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT
 from canvasrt.roofline.dims import Dim, times
 from canvasrt.roofline.parse import Kernel, KernelTensor
-from canvasrt.roofline.store import KernelList
+from canvasrt.roofline.store import Programs
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
-# Rows in blocks, of which some are empty; those that are read and written; all tokens of a call.
+# Dimensions: rows in blocks, including empty ones; rows that are read and written; all tokens of a call.
 BLOCKED_ROWS, ROUTED_ROWS, TOKENS = "sorted_rows", "routed_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
 _INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")
-# Cached keys and values are known by their names.
+# Cached keys and values are recognized by name.
 _CACHED = ("past_key_", "past_value_")
 
 
 def instruction(ptx: str) -> str:
-    """Return the instruction of tensor cores that a kernel multiplies with; empty if it uses none."""
+    """Return the tensor-core instruction of a kernel; empty if it uses none."""
     found = _INSTRUCTION.search(ptx)
     return found[0] if found else ""
 
 
 def join_lists(
-    pieces: Sequence[KernelList],
+    pieces: Sequence[Programs],
     layers: Sequence[Sequence[KernelForm]],
     instructions: Mapping[str, str],
 ) -> dict[str, list[Kernel]]:
-    """Return the kernels of each profile: the pieces', and each layer's own between them.
+    """Return the kernels by profile: the pieces' kernels, and between them every layer's own.
 
     layers: a layer's kernels in order. instructions: by kernel's name.
     """
     programs = {}
-    for profile in pieces[0].programs:
+    for profile in pieces[0]:
         kernels: list[Kernel] = []
         for number, piece in enumerate(pieces):
-            kernels += [_of_piece(kernel, number) for kernel in piece.programs[profile]]
+            kernels += [_of_piece(kernel, number) for kernel in piece[profile]]
             for form in layers[number] if number < len(layers) else ():
                 kernels.append(_ours(form, number, instructions.get(form.name, "")))
         programs[profile] = kernels
@@ -48,7 +48,7 @@ def join_lists(
 
 
 def _of_piece(kernel: Kernel, number: int) -> Kernel:
-    """Return a piece's kernel. Its tensors are not those of the same names in other pieces."""
+    """Return a piece's kernel with unique tensor names, because pieces use the same names for different tensors."""
 
     def own(tensors: tuple[KernelTensor, ...]) -> tuple[KernelTensor, ...]:
         named = (each.name.startswith(_CACHED) for each in tensors)

@@ -29,7 +29,7 @@ class GraphExperts:
     """The experts of a body graph's layers."""
 
     def __init__(self, model: ir.Model, sizes: ExpertSizes, formats: Mapping[str, str]) -> None:
-        """`formats`: of the graph's quantized weights, by initializer name."""
+        """`formats`: the formats of the graph's quantized weights by initializer name."""
         self._graph, self._sizes, self._formats = model.graph, sizes, formats
         (hidden,) = (value for value in model.graph.inputs if value.name == "hidden")
         assert hidden.dtype is not None
@@ -38,7 +38,7 @@ class GraphExperts:
         self.forms = [self._layer_forms(number) for number in range(self._count)]
 
     def write(self, file: BinaryIO) -> list[SortedLayer]:
-        """Write all weights to `file`. Return where they are."""
+        """Write all weights to `file`. Return their locations."""
         layers = []
         for number, (first, second) in enumerate(self.forms):
             gate_up = self._write(f"layers.{number}.{GATE_UP}", first, file)
@@ -66,7 +66,7 @@ class GraphExperts:
             KernelForm(DOWN_KERNEL, *about, other, None, self._block(second, other)),
         )
         for form in forms:
-            inputs_per_step(form)  # refuses what does not fit
+            inputs_per_step(form)  # raises CanvasError if it does not fit
         return forms
 
     def _block(self, name: str, format: str | None) -> int | None:
@@ -92,7 +92,7 @@ class GraphExperts:
         return ExpertStack(form.name, values, blocks, scales)
 
     def _output_scales(self, name: str, form: KernelForm) -> Floats:
-        """Return what multiplies each output of FP8 or NVFP4 codes: `[E, out]`."""
+        """Return the scales of outputs of FP8 or NVFP4 products: `[E, out]`."""
         rows = 2 * form.outputs if form.function == GATE_UP_KERNEL else form.outputs
         scale = self._numbers(f"{name}.scale") * self._numbers(f"{name}.input_scale")
         factors = np.ones((1, 1), np.float32)

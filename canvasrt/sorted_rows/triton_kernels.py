@@ -1,8 +1,8 @@
 """Products over rows sorted by expert, in Triton the language (not the server of that name).
 
-A row is one choice of one token. Each expert's rows fill blocks of `BLOCK`, in the order of the tokens; the last block
-may be partly empty. One program computes one block's rows for some outputs, in an order of sums that depends on nothing
-else, so a row's result does not depend on which other rows there are.
+A row is a token for one of its experts. An expert's rows fill blocks of `BLOCK`, in token order; the last block may be
+partly empty. A program computes some outputs of one block's rows, in a fixed order of summation. So a row's result does
+not depend on other rows.
 """
 
 # A kernel is compiled for its tensors' types.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Forms of weights, as numbers: a kernel is compiled for one. 0 stands for floats of the activations' dtype.
+# Numbers of weight formats, for one of which a kernel is compiled. 0 is the activations' dtype.
 _INT4, _FP8, _NVFP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _LARGEST_E4M3, _LARGEST_E2M1 = tl.constexpr(448.0), tl.constexpr(6.0)
 # Numbers that share a scale in NVFP4.
@@ -25,7 +25,7 @@ _E2M1 = tl.constexpr("e2m1")
 def sort_rows(
     index, positions, order, counts, tokens, K: tl.constexpr, K2: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """List one expert's rows, and count them. Program e writes `order[e]` and `counts[e]`.
+    """List and count one expert's rows. Program e writes `order[e]` and `counts[e]`.
 
     index: int32 `[T, K]`, each token's experts, which are distinct. positions: int64 `[T]`; −1 marks padding, which
     takes no row. order: int32 `[E, T]`, choice · T + token. counts: int32 `[E]`. K2, CHUNK: powers of two.
@@ -90,7 +90,7 @@ def _add_int4(
     low, high = _codes(packed, dtype)
     scale = blocks + row * (WIDTH // SCALED)
     one = tl.load(scale + first // SCALED, mask=fits, other=0).to(tl.float32)
-    # Often both halves lie in one block.
+    # Often both halves are in the same block.
     other = one
     if SCALED % UNIT != 0:
         other = tl.load(scale + (first + half) // SCALED, mask=fits, other=0).to(tl.float32)

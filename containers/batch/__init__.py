@@ -1,1 +1,1 @@
-"""Whole files of requests, in the form of OpenAI's Batch API."""
+"""Answers whole files of requests, in the format of OpenAI's Batch API."""

@@ -1,4 +1,4 @@
-"""What a batch has done so far: a file beside the output that an interrupted batch goes on from."""
+"""The journal of a batch: a file next to the output, from which an interrupted batch resumes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Outputs(NamedTuple):
 
 
 class Journal:
-    """One JSON line per finished request, written at once, after a first line that identifies the work.
+    """A first line that identifies the batch, then one JSON line per finished request, written immediately.
 
-    As a context manager, it keeps others from the same output.
+    As a context manager, it locks the output against other batches.
     """
 
     def __init__(self, outputs: Outputs, identity: Mapping[str, Any]) -> None:
-        """Open the journal, or begin one. `identity`: the values that all answers of the output have in common.
+        """Open or create the journal. `identity`: the values that all answers of the output have in common.
 
-        CanvasError for an output that is complete, in work, or begun with another identity.
+        Raises CanvasError if the output is complete, locked, or was begun with another identity.
         """
         self._outputs = outputs
         path = outputs.journal
@@ -66,7 +66,7 @@ class Journal:
         return len(self._places)
 
     def add(self, line: Line, entry: Mapping[str, Any], failed: bool) -> None:
-        """Keep a line of the output, or with `failed` of the error file."""
+        """Record a line of the output; with `failed`, of the error file."""
         self._places[line.number] = self._file.tell()
         self._write({"line": line.number, "failed": failed, "entry": entry})
 
@@ -106,7 +106,7 @@ class Journal:
             ) from None
 
     def _read(self, identity: Mapping[str, Any]) -> dict[int, int]:
-        """Return the places of finished lines by number. A last line that a kill cut off is dropped."""
+        """Return the file offsets of finished lines by line number. A truncated last line is dropped."""
         self._file.seek(0)
         places: dict[int, int] = {}
         place, first = 0, None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 
-# The endpoints that a batch may call, and whether they draw a seed where the body has none.
+# The endpoints that a batch may call, and whether they draw a random seed if the body has none.
 URLS = {
     "/v1/chat/completions": True,
     "/v1/completions": True,
@@ -21,23 +21,23 @@ URLS = {
     "/v1/decisions": False,
     "/v1/systemone": False,
 }
-# What a prompt begins with, in its order.
+# The fields with which a prompt begins, in the prompt's order.
 _PROMPT = ("tools", "instructions", "messages", "prompt", "input", "state", "text")
 _SEEDS = 2**31  # some servers read seeds as signed 32-bit numbers
 
 
 @dataclass(frozen=True)
 class Line:
-    """One request. `body` is the JSON to send, with a seed where the endpoint would draw one."""
+    """One request. `body` is the JSON to send, with a seed if the endpoint would draw one."""
 
-    number: int  # from 1, as editors count
+    number: int  # line number, from 1
     custom_id: str
     url: str
     body: bytes
 
     @property
     def key(self) -> str:
-        """24 hexadecimal digits that follow from `custom_id`, for ids that other runs repeat."""
+        """24 hexadecimal digits derived from `custom_id`, for reproducible ids."""
         return hashlib.sha256(self.custom_id.encode()).hexdigest()[:24]
 
     @property
@@ -47,7 +47,7 @@ class Line:
 
     @property
     def beginning(self) -> tuple[str, str]:
-        """A key that sorts prompts with the same beginning next to each other."""
+        """A sort key that places prompts with the same prefix next to each other."""
         body = json.loads(self.body)
         return self.url, json.dumps([body.get(name) for name in _PROMPT], ensure_ascii=False)
 
@@ -60,9 +60,9 @@ class Lines(NamedTuple):
 
 
 def read_lines(file: Path, seed: int) -> Lines:
-    """Return the requests of a file. A line's own seed follows from `seed` and its custom_id.
+    """Return the requests of a file. A line's seed is derived from `seed` and its custom_id.
 
-    CanvasError names the first line that is wrong. Empty lines are passed over.
+    Raises CanvasError, which names the first wrong line. Empty lines are skipped.
     """
     data = file.read_bytes()
     found: list[Line] = []
@@ -74,7 +74,7 @@ def read_lines(file: Path, seed: int) -> Lines:
         if (before := numbers.setdefault(line.custom_id, number)) != number:
             raise CanvasError(
                 f"{file}, line {number} has the custom_id {line.custom_id!r} of line {before}",
-                "give every line a custom_id of its own",
+                "give every line a different custom_id",
             )
         found.append(line)
     if not found:
@@ -91,7 +91,7 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
         )
     if (method := given.get("method")) != "POST":
         raise CanvasError(f"{where}: method is {method!r}", "give POST")
-    if url not in tuple(URLS):  # it may be anything
+    if url not in tuple(URLS):  # the field may have any type
         raise CanvasError(f"{where}: url is {url!r}", f"give one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         raise CanvasError(f"{where}: body is not an object", "give the request's JSON object")
@@ -117,6 +117,6 @@ def _parsed(where: str, text: bytes) -> Mapping[str, Any]:
 
 
 def _seed(seed: int, custom_id: str) -> int:
-    """Return a line's seed, which does not depend on its place."""
+    """Return a line's seed, which does not depend on its position in the file."""
     digest = hashlib.sha256(json.dumps([seed, custom_id]).encode()).digest()
     return int.from_bytes(digest[:8], "little") % _SEEDS

@@ -1,4 +1,4 @@
-"""Answers requests with a bundle in this process, by the front end's parsing and rendering and without Triton."""
+"""Answers requests with a bundle in this process: with the front end's parsers and replies, but without Triton."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _ENDPOINTS = {each.path: each for each in ENDPOINTS}
 
 
 class Local:
-    """A model in this process, which is open while this is entered as an asynchronous context manager."""
+    """A model in this process, as an asynchronous context manager that opens and closes it."""
 
     def __init__(self, path: Path, threads: int | None = None) -> None:
-        """`path`: an engine bundle or graphs. CanvasError for one that is damaged, or that cannot run here."""
+        """`path`: a bundle of engines or graphs. Raises CanvasError if it is damaged or cannot run here."""
         bundle = load_bundle(path, check=False)
         self.digest = bundle.manifest.digest
         self._max_batch = int(bundle.manifest.options.get("max_batch") or MAX_BATCH)
@@ -65,7 +65,7 @@ class Local:
         prefixes = PrefixCache(model, options.prefix_cache * 2**20)
 
         def make() -> Generator:
-            prefixes.clear()  # what a failed pass wrote is not known
+            prefixes.clear()  # a failed pass may have corrupted saved chunks
             return Generator(model, self._max_batch, prefixes)
 
         self._encoder = PromptEncoder(tokenizer, model.max_context)
@@ -82,14 +82,14 @@ class Local:
         self._worker.close()
 
     async def ask(self, line: Line) -> Reply:
-        """Return the reply that a server would give. EngineError when no pass can succeed any more."""
+        """Return the reply that a server would give. Raises EngineError if the engines have failed for good."""
         while True:
             reply = await self._reply(line)
             if self._lost is not None and (reply.status or 0) >= 500:
                 raise self._lost
             if reply.status != 503:
                 return reply
-            await asyncio.sleep(_PAUSE)  # the worker is about to say why
+            await asyncio.sleep(_PAUSE)  # the worker is about to report the reason
 
     async def _reply(self, line: Line) -> Reply:
         endpoint = _ENDPOINTS[line.url]
@@ -111,7 +111,8 @@ class Local:
     async def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yield the last event of one request; closing the iterator cancels it. ApiError when it fails."""
+        """Yield the last event of one request. Closing the iterator cancels the request. Raises ApiError if it
+        fails."""
         arrays = {
             name: INPUTS[name].encode(value) for name, value in inputs.items() if value is not None
         }
@@ -133,7 +134,7 @@ class Local:
                 submit()
             end = await ended.get()
             if isinstance(end, EngineError) and end.fatal:
-                self._lost = end  # before the worker says so
+                self._lost = end  # before the worker reports the timeout
             if isinstance(end, BaseException):
                 raise end
         except asyncio.CancelledError:
@@ -150,7 +151,7 @@ class Local:
         )
 
     def _submit(self, arrays: Mapping[str, Any], answers: int, sink: _Sink, ticket: Ticket) -> None:
-        """Prepare a request and queue it. Returns its ticket unless it is queued."""
+        """Prepare a request and queue it. If that fails, return its ticket to the pool."""
         try:
             served = read_request(
                 arrays, self._model, self._encoder, self._options, "", answers, only_final=True
@@ -166,7 +167,7 @@ class Local:
 
 
 class _Sink:
-    """Hands over how one request ended: the last reply, or an error."""
+    """Receives the end of one request: the last reply, or an error."""
 
     def __init__(self, end: Callable[[dict[str, Any] | BaseException], object]) -> None:
         self._end = end
@@ -175,7 +176,7 @@ class _Sink:
 
     def event(self, event: Event) -> None:
         assert self.replies is not None
-        if self.ended:  # by a stop string, before the generator finished
+        if self.ended:  # a stop string ended the answer before the generator did
             return
         replies = self.replies.replies(event)
         self.ended = self.replies.ended
@@ -189,5 +190,5 @@ class _Sink:
             self._end(error)
 
     def cancelled(self) -> bool:
-        """Return whether nobody waits for the result."""
+        """Return whether the caller no longer waits for the result."""
         return self.ended

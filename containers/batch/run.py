@@ -1,4 +1,4 @@
-"""Runs the requests of a file side by side, and keeps every answer as soon as it is there."""
+"""Runs the requests of a file concurrently, and records every answer immediately."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from canvasrt.containers.batch.lines import Line, read_lines
 from canvasrt.containers.batch.steady import steady
 from canvasrt.progress import report
 
-ATTEMPTS = 5  # for a request that fails through no fault of its own
+ATTEMPTS = 5  # for a request that fails because of the server
 _WHAT = "answering"
 
 
 class Reply(NamedTuple):
-    """A status and a body; without a status, `body` says why there is none."""
+    """A status and a body. If the status is None, there was no reply, and `body` is the reason."""
 
     status: int | None
     body: Any
@@ -44,10 +44,10 @@ class Done(NamedTuple):
 def run_batch(
     file: Path, out: Path, seed: int, source: str, answerer: Opens, concurrency: int
 ) -> Done:
-    """Answer all requests of `file` that `out` has no answer to, then write `out` and its error file.
+    """Answer all requests of `file` that the journal of `out` lacks, then write `out` and its error file.
 
-    `source` identifies the answerer's model.
-    CanvasError before any work if the file is wrong, or `out` was begun with other options.
+    `source` identifies the answerer's model. Raises CanvasError before any work if the file is invalid, or if `out` was
+    begun with other options.
     """
     lines, digest = read_lines(file, seed)
     outputs = Outputs.of(out)
@@ -65,7 +65,7 @@ def run_batch(
 async def _answer(
     todo: list[Line], answerer: Opens, journal: Journal, concurrency: int, total: int
 ) -> None:
-    """Answer requests in this order, up to `concurrency` at a time."""
+    """Answer requests in this order, at most `concurrency` at a time."""
     rest: Iterable[Line] = iter(todo)
     done = total - len(todo)
 
@@ -88,7 +88,7 @@ async def _answer(
 
 
 async def _asked(answerer: Answerer, line: Line) -> Reply:
-    """Return the reply to a request, which is asked again when a server failed."""
+    """Return the reply to a request. Retries if a server failed."""
     for _ in range(ATTEMPTS):
         reply = await answerer.ask(line)
         if reply.status is not None and reply.status < 500:

@@ -1,4 +1,4 @@
-"""Asks OpenAI-compatible servers, and waits for those that are down."""
+"""Sends requests to OpenAI-compatible servers, and waits for servers that are down."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canvasrt.containers.client.openai import KEY_VARIABLE, address
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
-_FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds until a server that is down is asked again
-PATIENCE = 600.0  # seconds in which all servers are down, after which a batch ends
-_SHOWN = 200  # characters of a reply that is not JSON
+_FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds until a server that is down is tried again
+PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
+_SHOWN = 200  # maximum characters to show of a reply that is not JSON
 
 
 @dataclass
 class _Server:
-    """A server: `root` is its address without /v1. Times are those of `time.monotonic`."""
+    """A server. `root` is its address without /v1; times are from `time.monotonic`."""
 
     root: str
     in_flight: int = 0
@@ -32,22 +32,22 @@ class _Server:
     rest: float = _FIRST_REST
 
     def up(self) -> None:
-        """Note that it has answered."""
+        """Note that the server has answered."""
         self.down_since, self.rest = None, _FIRST_REST
 
     def down(self, now: float, least: float) -> None:
-        """Let it rest; twice as long as the last time, if it has not answered since."""
-        if now >= self.rests_until:  # else another request has noticed
+        """Do not use the server for some time: twice as long as the last time if it has not answered since."""
+        if now >= self.rests_until:  # otherwise another request has already noted it
             self.down_since = now if self.down_since is None else self.down_since
             self.rests_until = now + max(self.rest, least)
             self.rest = min(2 * self.rest, _LONGEST_REST)
 
 
 class Servers:
-    """Several servers of the same model, as an asynchronous context manager."""
+    """Several servers of the same model. An asynchronous context manager."""
 
     def __init__(self, urls: Sequence[str], key: str, timeout: float) -> None:
-        """`urls` are those of OpenAI's clients. UsageError for a bad one."""
+        """`urls` are addresses as for OpenAI's clients. Raises UsageError for an invalid one."""
         self._servers = [_Server(address(url).removesuffix("/v1")) for url in urls]
         self._key, self._timeout = key, timeout
         self._http: Any = require("aiohttp", "serve")
@@ -72,9 +72,10 @@ class Servers:
         await self._session.close()
 
     async def ask(self, line: Line) -> Reply:
-        """Return the reply of the server with the fewest requests, once one takes the line.
+        """Send a line to the server with the fewest requests, and return the reply. Tries again until a server accepts
+        the line.
 
-        CanvasError when a server refuses the key, or when all are down for too long.
+        Raises CanvasError if a server refuses the key, or if all servers are down for too long.
         """
         while True:
             server = await self._next()
@@ -107,7 +108,7 @@ class Servers:
             return reply
 
     async def _next(self) -> _Server:
-        """Return the server with the fewest requests, once one need not rest."""
+        """Return the available server with the fewest requests. Waits until one is available."""
         while True:
             now = time.monotonic()
             if ready := [each for each in self._servers if each.rests_until <= now]:
@@ -115,7 +116,7 @@ class Servers:
             await asyncio.sleep(min(each.rests_until for each in self._servers) - now)
 
     async def _post(self, server: _Server, line: Line) -> tuple[Reply, float]:
-        """Return a server's reply, and the seconds after which it wants to be asked again."""
+        """Return a server's reply, and the seconds of its Retry-After header."""
         async with self._session.post(
             server.root + line.url,
             data=line.body,

@@ -1,23 +1,23 @@
-"""Replies without what another run would not repeat."""
+"""Makes replies reproducible: replaces ids, times and cache counts."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Times, and prompt tokens from a cache, depend on when a request ran. They are 0 in a batch's output.
+# Times and cached tokens depend on when a request ran. In a batch's output they are 0.
 _WHEN = ("created", "created_at", "completed_at", "cached_tokens")
 _RANDOM_ID = re.compile(r"((?:chatcmpl|cmpl|resp|msg|rs|fc|call)[-_])[\w-]{16,}")
 
 
 def steady(reply: Any, key: str) -> Any:
-    """Return a reply whose random ids follow from `key`, and whose times and cache counts are 0."""
+    """Return a reply with ids derived from `key`, and with times and cache counts of 0."""
     known: dict[str, str] = {}
 
     def walk(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
             return {
-                # Whatever a caller names itself stays.
+                # Names that callers choose are kept.
                 each: inner if each == "metadata" else walk(inner, each)
                 for each, inner in value.items()
             }

@@ -1,4 +1,4 @@
-"""Calls an OpenAI-compatible server, with only the standard library."""
+"""A client of OpenAI-compatible servers that only uses the standard library."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _START = "start one with `canvasrt serve`, or give its address with --url"
 
 
 class OpenAIClient:
-    """A client of one server. `url` is that of OpenAI's clients; `http://` and `/v1` are optional.
+    """A client of one server. `url` is an address as for OpenAI's clients; `http://` and `/v1` are optional.
 
-    The API key comes from CANVASRT_API_KEY. UsageError for a bad `url`.
+    The API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid `url`.
     """
 
     def __init__(self, url: str | None = None, timeout: float = ANSWER_TIMEOUT) -> None:
@@ -49,7 +49,7 @@ class OpenAIClient:
         }
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the pieces of one answer's text as they come."""
+        """Yield the pieces of one answer's text as they arrive."""
         for piece, _ in self.events(inputs):
             if piece:
                 yield piece
@@ -57,8 +57,8 @@ class OpenAIClient:
     def events(
         self, inputs: Mapping[str, Any], drafts: bool = False
     ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield pieces of one answer's text and, if asked for, the `draft` of every step between
-        them; a draft's piece is empty."""
+        """Yield pairs of a piece of one answer's text and a draft. With `draft` in the inputs, also yields the draft of
+        every step, with an empty piece."""
         path, body = _request(inputs, self.model)
         body["stream"] = True
         if drafts:
@@ -79,7 +79,7 @@ class OpenAIClient:
                         yield text, None
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request at any path, such as `decisions`."""
+        """Send a request to any path, such as `decisions`, and return the reply."""
         with self._reply("POST", path, body) as reply:
             found: dict[str, Any] = json.loads(reply.read())
         return found
@@ -128,7 +128,7 @@ class OpenAIClient:
     def _connection(self) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
-        # SSL_CERT_FILE can name a private certificate authority.
+        # The environment variable SSL_CERT_FILE can name a private certificate authority.
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(
             self._host, self._port, timeout=self._timeout, context=context
@@ -140,13 +140,15 @@ class OpenAIClient:
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
-        if message.startswith("HTTP 404"):  # not in OpenAI's form, so from another API
+        if message.startswith(
+            "HTTP 404"
+        ):  # not an error of OpenAI's API, so another API answers here
             hint = f"give the OpenAI API's port ({API_PORT} by default) with --url"
         return CanvasError(f"the server refused the request: {message}", hint)
 
 
 def address(url: str | None) -> str:
-    """Return a server's address with its scheme, port and `/v1`. UsageError for a bad one."""
+    """Return a server's address with its scheme, port and `/v1`. Raises UsageError for an invalid one."""
     scheme, host, port = _parts(url)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -165,7 +167,7 @@ def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]
         for name, value in inputs.items()
         if value is not None and name not in ("prompt", "prompt_ids", "messages", "raw", "drafts")
     }
-    if "canvas" in options:  # JSON for Triton
+    if "canvas" in options:  # these inputs are JSON strings for Triton
         options["canvas"] = json.loads(options["canvas"])
     body = {"model": model, **options}
     if "prompt_ids" in inputs:

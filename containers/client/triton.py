@@ -34,14 +34,14 @@ _DIRECT = [
     ("grpc.max_send_message_length", 2**31 - 1),
     ("grpc.max_receive_message_length", 2**31 - 1),
 ]
-Replies = queue.SimpleQueue[tuple[Any, Any]]  # results or errors, from the client's thread
+Replies = queue.SimpleQueue[tuple[Any, Any]]  # results or errors from tritonclient's thread
 
 
 class Client:
     """A connection to one server, as a context manager.
 
-    url: host:port, with or without http://; None stands for the protocol's default port on this
-    machine. UsageError for a bad one. Over HTTP, the API key comes from CANVASRT_API_KEY. timeout: seconds that one call may take.
+    url: host:port, with or without http://; None is the protocol's default port on this machine. timeout: seconds per
+    call. Over HTTP, the API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Client:
         timeout: float = ANSWER_TIMEOUT,
         keep_stream: bool = False,
     ) -> None:
-        """`keep_stream` leaves the stream of one request open for the next, which saves a thread and
-        a round trip. A server that stops then waits for this client."""
+        """`keep_stream` keeps a request's gRPC stream open for the next one, which saves a thread and a round trip.
+        While the stream is open, a stopping server waits for it."""
         self.protocol = protocol
         self.url = _host_and_port(url, protocol)
         self.timeout = timeout
@@ -64,7 +64,7 @@ class Client:
             extra = {"channel_args": _DIRECT}
         self._client = self._module.InferenceServerClient(self.url, **extra)
         self._keep = keep_stream
-        # The queue for replies of an open stream that serves no request.
+        # Where replies on an idle open stream go.
         self._idle: Replies | None = None
 
     def __enter__(self) -> Client:
@@ -74,9 +74,9 @@ class Client:
         self._client.close()
 
     def infer(self, inputs: Mapping[str, Any]) -> TritonAnswer:
-        """Return one answer. `inputs` are values by tensor name; None leaves one out.
+        """Return one answer. `inputs` are values by tensor name; those that are None are omitted.
 
-        CanvasError for an unreachable server, a missing or unready model, or an error reply.
+        Raises CanvasError if the server is unreachable, the model is missing or not ready, or the reply is an error.
         """
         more: dict[str, Any] = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
         if self.protocol == "http" and (key := os.environ.get(KEY_VARIABLE)):
@@ -86,8 +86,7 @@ class Client:
         return TritonAnswer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
-        """Yield the events of one request, over gRPC. Leaving the iteration early cancels the
-        request."""
+        """Yield the events of one request over gRPC. Leaving the iteration early cancels the request."""
         if self.protocol != "grpc":
             raise UsageError(
                 f"Triton does not stream over {self.protocol}", "use grpc, or do not stream"
@@ -110,10 +109,10 @@ class Client:
                     self._client.stop_stream(cancel_requests=not finished)
 
     def _sent(self, tensors: list[Any]) -> Replies:
-        """Send a request on the open stream, or on a new one; return the queue of its replies."""
+        """Send a request on the open stream or on a new one; return the queue of its replies."""
         kept, self._idle = self._idle, None
         if kept is not None:
-            if kept.empty():  # a reply here would say that the server has ended it
+            if kept.empty():  # an entry here means that the server has closed the stream
                 with contextlib.suppress(self._module.InferenceServerException):
                     self._client.async_stream_infer(STREAM_MODEL, tensors)
                     return kept
@@ -123,7 +122,7 @@ class Client:
         try:
             self._client.async_stream_infer(STREAM_MODEL, tensors)
         except self._module.InferenceServerException:
-            # When the connection fails, only the callback gets the reason.
+            # If the connection fails, only the callback receives the reason.
             try:
                 with contextlib.suppress(TimeoutError):
                     _taken(replies, timeout=1.0)
@@ -134,7 +133,7 @@ class Client:
 
     @contextlib.contextmanager
     def _errors(self, model: str) -> Iterator[None]:
-        """Turn errors of the client libraries into a CanvasError that says what to do."""
+        """Convert errors of the client libraries to a CanvasError with a hint."""
         from tritonclient.utils import InferenceServerException
 
         try:
@@ -193,7 +192,7 @@ def _host_and_port(url: str | None, protocol: Protocol) -> str:
 
 
 def _taken(replies: Replies, timeout: float) -> Any:
-    """Return the next result, or raise the error that came instead; TimeoutError if none came."""
+    """Return the next result, or raise the error in its place. Raises TimeoutError if none arrives."""
     try:
         result, error = replies.get(timeout=timeout)
     except queue.Empty:
@@ -204,9 +203,9 @@ def _taken(replies: Replies, timeout: float) -> Any:
 
 
 def make_tensors(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
-    """Return values by name as input tensors of a client module; None leaves one out.
+    """Return values by name as input tensors of a tritonclient module; values that are None are omitted.
 
-    CanvasError for a value that does not fit its type.
+    Raises CanvasError for a value that its type cannot hold.
     """
     made = []
     for name, value in inputs.items():
@@ -219,7 +218,7 @@ def make_tensors(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
 
 
 def read_reply(result: Any, model: str) -> dict[str, Any]:
-    """Return a reply's outputs by name; only some events have all of them."""
+    """Return a reply's outputs by name. Some events lack some outputs."""
     arrays = {tensor: result.as_numpy(tensor.name) for tensor in outputs_of(model)}
     return {
         tensor.name: tensor.decode(array) for tensor, array in arrays.items() if array is not None

@@ -14,7 +14,7 @@ from canvasrt.errors import CanvasError
 
 RESTART = "unless-stopped"
 _PIDS = 4096
-# Logs rotate; docker's default driver keeps all of them.
+# Rotate logs; docker's default driver keeps them without limit.
 _LOGS = {
     "docker": ["--log-driver", "local", "--log-opt", "max-size=32m", "--log-opt", "max-file=4"],
     "podman": ["--log-driver", "k8s-file", "--log-opt", "max-size=128m"],
@@ -24,7 +24,7 @@ _LOGS = {
 def run_command(
     package: Package, options: DeployOptions, engine: ContainerEngine, restart: bool = True
 ) -> list[str]:
-    """Return the words of `docker run …`. CanvasError for a file or folder that is missing."""
+    """Return the arguments of `docker run …`. Raises CanvasError for a missing file or folder."""
     words = [engine.name, "run", "--detach", "--name", options.name]
     words += ["--restart", RESTART] if restart else []
     words += engine.health_options()
@@ -74,15 +74,14 @@ def _hardening(options: DeployOptions) -> list[str]:
 def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
-        return words  # host networks publish no ports
+        return words  # on the host's network, no ports are published
     for inside, outside in options.published.items():
         words += ["--publish", f"{options.listen}:{outside}:{inside}"]
     return words
 
 
 def _cache(cache: str) -> str:
-    """Return a volume's name, or a folder's full path. CanvasError for a folder that cannot be
-    used."""
+    """Return a volume's name or a folder's absolute path. Raises CanvasError for a folder that cannot be used."""
     if "/" not in cache and not cache.startswith("."):
         return cache
     folder = Path(cache).expanduser().resolve()

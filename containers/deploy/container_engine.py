@@ -1,4 +1,4 @@
-"""docker or podman on this machine, through its command line."""
+"""Calls docker or podman on this machine through its command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ContainerEngine:
     def run(
         self, *arguments: str, timeout: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run one of its commands."""
+        """Run a command of the container engine."""
         return subprocess.run(
             [self.name, *arguments],
             capture_output=True,
@@ -35,7 +35,7 @@ class ContainerEngine:
         )
 
     def out(self, *arguments: str) -> str:
-        """Return the output of a command. CanvasError when it fails."""
+        """Return the output of a command. Raises CanvasError if it fails."""
         done = self.run(*arguments)
         if done.returncode != 0:
             raise CanvasError(
@@ -45,7 +45,7 @@ class ContainerEngine:
         return done.stdout
 
     def inspect(self, kind: str, name: str) -> dict[str, Any] | None:
-        """Return the details of an image or a container; None when there is none of that name."""
+        """Return the details of an image or a container; None if it does not exist."""
         done = self.run(kind, "inspect", name)
         if done.returncode != 0:
             return None
@@ -61,14 +61,14 @@ class ContainerEngine:
 
     def gpu_options(self, gpus: str) -> list[str]:
         """Return the options that give a container its GPUs: `all`, or numbers separated by commas."""
-        if self.name == "podman":  # which names GPUs by the Container Device Interface
+        if self.name == "podman":  # podman names GPUs by the Container Device Interface
             return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 
     def health_options(self) -> list[str]:
-        """Return the options that let the health check end a server that is not alive any more.
+        """Return the options that let the health check end a dead server.
 
-        Killing one that ignores SIGTERM takes an init. podman has one only if catatonit is there.
+        Killing a server that ignores SIGTERM requires an init process. podman has one only if catatonit is installed.
         """
         init = [] if self.name == "podman" else ["--init"]
         return [*init, "--env", f"{END_UNHEALTHY}=1"]
@@ -86,7 +86,7 @@ def check_container_engine(name: str | None) -> None:
 
 
 def find_engine(name: str | None = None) -> ContainerEngine:
-    """Return the engine of that name, else docker, else podman. CanvasError when none answers."""
+    """Return the engine of this name; by default docker, else podman. Raises CanvasError if none answers."""
     check_container_engine(name)
     reasons = []
     for each in (name,) if name else CONTAINER_ENGINES:
@@ -95,7 +95,7 @@ def find_engine(name: str | None = None) -> ContainerEngine:
             continue
         engine = ContainerEngine(each)
         done = engine.run("info", "--format", "{{json .}}")
-        # The docker client exits with 0 when it cannot reach a daemon, and says so in its output.
+        # Without a daemon, the docker client exits with 0, and only its output contains the error.
         if done.returncode == 0 and '"ServerErrors"' not in done.stdout:
             return engine
         reasons.append(f"{each} does not answer ({last_line(done.stderr + _errors(done.stdout))})")

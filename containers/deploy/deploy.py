@@ -24,7 +24,7 @@ from canvasrt.progress import report
 
 LOG_LINES = 20
 _LOOK_EVERY = 1.0
-# A container engine's message → its meaning, and what to do.
+# Part of a container engine's message → our message and hint.
 _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("could not select device driver", "unresolvable cdi devices", "nvidia.com/gpu"),
@@ -64,13 +64,13 @@ def deploy(
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    CanvasError when it cannot start, ends by itself, or is not ready after `timeout` seconds. The
-    error then has the container's last lines, and the container is removed.
+    Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds. Then the container
+    is removed, and the error has the last lines of its log.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)
     check_architecture(found, chosen)
-    # Without a restart policy until it is ready, so that a failed container can be inspected.
+    # The restart policy is only set once it is ready, so that a failed container can be inspected.
     words = run_command(found, options, chosen, restart=False)
     check_ports(options)
     report(f"loading {found.tag} into {chosen.name}")
@@ -82,7 +82,7 @@ def deploy(
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
     wait_ready(chosen, options.name, timeout)
-    # podman refuses this; there, systemd units restart containers.
+    # podman does not support this; it restarts containers through systemd units.
     chosen.run("update", "--restart", RESTART, options.name)
     return {
         "name": options.name,
@@ -94,8 +94,7 @@ def deploy(
 
 
 def commands_of(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
-    """Return the commands that `deploy` would run, for a shell, after the checks that need no
-    container engine."""
+    """Return the shell commands that `deploy` would run, after all checks that need no container engine."""
     check_container_engine(engine)
     chosen = ContainerEngine(engine or "docker")
     try:
@@ -132,7 +131,7 @@ def addresses(options: DeployOptions) -> dict[str, str]:
 
 
 def check_architecture(package: Package, engine: ContainerEngine) -> None:
-    """Raise CanvasError when the image's architecture is not the machine's."""
+    """Raise CanvasError if the image's architecture is not the machine's."""
     if package.architecture not in (None, engine.architecture):
         raise CanvasError(
             f"{package.tag} is for {package.architecture}, but this machine is {engine.architecture}",
@@ -142,8 +141,8 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
 
 
 def check_ports(options: DeployOptions) -> None:
-    """Raise CanvasError for a port in use, before anything is built or loaded; UsageError for one
-    that two options ask for."""
+    """Raise CanvasError for a port in use, before anything is built or loaded; UsageError if two options have the same
+    port."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
         return

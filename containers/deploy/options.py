@@ -19,10 +19,10 @@ from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import UsageError
 from canvasrt.option import option, option_of, port_option
 
-DEPLOY_TIMEOUT = 3600.0  # seconds to become ready, for a package that builds engines first
+DEPLOY_TIMEOUT = 3600.0  # seconds to become ready for a package that first builds engines
 _SIZE = r"\d+[bkmgBKMG]?"
 
-# Options that `deploy` passes on to the server: the variable of each, by option name.
+# Options that `deploy` passes on to the server → the server's environment variable.
 SERVER_CLASSES = (FrontOptions, ModelOptions)
 SERVER_VARIABLES = {
     each.name: of.variable
@@ -34,7 +34,7 @@ SERVER_VARIABLES = {
 
 @dataclass(frozen=True)
 class DeployOptions:
-    """How a package is run. UsageError for a value that no docker accepts."""
+    """The options of `canvasrt deploy`. Raises UsageError for a value that docker would not accept."""
 
     name: str = field(default="canvasrt", metadata=option("The container's name.", metavar="NAME"))
     listen: str = field(
@@ -101,17 +101,17 @@ class DeployOptions:
         ),
     )
 
-    server: Mapping[str, str] = field(default_factory=dict)  # values by variable
+    server: Mapping[str, str] = field(default_factory=dict)  # variable → value
 
     @property
     def published(self) -> dict[int, int]:
-        """The container's ports → this machine's."""
+        """The container's ports → this machine's ports."""
         ports = {API_PORT: self.port, GRPC_PORT: self.grpc_port, HTTP_PORT: self.http_port}
         return {inside: outside for inside, outside in ports.items() if outside is not None}
 
     @property
     def own_ports(self) -> dict[int, int]:
-        """The ports that the container itself uses on the host's network, by their defaults."""
+        """Default port → actual port, for a container on the host's network."""
         return {
             API_PORT: self.port,
             GRPC_PORT: self.grpc_port or GRPC_PORT,
@@ -120,7 +120,7 @@ class DeployOptions:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The server's variables: those of the user, and on loopback those for a container of this name."""
+        """The server's environment variables: the user's, and on loopback the defaults for a container of this name."""
         local = self.listen in LOOPBACK and self.network != "host"
         own = {name: make(self.name) for name, make in CONTAINER_VARIABLES.items() if local}
         return {name: text for name, text in {**own, **self.server}.items() if text}

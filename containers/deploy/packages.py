@@ -1,5 +1,4 @@
-"""What can be deployed: a package's folder, an OCI layout, a docker archive, or an image by
-name."""
+"""Finds what to deploy: a package's folder, an OCI layout, a docker archive, or an image by name."""
 
 from __future__ import annotations
 
@@ -19,24 +18,24 @@ from canvasrt.staging import scratch
 
 @dataclass(frozen=True)
 class Package:
-    """An image, or what to build one from. `path` is None for an image that docker already has."""
+    """An image, or a folder to build one from. `path` is None for an image that docker already has."""
 
     tag: str
     path: Path | None
     kind: str  # context, oci, docker, image
     labels: Mapping[str, str]
     architecture: str | None
-    engines: Path | None = None  # to mount, if the image does not include them
+    engines: Path | None = None  # engines to mount if the image does not include them
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether one of the targets is a GPU."""
+        """Whether any target is a GPU."""
         targets = self.labels.get("canvasrt.target", "cpu").split(",")
         return targets != ["cpu"]
 
 
 def open_package(package: str, engine: ContainerEngine | None) -> Package:
-    """Return the package at a path, else the image of that name, which `engine` must have."""
+    """Return the package at this path, or else the image of this name, which `engine` must have."""
     path = Path(package).expanduser()
     if (path / MANIFEST).is_file():
         return _context(path)
@@ -57,7 +56,7 @@ def open_package(package: str, engine: ContainerEngine | None) -> Package:
 
 
 def load(package: Package, engine: ContainerEngine) -> None:
-    """Build the image or load it into the engine. CanvasError when that fails."""
+    """Build the image or load it into the container engine. Raises CanvasError if that fails."""
     if package.path is None:
         return
     if package.kind == "context":

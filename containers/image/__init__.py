@@ -1,2 +1,1 @@
-"""Container images without a daemon: OCI layouts and docker archives, the same bytes on every
-run."""
+"""Writes container images without a daemon: reproducible OCI layouts and docker archives."""

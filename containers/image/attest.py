@@ -40,14 +40,14 @@ class Materials:
 
 
 def attestation_of(image: Path) -> Path:
-    """Return the path of an image's attestations, next to the image."""
+    """Return the path of an image's attestation file, which is next to the image."""
     return image.with_name(image.name + ATTESTATION_SUFFIX)
 
 
 def read_signer(key: Path) -> Any:
-    """Return the signer of a private key in PEM. CanvasError when it cannot be used.
+    """Return the signer for a private key in PEM. Raises CanvasError if it cannot be used.
 
-    CANVASRT_SIGNING_PASSWORD decrypts it.
+    CANVASRT_SIGNING_PASSWORD decrypts the key.
     """
     require("securesystemslib", "serve")
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -79,7 +79,7 @@ def attest(image: Image, format: str, materials: Materials, signer: Any) -> Path
 
 
 def check_attestation(image: Path, digest: str, key: Path) -> Mapping[str, Any]:
-    """Return an image's provenance. CanvasError unless it is signed by `key` and names `digest`."""
+    """Return an image's provenance. Raises CanvasError unless it is signed by `key` and names `digest`."""
     require("securesystemslib", "serve")
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error
@@ -129,8 +129,8 @@ def _public(key: Path) -> Any:
 def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any]:
     """Return the statement about an image.
 
-    It names no time, so that the same content gives the same statement. Its subjects are the
-    manifest and the configuration, by which docker names an image.
+    It has no time, so that equal content gives an equal statement. Its subjects are the manifest and the configuration,
+    by whose digest docker identifies an image.
     """
     from google.protobuf import json_format
     from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance

@@ -33,7 +33,8 @@ _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
 # The largest manifest or configuration that registries accept; both are read into memory.
 _DOCUMENT_LIMIT = 4 << 20
-_HEADER_LIMIT, _MOST_MEMBERS = 1 << 16, 10_000  # of an archive before its signature was checked
+# Maximum bytes of a tar header before the signature is checked.
+_HEADER_LIMIT, _MOST_MEMBERS = 1 << 16, 10_000
 _DAMAGED = "copy it again; `skopeo inspect` shows whether it is intact"
 _GET_ONE = (
     "download one: skopeo copy docker://nvcr.io/nvidia/tritonserver:26.09-py3 oci:triton:26.09, then give"
@@ -54,7 +55,7 @@ class BaseLayer:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[HashedReader, HashedReader]]:
-        """Provide the layer's bytes as stored and unpacked. Reading the second reads the first."""
+        """Provide readers of the layer's stored and unpacked bytes. Reading the unpacked bytes advances both."""
         if self.media_type.endswith("+zstd"):
             raise CanvasError(
                 f"a layer of the base image is compressed with zstd: {self.digest or self.file}",
@@ -87,7 +88,7 @@ class Base:
 
     @property
     def architecture(self) -> str:
-        """The architecture by Docker's name: amd64, arm64."""
+        """The architecture as docker names it: amd64, arm64."""
         return str(self.config.get("architecture", "amd64"))
 
     @property
@@ -97,12 +98,12 @@ class Base:
 
     @property
     def tag(self) -> str:
-        """The first of the image's names; empty if it has none."""
+        """The first name of the image; empty if it has none."""
         return self.names[0] if self.names else ""
 
     @property
     def size(self) -> int:
-        """Bytes of all layers, as stored."""
+        """Stored bytes of all layers."""
         return sum(layer.size for layer in self.layers)
 
     @cached_property
@@ -113,7 +114,7 @@ class Base:
 
     @cached_property
     def python(self) -> tuple[str, str]:
-        """The path of `python3`, and its version, such as `3.12`. CanvasError when there is none."""
+        """The path of `python3` and its version, such as `3.12`. Raises CanvasError if there is none."""
         found = ""
         for layer in self.layers:
             for member in layer.members():
@@ -128,9 +129,9 @@ class Base:
         return "/" + found.split()[0].removeprefix("./"), match[1]
 
     def copy_into(self, blobs: Blobs) -> list[Json]:
-        """Put every layer into `blobs`; return the descriptors.
+        """Copy every layer to `blobs`; return the descriptors.
 
-        CanvasError for a layer whose content does not match its digest.
+        Raises CanvasError for a layer whose content does not match its digest.
         """
         for layer in self.layers:
             if layer.offset == 0:
@@ -149,7 +150,7 @@ class Base:
 def read_base(path: Path, architecture: str | None = None) -> Base:
     """Read the image at `path`: a folder with an OCI layout, or an archive of one image.
 
-    CanvasError when there is none, when it is damaged, or when it has another architecture.
+    Raises CanvasError if there is none, or if it is damaged or has another architecture.
     """
     path = path.expanduser()
     try:
@@ -222,14 +223,15 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {entry['size']}")
         media_type = LAYER_TYPE + _compression(file, 0)
         layers.append(BaseLayer(file, entry["digest"], entry["size"], media_type))
-    # The name under which it was written. skopeo's layouts only have a tag, which is not a name.
+    # The full name of the image. skopeo's layouts only have a tag, which is not a name.
     name = (top.get("annotations") or {}).get("io.containerd.image.name", "")
     names = (name.removeprefix("docker.io/").removeprefix("library/"),) if name else ()
     return Base(path, config, tuple(layers), descriptor["digest"], names)
 
 
 class _Header(tarfile.TarInfo):
-    """A header of an archive whose signature was not checked; tarfile reads long names whole, of any size."""
+    """A tar header with a size limit, for archives whose signature is not checked yet: tarfile reads long names of any
+    size into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
@@ -240,8 +242,8 @@ class _Header(tarfile.TarInfo):
 
 
 def signed_digest(path: Path) -> str:
-    """Return the digest by which a signature names the image at `path`, without reading its layers: the manifest's for a
-    layout, the configuration's for an archive."""
+    """Return the digest by which a signature identifies the image at `path`: the manifest's for a layout, the
+    configuration's for an archive. Does not read layers."""
     try:
         if (path / "index.json").is_file():
             return str(_only(_index(path)["manifests"], None, path)["digest"])
@@ -285,14 +287,14 @@ def _check_document(name: str, size: int) -> None:
 
 
 def _document(digest: str, content: bytes) -> Json:
-    """Return the JSON document with a digest. ValueError when the content does not match it."""
+    """Return the JSON document with a digest. Raises ValueError if the content does not match."""
     if "sha256:" + hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{digest} does not match its content")
     return json.loads(content)
 
 
 def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
-    """Return the manifest for an architecture, or the only one without a platform."""
+    """Return the manifest for an architecture, or the only manifest if it has no platform."""
     images = [
         each for each in manifests if each.get("platform", {}).get("architecture") != "unknown"
     ]
@@ -316,13 +318,13 @@ def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
 
 
 def _read_archive(path: Path) -> Base:
-    """Read where the layers are in an archive; they stay there, since archives can be large."""
+    """Locate the layers in an archive. They are not extracted, because archives can be large."""
     with tarfile.open(path, "r:") as archive:
         members = {member.name: member for member in archive}
         (image,) = json.loads(_content(archive, members["manifest.json"]))
         raw_config = _content(archive, members[image["Config"]])
         digest = "sha256:" + hashlib.sha256(raw_config).hexdigest()
-        # docker and podman name the configuration by its digest.
+        # docker and podman name the configuration's file by its digest.
         if named := _HEX.search(image["Config"]):
             _document(f"sha256:{named[1]}", raw_config)
         config = json.loads(raw_config)
@@ -335,13 +337,13 @@ def _read_archive(path: Path) -> Base:
 
 
 def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo:
-    """Return the member that a name leads to: old versions of docker link identical layers."""
+    """Return the member that a name refers to, following links: old versions of docker link identical layers."""
     member, passed = members[name], {name}
     while member.issym() or member.islnk():
         target = (Path(member.name).parent / member.linkname).as_posix()
         member = members[member.linkname if member.islnk() else _normal(target)]
         if member.name in passed:
-            raise ValueError(f"the links of {name} run in a circle")
+            raise ValueError(f"the links of {name} form a cycle")
         passed.add(member.name)
     if not member.isfile():
         raise ValueError(f"{name} is not a file")
@@ -359,10 +361,9 @@ def _normal(name: str) -> str:
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
-    """Return a layer. Its digest is computed here, since an archive only has that of the unpacked
-    content.
+    """Return a layer. Computes its digest, since an archive only has the unpacked content's.
 
-    ValueError when the content has another digest than `diff_id`.
+    Raises ValueError if the unpacked content does not have the digest `diff_id`.
     """
     media_type = LAYER_TYPE + _compression(path, member.offset_data)
     layer = BaseLayer(path, "", member.size, media_type, member.offset_data)

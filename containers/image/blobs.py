@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.staging import link_or_copy
 from canvasrt.types import Json
 
-# Called with the number of bytes read since its last call.
+# Called with the number of bytes read since the previous call.
 Counter = Callable[[int], None]
 
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -29,12 +29,12 @@ INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 _CHUNK = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_GZIP_LEVEL = 3  # three times as fast as 6, and 10% larger
+_GZIP_LEVEL = 3  # three times as fast as level 6, with 10% larger files
 
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One member of a layer: a file (a `source` on disk, or its `content`), a `link`, or a folder."""
+    """One member of a layer: a file (`source` on disk, or `content`), a `link`, or else a folder."""
 
     name: str
     source: Path | None = None
@@ -46,7 +46,7 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class ImageLayer:
-    """A layer's blob. `diff_id` is the digest of the archive before compression."""
+    """A layer's blob. `diff_id` is the digest of the uncompressed archive."""
 
     digest: str
     size: int
@@ -61,7 +61,7 @@ class ImageLayer:
 
 
 def check_digest(digest: Any) -> str:
-    """Return the 64 digits of a SHA-256 digest. CanvasError for anything else, such as a path."""
+    """Return the 64 digits of a SHA-256 digest. Raises CanvasError for anything else, such as a path."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
         raise CanvasError(
@@ -79,7 +79,7 @@ class Blobs:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Return the path of a blob. CanvasError when `digest` is not one of SHA-256."""
+        """Return the path of a blob. Raises CanvasError if `digest` is not a SHA-256 digest."""
         return self.folder / check_digest(digest)
 
     def add_json(self, data: Mapping[str, Any], media_type: str) -> Json:
@@ -105,9 +105,9 @@ class Blobs:
         count: Counter | None = None,
         above: str = "opt/canvasrt",
     ) -> ImageLayer:
-        """Write a layer. Do not `compress` weights: that saves little, and makes loading slower.
+        """Write a layer. Do not `compress` weights: it saves little and makes loading slower.
 
-        Parent folders of the entries are added below `above`; higher ones belong to the base image.
+        Parent folders of the entries are added below `above`; `above` and its parents are in the base image.
         """
         return self._write(
             lambda file: _write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -144,13 +144,13 @@ class Blobs:
 def entries_of(
     folder: Path, prefix: str, *, skip: Callable[[str], bool] | None = None
 ) -> Iterator[LayerEntry]:
-    """Yield everything in a folder as members below `prefix`."""
+    """Yield all files and folders in a folder as members below `prefix`."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).as_posix()
         if skip is not None and skip(inside):
             continue
         name = f"{prefix}/{inside}"
-        # A bundle's links lead to files in a cache; the image gets those files.
+        # A bundle's links point to files in a cache; the image gets the files.
         if path.is_dir():
             yield LayerEntry(name)
         else:
@@ -158,9 +158,9 @@ def entries_of(
 
 
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
-    """Return the entries, sorted and without duplicates, with their parent folders.
+    """Return the entries with their parent folders, sorted and without duplicates.
 
-    Folders above `above` belong to the base image.
+    Folders above `above` are in the base image.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):
@@ -172,7 +172,7 @@ def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
 
 
 class HashedReader:
-    """Reads from a file, at most `size` bytes, and hashes them."""
+    """Reads at most `size` bytes from a file, and hashes them."""
 
     def __init__(self, file: Any, size: int | None = None) -> None:
         self._file = file
@@ -232,7 +232,7 @@ def _compressed(file: io.RawIOBase, compress: bool) -> Iterator[IO[bytes]]:
     if not compress:
         yield cast(IO[bytes], file)
         return
-    # A name or a time would differ between runs.
+    # No name and time in the gzip header, because they would differ between runs.
     with gzip.GzipFile("", "wb", _GZIP_LEVEL, cast(IO[bytes], file), mtime=0) as packed:
         yield cast(IO[bytes], packed)
 

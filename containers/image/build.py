@@ -33,7 +33,7 @@ _INSIDE = PACKAGE.lstrip("/")
 
 @dataclass(frozen=True)
 class WrittenImage:
-    """An image that was written, and the manifest of its content."""
+    """A written image, and the manifest of its content."""
 
     image: Image
     manifest: Manifest
@@ -41,7 +41,7 @@ class WrittenImage:
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes of engines that were added to the base."""
+        """Bytes of engines added to the base."""
         return sum(
             entry["bytes"]
             for name, entry in self.manifest.files.items()
@@ -50,7 +50,7 @@ class WrittenImage:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of everything else that was added: code and its dependencies."""
+        """Bytes of everything else added to the base: code and its dependencies."""
         return self.image.added_bytes - self.engine_bytes
 
 
@@ -65,9 +65,9 @@ def write_image(
 ) -> WrittenImage:
     """Write the image of bundles to `out`: an OCI layout (a folder) or a docker archive (a file).
 
-    With a private `key`, its signed provenance is written next to it.
+    With a private `key`, signed provenance is written next to the image.
 
-    CanvasError as in `package` and `read_base`, and for missing wheels; then nothing is written.
+    Raises CanvasError as `package` and `read_base`, and for missing wheels. Then nothing is written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -113,7 +113,7 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
 
 
 def based_on(base: Base) -> dict[str, str]:
-    """Return OCI's labels for the base of an image."""
+    """Return OCI's labels that identify an image's base."""
     name = {"org.opencontainers.image.base.name": base.tag} if base.tag else {}
     return {**name, "org.opencontainers.image.base.digest": base.digest}
 
@@ -125,14 +125,14 @@ def _interpreter(base: Base) -> tuple[str, str]:
 
 
 def load_bundle_manifest(file: Path) -> Manifest:
-    """Load a manifest without its files, which are in the image's layers."""
+    """Load a manifest whose files are in an image's layers."""
     import json
 
     return Manifest(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> None:
-    """Raise CanvasError unless the version of TensorRT is known: the bindings must match it."""
+    """Raise CanvasError unless the base's TensorRT version is known, which the bindings must match."""
     if "tensorrt" in backends_of(manifests, options.tensorrt) and options.tensorrt is None:
         raise CanvasError(
             f"the TensorRT version of {options.base} is not known, but building the graphs needs it",
@@ -153,7 +153,7 @@ def _places(made: Bundle) -> list[str]:
 
 @contextlib.contextmanager
 def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
-    """Provide a folder for the layout; at the end, it or an archive of it becomes `out`."""
+    """Yield a folder for the layout. At the end, the folder or an archive of it is moved to `out`."""
     if format == "oci":
         with staging(out) as folder:
             yield folder
@@ -163,7 +163,7 @@ def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
         layout.mkdir()
         yield layout
         write_archive(layout, tag, folder / "archive")
-        if out.is_dir():  # it is empty, since check_output passed
+        if out.is_dir():  # check_output has made sure that it is empty
             out.rmdir()
         sync(folder / "archive")
         os.replace(folder / "archive", out)
@@ -176,7 +176,7 @@ def _layers(
     options: PackageOptions,
     fetched: Sequence[Path],
 ) -> list[ImageLayer]:
-    """Write our layers, the least often changed first."""
+    """Write our layers. Those that change least often come first."""
     blobs = Blobs(layout)
     own = next((made.path / "wheels").glob("canvasrt-*.whl"))
     interpreter = _interpreter(base)[0]
@@ -215,7 +215,7 @@ def _engine_layer(blobs: Blobs, made: Bundle, place: str) -> ImageLayer:
 
 
 def _tensorrt(found: Sequence[Path], python: str) -> list[LayerEntry]:
-    """Return the module that wraps TensorRT's bindings, if those are among the wheels."""
+    """Return the files of the module that wraps TensorRT's bindings, if the bindings are among the wheels."""
     names = [wheel.name.split("-") for wheel in found]
     version = next(
         (each[1] for each in names if canonical_name(each[0]) == bindings.DISTRIBUTION), None
@@ -226,7 +226,7 @@ def _tensorrt(found: Sequence[Path], python: str) -> list[LayerEntry]:
 
 
 def _cache_folder() -> list[LayerEntry]:
-    """Return the folder for the cache and its parents, which the base image lacks."""
+    """Return entries for the cache's folder and its parents, which the base image lacks."""
     inside = CACHE.lstrip("/")
     above = inside.rpartition("/")[0]
     return [LayerEntry(above), LayerEntry(inside, owner=USER)]

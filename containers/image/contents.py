@@ -1,4 +1,4 @@
-"""The packages that a base image contains: Debian's, and Python's."""
+"""Lists the packages in a base image: Debian's and Python's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _RELEASE = re.compile(r"(?:etc|usr/lib)/os-release$")
 _PYTHON = re.compile(
     r"(?:.*/)?(?:dist|site)-packages/(?P<name>[\w.]+)-(?P<version>[^-/]+)\.(?:dist|egg)-info/METADATA$"
 )
-# In a layer, `.wh.NAME` removes NAME of the layers below it.
+# In a layer, a file `.wh.NAME` deletes NAME of lower layers.
 _REMOVED = ".wh."
 
 
 def contents(base: Base) -> list[Installed]:
-    """Return the packages of a base image. Its layers are read once and the result is cached.
+    """Return the packages of a base image. Layers are read once; the result is cached.
 
-    CanvasError for a layer that does not match its digest; then nothing is kept.
+    Raises CanvasError for a layer that does not match its digest. Then nothing is cached.
     """
     file = cache_folder() / "bases" / f"{base.digest.removeprefix('sha256:')}.packages.json"
     if file.is_file():
@@ -68,9 +68,9 @@ def _read(layers: Iterable[BaseLayer]) -> list[Installed]:
 
 
 def _files(layer: BaseLayer) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the names of a layer's files, with the content of those that list packages.
+    """Yield the names of a layer's files, and the contents of files that list packages.
 
-    CanvasError at its end unless it matches its digest.
+    Raises CanvasError at the layer's end if it does not match its digest.
     """
     try:
         with layer.opened() as (stored, content):
@@ -95,7 +95,7 @@ def _distribution(release: str) -> str:
 def _debian(status: str, distribution: str) -> Iterator[Installed]:
     for paragraph in status.split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|Architecture|Status): (.*)$", paragraph, re.M))
-        # A paragraph of status.d has no status: the package is installed.
+        # Entries in status.d have no status; their packages are installed.
         if {"Package", "Version"} <= fields.keys() and fields.get(
             "Status", "ok installed"
         ).endswith(" installed"):

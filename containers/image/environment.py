@@ -30,16 +30,15 @@ def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
         scheme, interpreter=f"/{VENV}/bin/python3", script_kind="posix"
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # about compiled files, which are left out here
+        # Warnings about compiled files, which are omitted here.
+        warnings.simplefilter("ignore", RuntimeWarning)
         for wheel in wheels:
             with WheelFile.open(wheel) as source:
                 installer.install(source, destination, {"INSTALLER": b"canvasrt\n"})
 
 
 def venv_entries(interpreter: str, python: str) -> list[LayerEntry]:
-    """Return the files that make a folder a virtual environment of the image's Python."""
+    """Return the files of a virtual environment for the image's Python."""
     home = interpreter.rpartition("/")[0]
     settings = f"home = {home}\ninclude-system-site-packages = false\nversion = {python}\n"
     return [
@@ -50,7 +49,7 @@ def venv_entries(interpreter: str, python: str) -> list[LayerEntry]:
 
 
 def unpacked_entries(folder: Path) -> Iterator[LayerEntry]:
-    """Yield what `unpack` wrote as members of a layer, without headers."""
+    """Yield the files that `unpack` wrote as members of a layer, without C headers."""
 
     def skip(name: str) -> bool:
         return name.startswith("include") or "__pycache__" in name

@@ -27,7 +27,7 @@ _LAYOUT = {"imageLayoutVersion": "1.0.0"}
 
 @dataclass(frozen=True)
 class Image:
-    """A written image. `digest` is that of its manifest, `image_id` that of its configuration."""
+    """A written image. `digest` is its manifest's digest; `image_id` is its configuration's."""
 
     path: Path
     tag: str
@@ -38,7 +38,7 @@ class Image:
 
     @property
     def added_bytes(self) -> int:
-        """Bytes of the layers we added, unpacked."""
+        """Unpacked bytes of the layers that were added to the base."""
         return sum(layer.unpacked for layer in self.layers)
 
 
@@ -80,7 +80,7 @@ def write_layout(
 def write_archive(layout: Path, tag: str, out: Path) -> None:
     """Pack a layout into a reproducible archive for `docker load`.
 
-    It leaves out the layout's index: podman would prefer it, and then ignore the health check.
+    The archive omits the layout's index. podman would prefer the index, and then ignore the health check.
     """
     index = json.loads((layout / "index.json").read_text())
     manifest_name = _blob_name(index["manifests"][0]["digest"])
@@ -118,12 +118,12 @@ def image_config(base: Base, layers: Sequence[ImageLayer], settings: Json) -> Js
         *({"created": moment, "created_by": layer.created_by} for layer in layers),
     ]
     for name in ("container", "container_config", "docker_version", "id", "parent"):
-        config.pop(name, None)  # from the daemon that built the base
+        config.pop(name, None)  # added by the daemon that built the base
     return config
 
 
 def check_tag(tag: str) -> str:
-    """Return `NAME:TAG`, with `:latest` added to a bare `NAME`. UsageError for anything else."""
+    """Return `NAME:TAG`; the default TAG is `latest`. Raises UsageError if it is not an image's name."""
     import re
 
     name, colon, version = tag.rpartition(":")
@@ -142,7 +142,7 @@ def check_tag(tag: str) -> str:
 
 
 def _expanded(own: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Replace `$PATH`, as a Dockerfile would."""
+    """Expand `$PATH`, as a Dockerfile would."""
     default = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     path = inherited.get("PATH", default)
     return {name: value.replace("$PATH", path) for name, value in own.items()}

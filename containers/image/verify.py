@@ -30,8 +30,8 @@ _MAX_DOCUMENT = 4 << 20
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a check: the package's manifest, the image's digest (its configuration's for a
-    docker archive), the numbers of layers, bytes and components, and the signed provenance."""
+    """The result of a check. `digest` is the image's, or for a docker archive its configuration's; `components` is
+    their number in the bill of materials."""
 
     manifest: Manifest
     digest: str
@@ -42,15 +42,15 @@ class Verified:
 
 
 def is_image(path: Path) -> bool:
-    """Return whether a path is an OCI layout or an archive rather than a bundle."""
+    """Return whether a path is an OCI layout or an archive, and not a bundle."""
     if (path / MANIFEST).is_file() and not (path / "index.json").is_file():
         return False
     return (path / "index.json").is_file() or (path.is_file() and tarfile.is_tarfile(path))
 
 
 def verify_image(path: Path, key: Path | None = None) -> Verified:
-    """Check the image at `path`; with `key`, its signature first, before anything of its layers is
-    read. CanvasError names the first mismatch."""
+    """Check the image at `path`. With `key`, first check its signature, before reading any layer. Raises CanvasError,
+    which names the first mismatch."""
     digest = signed_digest(path)
     provenance = None if key is None else check_attestation(path, digest, key)
     base = read_base(path)
@@ -79,7 +79,7 @@ def verify_image(path: Path, key: Path | None = None) -> Verified:
 
 
 def check_package(bundle: Bundle) -> None:
-    """Check a package's folder; loading it has checked the hashes of its files."""
+    """Check a package's folder. The files' hashes were already checked when it was loaded."""
     if bundle.manifest.kind != "package" or SBOM not in bundle.manifest.files:
         return
     inside = json.loads((bundle.path / IMAGE_FOLDER / MANIFEST).read_text(encoding="utf-8"))[
@@ -114,7 +114,7 @@ def check_sbom(text: bytes, files: Mapping[str, Any], where: str) -> int:
 def _check_layer(
     base: Base, layer: BaseLayer, diff_id: str, found: dict[str, str], kept: dict[str, bytes]
 ) -> None:
-    """Hash a layer as stored and unpacked, and note the package's files in it."""
+    """Hash a layer's stored and unpacked bytes, and collect the package's files in it."""
     with layer.opened() as (stored, content):
         try:
             with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:

@@ -1,1 +1,1 @@
-"""Measures any OpenAI-compatible server under load: `canvasrt bench URL`."""
+"""Load tests of OpenAI-compatible servers: `canvasrt bench URL`."""

@@ -1,4 +1,4 @@
-"""One streamed chat completion, timed; any OpenAI-compatible server answers it."""
+"""Times streamed chat completions of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from canvasrt.containers.load.sessions import ChatMessage
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
-_LIST_TIMEOUT = 30.0  # seconds for the list of models
-_IDLE = 1.0  # seconds after which a connection is opened anew: a server may have closed it
+_LIST_TIMEOUT = 30.0  # timeout for the list of models, in seconds
+_IDLE = (
+    1.0  # seconds after which an idle connection is replaced, since the server may have closed it
+)
 
 
 @dataclass
 class TimedCall:
-    """The result of one call. Times are in seconds, the first two on the clock of
-    `time.perf_counter`.
+    """The result of one call. Times are in seconds, `due` and `pieces` from `time.perf_counter`.
 
-    due: when it should have started; later starts count as waiting. pieces: when each piece of text
-    came. tokens: as the server counted them, else the number of pieces. steps: denoising steps, if
-    the server says.
+    due: scheduled start; a later start counts as waiting. pieces: arrival times of the pieces of text. tokens: the
+    server's count, else the number of pieces. steps: denoising steps, if the server reports them.
     """
 
     due: float
@@ -40,12 +40,12 @@ class TimedCall:
 
     @property
     def first(self) -> float | None:
-        """Seconds from the scheduled start to the first text; None without text."""
+        """Seconds from the scheduled start to the first text; None if there was none."""
         return self.pieces[0] - self.due if self.pieces else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces: blocks of a diffusion model, tokens of others."""
+        """Seconds between pieces, which are blocks of a diffusion model, or tokens of other models."""
         return [later - sooner for sooner, later in zip(self.pieces, self.pieces[1:], strict=False)]
 
     @property
@@ -56,7 +56,7 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server: `url` is that of OpenAI's clients, with or without `/v1`."""
+    """A server. `url` is an address as for OpenAI's clients, with or without `/v1`."""
 
     url: str
     model: str
@@ -78,7 +78,7 @@ class Endpoint:
 
 
 class LoadConnection:
-    """A connection to an endpoint, kept from call to call."""
+    """A connection to an endpoint, reused between calls."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -86,7 +86,7 @@ class LoadConnection:
         self._used = 0.0
 
     def call(self, messages: Sequence[ChatMessage], due: float) -> TimedCall:
-        """Make one call; a failure is recorded in its `error`."""
+        """Make one call. A failure is recorded in the result's `error`."""
         made = TimedCall(due)
         try:
             self._stream(messages, made)
@@ -132,13 +132,13 @@ class LoadConnection:
             headers["Authorization"] = f"Bearer {self._endpoint.key}"
         text = None if body is None else json.dumps(body).encode()
         if time.monotonic() - self._used > _IDLE:
-            self._http.close()  # the request opens it again
+            self._http.close()  # the request opens a new connection
         self._http.request(method, f"{urlsplit(base).path}/{path}", text, headers)
         return self._http.getresponse()
 
 
 def first_model(url: str, key: str = "") -> str:
-    """Return the first model that a server lists. CanvasError when it does not answer."""
+    """Return the first model that a server lists. Raises CanvasError if it does not answer."""
     try:
         reply = LoadConnection(Endpoint(url, "", key, _LIST_TIMEOUT))._ask("GET", "models")
         if reply.status != 200:
@@ -152,7 +152,7 @@ def first_model(url: str, key: str = "") -> str:
 
 
 def root_of(url: str) -> str:
-    """Return an address with its `/v1`. UsageError for one that is not http or https."""
+    """Return an address with `/v1`. Raises UsageError if it is not http or https."""
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -175,7 +175,7 @@ def _open(base: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of an error in OpenAI's form, after a colon; empty without one."""
+    """Return `: ` and the message of an error in OpenAI's form; empty if there is no message."""
     try:
         return f": {json.loads(body)['error']['message']}"[:200]
     except (ValueError, KeyError, TypeError):

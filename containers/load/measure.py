@@ -1,4 +1,4 @@
-"""Runs sessions against endpoints, at a given concurrency or arrival rate, and sums up."""
+"""Runs sessions against endpoints, at a fixed concurrency or arrival rate, and summarizes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall
 from canvasrt.containers.load.sessions import Session
 from canvasrt.progress import report
 
-# The compared measures: field of a summary → its name, and whether less is better.
+# The measures to compare: field of a summary → name, and whether less is better.
 COMPARED = {
     "first": ("first text", True),
     "gap": ("between pieces", True),
@@ -28,8 +28,8 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Load:
-    """How sessions arrive: `concurrency` at a time, or `rate` per second on average, at random
-    moments; then `concurrency` is the most at a time, and waiting for a place counts as latency."""
+    """How sessions start: `concurrency` at a time, or on average `rate` per second at random times. In the latter case
+    `concurrency` is the maximum, and waiting for it counts as latency."""
 
     concurrency: int = 1
     rate: float | None = None
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Round:
-    """The calls of one round; `seconds` runs from the first due time to the last end."""
+    """The calls of one round. `seconds` is the time from the first scheduled start to the last end."""
 
     calls: tuple[TimedCall, ...]
     start: float
@@ -47,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """A series, in milliseconds."""
+    """Percentiles of a series, in milliseconds."""
 
     p50: float
     p90: float
@@ -70,7 +70,7 @@ class LatencySpread:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """A server's results. `tokens_per_pass` and `steps` are known for diffusion models only."""
+    """A server's results. `tokens_per_pass` and `steps` are only known for diffusion models."""
 
     calls: int
     errors: Mapping[str, int]
@@ -86,7 +86,7 @@ class LoadSummary:
 
     @classmethod
     def of(cls, rounds: Sequence[Round]) -> LoadSummary:
-        """Sum up rounds; failed calls count as errors alone."""
+        """Summarize rounds. Failed calls only count as errors."""
         calls = [call for each in rounds for call in each.calls]
         good = [call for call in calls if not call.error]
         seconds = sum(each.seconds for each in rounds)
@@ -123,7 +123,7 @@ def take_turns(
     load: Load,
     rounds: int,
 ) -> list[list[Round]]:
-    """Measure endpoints in turns, `rounds` times each, after one call each to warm up."""
+    """Measure the endpoints alternately, every one `rounds` times, after one warm-up call."""
     for endpoint in endpoints:
         run_sessions(endpoint, sessions[:1], Load())
     taken: list[list[Round]] = [[] for _ in endpoints]
@@ -136,7 +136,7 @@ def take_turns(
 
 
 def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
-    """Return for each measure the ratio over all rounds, and its lowest and highest round."""
+    """Return, by measure, the ratio over all rounds, and the lowest and highest ratio of a round."""
     found = {}
     for name in COMPARED:
         sides = [
@@ -174,8 +174,7 @@ def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], load: Load) ->
 
 
 def _arrivals(load: Load, count: int) -> list[float | None]:
-    """Return when each session is due, in seconds from the start; None means as soon as a place is
-    free."""
+    """Return the sessions' scheduled starts in seconds; None means as soon as possible."""
     if load.rate is None:
         return [None] * count
     chance = random.Random(load.seed)  # noqa: S311 (arrivals, not secrets)
@@ -192,7 +191,7 @@ def _work(
     waiting: queue.SimpleQueue[tuple[Session, float | None]],
     calls: list[TimedCall],
 ) -> None:
-    """Run sessions until none is left."""
+    """Run sessions from the queue until it is empty."""
     connection = LoadConnection(endpoint)
     while True:
         try:
@@ -209,4 +208,4 @@ def _work(
             if call.error or turn is None:
                 break
             messages += [{"role": "assistant", "content": call.text}, turn]
-            due = None  # a later turn is due when the answer has arrived
+            due = None  # the next turn is due when the previous answer has arrived

@@ -1,4 +1,4 @@
-"""The sessions of a load test, of one or several turns, built in or from a file."""
+"""The sessions of a load test, which have one or several turns: built in or from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = [
     "autumn",
     "lantern",
 ]
-_LONG = 30  # sentences of a long prompt
+_LONG = 30  # number of sentences in a long prompt
 _TOOLS = (
     "You find a file. Ask for one command per turn: list FOLDER, read FILE or done. "
     "Folders hold notes about planets, harbours and gardens."
@@ -32,22 +32,22 @@ _TOOLS = (
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: messages to begin with, and further ones that each follow an answer."""
+    """A conversation: the first messages, and further messages, one after every answer."""
 
     start: tuple[ChatMessage, ...]
     turns: tuple[ChatMessage, ...] = ()
 
     @property
     def calls(self) -> int:
-        """How many answers the session asks for."""
+        """Number of answers that the session requests."""
         return 1 + len(self.turns)
 
 
 def built_in(name: str, count: int) -> list[Session]:
-    """Return `count` different sessions of a set, the same ones every time.
+    """Return `count` different sessions of a built-in set, which is deterministic.
 
-    short: one question of a few words. long: one question after a text. chat: four turns, each with
-    the earlier ones. agent: a system message and five turns with growing results of a tool.
+    short: one question of a few words. long: one question after a text. chat: four turns. agent: a system message and
+    five turns with growing tool results.
     """
     make = {"short": _short, "long": _long, "chat": _chat, "agent": _agent}[name]
     return [make(number) for number in range(count)]
@@ -56,8 +56,8 @@ def built_in(name: str, count: int) -> list[Session]:
 def from_file(path: Path, count: int) -> list[Session]:
     """Return `count` sessions from a file, repeated if it has fewer.
 
-    A line is a prompt, or in a `.jsonl` file an object with `prompt` or `messages`. CanvasError for
-    a file that has none.
+    A line is a prompt, or in a `.jsonl` file an object with `prompt` or `messages`. Raises CanvasError if the file has
+    no prompts.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,7 +1,7 @@
 """The front end's process, which its supervisor controls through lines on standard input.
 
-The first line is the settings; each later one, at least one, is `{"phase": ..., "detail": ...}`. When the input
-ends, the supervisor has ended, and so does this process.
+The first line holds the settings. Each of the following lines, at least one, reports a phase:
+`{"phase": ..., "detail": ...}`. End of input means that the supervisor has exited; then this process exits, too.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from canvasrt.containers.openai.tls import server_context
 from canvasrt.containers.openai.triton_http import make_triton_app
 from canvasrt.containers.ports import BACKLOG
 
-# Seconds to wait after the last answer for requests already on their way.
+# After the last answer, seconds to wait for requests that are already in transit.
 _LINGER = 0.3
 _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
 _BEAT_EVERY = 0.5
-# Connections accepted in one turn of the event loop. They are only counted some turns later, so a larger number could exhaust
-# the descriptors.
+# Connections accepted per iteration of the event loop. They are counted only some iterations later, so a larger number
+# could exhaust the file descriptors.
 _ACCEPT = 64
-HEALTH_CONNECTIONS = 128  # on the port for health alone
+HEALTH_CONNECTIONS = 128  # on the port that only serves health routes
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the supervisor, and waiting connections to the kernel."""
+    """A uvicorn server that leaves signals to the supervisor and queues waiting connections in the kernel."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio has set this to the number that it accepts in one turn.
+        # asyncio passed `_ACCEPT` as the kernel's backlog, too.
         for each in sockets or ():
             each.listen(BACKLOG)
 
@@ -59,14 +59,15 @@ class _Uvicorn(uvicorn.Server):
 
 
 def main() -> None:
-    """Serve until the supervisor says to stop."""
+    """Serve until the supervisor requests a stop."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Unbuffered: the reading thread would hold a buffer's lock until the end.
+    # Unbuffered: the reading thread would hold a buffer's lock until the process exits.
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)
-    most = affordable(settings.options.max_connections, raise_file_limit())
+    guards = settings.triton_socket is not None
+    most = affordable(settings.options.max_connections, raise_file_limit(), guards)
     state = ServerState(callers=Callers(settings.options.max_key_requests))
     asyncio.run(_serve(settings, most, state, commands))
 
@@ -81,7 +82,7 @@ async def _serve(
         servers.append((_triton_server(settings, most, state), settings.triton_socket))
     heartbeat = Heartbeat(settings.heartbeat) if settings.heartbeat is not None else None
     hear = functools.partial(_hear, state, heartbeat)
-    hear(commands.readline())  # callers must not get the answer of an earlier phase
+    hear(commands.readline())  # before listening, so that no caller sees an outdated phase
     loop = asyncio.get_running_loop()
     report_seldom(loop)
     threading.Thread(target=_listen, args=(loop, hear, commands), daemon=True).start()
@@ -101,7 +102,7 @@ async def _serve(
 
 
 async def _beat(heartbeat: Heartbeat | None) -> None:
-    """Show the supervisor that the event loop turns."""
+    """Send heartbeats, which show the supervisor that the event loop is running."""
     while heartbeat is not None:
         heartbeat.beat()
         await asyncio.sleep(_BEAT_EVERY)
@@ -121,7 +122,7 @@ async def _drained(state: ServerState) -> None:
 def _listen(
     loop: asyncio.AbstractEventLoop, hear: Callable[[bytes], None], commands: io.FileIO
 ) -> None:
-    """Read the supervisor's reports; on a thread, since asyncio cannot watch every kind of standard
+    """Read the supervisor's reports. This runs on a thread, because asyncio cannot watch every kind of standard
     input."""
     for line in commands:
         loop.call_soon_threadsafe(hear, line)
@@ -165,7 +166,7 @@ def _config(app: Any, places: Places, lifespan: Literal["on", "off"] = "on") -> 
         backlog=_ACCEPT,
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # a caller's claim about its address must not matter
+        proxy_headers=False,  # callers must not be able to forge their address
         server_header=False,
         loop="asyncio",
         ws="none",

@@ -28,7 +28,7 @@ _FORBIDDEN, _GUARDED = errors(403), errors(401, 403)
 
 
 class Model(TypedDict):
-    """A name under which the model is served."""
+    """One name of the served model."""
 
     id: str
     object: str
@@ -38,7 +38,7 @@ class Model(TypedDict):
 
 
 class Models(TypedDict):
-    """All names."""
+    """All names of the served model."""
 
     object: str
     data: list[Model]
@@ -78,7 +78,7 @@ def add_management(
     metrics: FrontMetrics,
     others: Sequence[OtherMetrics],
 ) -> None:
-    """Add the management routes that NIM has, and the metrics."""
+    """Add NIM's management routes, and the metrics."""
 
     @app.get(
         "/v1/version",
@@ -145,7 +145,7 @@ def add_management(
 
 
 def _license_text() -> str:
-    """Return the licence that was installed; empty if there is none."""
+    """Return the installed licence's text; empty if none is installed."""
     try:
         files = importlib.metadata.files("canvasrt") or []
     except importlib.metadata.PackageNotFoundError:

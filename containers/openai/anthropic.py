@@ -40,7 +40,7 @@ from canvasrt.types import Json
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _BLOCKS = {"content": ("text", "text"), "reasoning": ("thinking", "thinking")}
-# What a chat calls it → its name here.
+# Names of fields in a chat (patterns) → names in Anthropic's API.
 _NAMES = {
     r"messages\[\d+\](\.content\[\d+\])?": "messages",
     r"image_url\.url": "source",
@@ -86,18 +86,19 @@ class Message(TypedDict):
 
 
 class Counted(TypedDict):
-    """The tokens of a prompt."""
+    """The reply: how many tokens the prompt has."""
 
     input_tokens: int
 
 
 def messages_generation(body: MessagesRequest) -> Generation:
-    """Return the generation of the equivalent chat. ApiError names the field that is wrong."""
+    """Return the generation of the equivalent chat. Raises ApiError, which names the wrong field."""
     return chat_generation(_chat(body))
 
 
 def count(body: MessagesRequest) -> Generation:
-    """Return the generation that encodes a prompt. ApiError for images, whose tokens depend on their sizes."""
+    """Return the generation that only encodes a prompt. Raises ApiError for images, whose token counts depend on their
+    sizes."""
     asked = messages_generation(body)
     if has_images(asked.messages or []):
         raise bad_request("The tokens of images cannot be counted: send text.")
@@ -133,7 +134,7 @@ def _chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _tools(body: MessagesRequest) -> list[Json] | None:
-    """Return the tools as functions. Those that Anthropic's servers define are left out with a warning."""
+    """Return the tools as functions. Tools that Anthropic's servers run are dropped with a warning."""
     found = []
     for number, tool in enumerate(body.tools or ()):
         if tool.get("type", "custom") not in ("custom", None):
@@ -149,7 +150,7 @@ def _tools(body: MessagesRequest) -> list[Json] | None:
 
 
 def _messages(body: MessagesRequest) -> list[Json]:
-    """Return the conversation as a chat. Results of tools become messages of their own."""
+    """Return the conversation as a chat. Every tool result becomes a separate message."""
     system = _blocks(body.system or [], "system")
     read: list[Json] = [{"role": "system", "content": _texts(system, "system")}] if system else []
     for number, message in enumerate(body.messages):
@@ -172,7 +173,7 @@ def _messages(body: MessagesRequest) -> list[Json]:
 
 
 def _blocks(content: Any, where: str) -> list[tuple[str, Json]]:
-    """Return the blocks of a content, with their paths."""
+    """Return the blocks of a message's content with their paths in the request."""
     if isinstance(content, str):
         return [(where, {"type": "text", "text": content})]
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
@@ -181,7 +182,7 @@ def _blocks(content: Any, where: str) -> list[tuple[str, Json]]:
 
 
 def _turn(blocks: list[tuple[str, Json]], where: str) -> Json:
-    """Return a turn of the model: its thoughts, text and calls."""
+    """Return an assistant message with its thoughts, text and tool calls."""
     thoughts = [each.get("thinking") or "" for _, each in blocks if _is(each, "thinking")]
     calls = [
         {
@@ -222,7 +223,7 @@ def _texts(blocks: list[tuple[str, Json]], where: str) -> str:
 
 
 def _part(block: Json, where: str) -> Json:
-    """Return a block of a message as a part of a chat."""
+    """Return a content block of a message as a content part of a chat."""
     source = block.get("source")
     if _is(block, "text") and isinstance(block.get("text"), str):
         return {"type": "text", "text": block["text"]}
@@ -248,7 +249,7 @@ class MessageReply(Reply):
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         super().__init__(body, asked, seed, served)
         self._content: list[Json] = []
-        self._open = ""  # the kind of piece in the last block, while it is open
+        self._open = ""  # the kind of the block that is being written
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -258,7 +259,7 @@ class MessageReply(Reply):
         return self._message() | self._stop(final) | {"usage": self._usage()} | own
 
     def begin(self) -> list[Json]:
-        # How long the prompt is, is known at the end.
+        # The prompt's token count is only known at the end.
         return [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
 
     def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:
@@ -343,7 +344,7 @@ class CountReply(Reply):
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return a chat's error with the names of this API."""
+    """Return a chat's error with Anthropic's field names."""
     for chat, own in _NAMES.items():
         error.message = re.sub(chat, own, error.message)
     return error

@@ -63,11 +63,11 @@ ENDPOINTS = (
     ollama.CHAT,
     ollama.GENERATE,
 )
-_LONG, _LEVEL = 4096, 4  # bytes from which a reply is compressed, and gzip's level
+_LONG, _LEVEL = 4096, 4  # smallest reply to compress, in bytes; gzip's level
 
 
 class Front:
-    """The operations' shared state: the connection to Triton, and the callers."""
+    """The state that all operations share: the connection to Triton, and the callers."""
 
     def __init__(self, settings: FrontSettings, state: ServerState) -> None:
         self._settings, self._options, self._state = settings, settings.options, state
@@ -83,7 +83,7 @@ class Front:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Hold the connection to Triton, which belongs to the event loop."""
+        """Open the connection to Triton on the event loop, and close it at the end."""
         settings = self._settings
         self._upstream = Upstream(settings.grpc, settings.request_timeout, settings.caller_secret)
         yield
@@ -93,15 +93,14 @@ class Front:
             self._fetcher.close()
 
     async def refusal(self) -> ApiError | None:
-        """Return why no request can be accepted now, by this process or by Triton; None when one
-        can."""
+        """Return the error if this process or Triton cannot accept a request now, else None."""
         refusal = self._state.refusal()
         if refusal is None and not await self._upstream.is_ready():
             return unavailable("The model is not ready.", "model_not_ready")
         return refusal
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Answer one request. ApiError, or Disconnected once the caller has left."""
+        """Answer one request. Raises ApiError, or Disconnected if the caller has left."""
         self._admit(request)
         raw = await request.body()
         ignored = None if self._options.strict else Ignored(self._options.lenient)
@@ -134,9 +133,9 @@ class Front:
             raise endpoint.renamed(error) from error
 
     def _admit(self, request: Request) -> None:
-        """Count a caller's request until its reply has ended.
+        """Count a request against its caller's limit until its reply has ended.
 
-        ApiError for a missing key, beyond the caller's limit, or while no request is accepted.
+        Raises ApiError if the key is missing, the caller's limit is exceeded, or the server accepts no requests now.
         """
         caller = self.keys.check(authorization(request.headers))
         if (refusal := self._state.refusal()) is not None:
@@ -147,7 +146,7 @@ class Front:
 
 
 def make_app(settings: FrontSettings, state: ServerState, places: Places | None = None) -> ASGIApp:
-    """Return the application of one server, whose connections have `places`."""
+    """Return the application of one server; `places` limits its connections."""
     front, options = Front(settings, state), settings.options
     app = _new_app(front)
     for endpoint in ENDPOINTS:
@@ -175,7 +174,7 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
 
 
 def make_health_app(settings: FrontSettings, state: ServerState) -> ASGIApp:
-    """Return an application with only the health routes, for a port of their own."""
+    """Return an application that only has the health routes, for a separate port."""
     front = Front(settings, state)
     app = _new_app(front)
     add_health(app, state, front.refusal)
@@ -189,7 +188,7 @@ def _new_app(front: Front) -> FastAPI:
         description="Text, decisions and infilling by a diffusion model.",
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         openapi_url=None,
-        redirect_slashes=False,  # a redirect would name the caller's Host
+        redirect_slashes=False,  # a redirect would echo the Host header that the caller sent
         lifespan=front.lifespan,
         telemetry=telemetry(QUIET),
         generate_unique_id_function=_operation_id,

@@ -14,22 +14,22 @@ from canvasrt.runtime.prefix import ANYBODY
 
 
 class Keys:
-    """The accepted keys; without any, no caller needs one."""
+    """The accepted API keys. If there are none, callers need no key."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
     def check(self, authorization: str | None) -> str:
-        """Return a name for the caller's key; empty if none is needed. ApiError 401 unless the
-        header has one of the keys."""
+        """Return a name that identifies the caller's key; empty if no key is needed. Raises ApiError 401 if the header
+        has no accepted key."""
         if not self._digests:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _refusal("You did not provide an API key: send Authorization: Bearer KEY.", None)
-        # Headers are decoded as Latin-1, whatever their bytes.
+        # Latin-1 restores the header's original bytes.
         given = _digest(key.strip().encode("latin-1", "replace"))
-        # Compare with every key; all digests have the same length.
+        # In constant time: compares with every key, by digests of equal length.
         found = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(found):
             raise _refusal("Incorrect API key provided.", "invalid_api_key")
@@ -37,15 +37,15 @@ class Keys:
 
 
 def authorization(headers: Mapping[str, str]) -> str | None:
-    """Return the header with a request's key; Anthropic's clients have another one for it."""
+    """Return the Authorization header of a request. Anthropic's clients send their key in x-api-key."""
     key = headers.get("x-api-key")
     return headers.get("authorization") or (f"Bearer {key}" if key else None)
 
 
 class Callers:
-    """Counts the answers that each key is waiting for: at most `most` at once; None for any number.
+    """Limits the answers that one API key may wait for at the same time to `most`; None is no limit.
 
-    Without keys, callers cannot be told apart, and none is limited.
+    Without keys, callers cannot be distinguished, so there is no limit.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -54,10 +54,9 @@ class Callers:
 
     @contextmanager
     def one(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Count a request as one answer while the block runs, and yield a function that counts
-        more.
+        """Count a request as one answer inside the `with` block. Yields a function that counts further answers.
 
-        Both raise ApiError 429 if its caller has too many, 400 if the request alone has.
+        Both raise ApiError 429 if the caller exceeds the limit, and 400 if this request alone exceeds it.
         """
         counted = 0
         most = self._most if caller else None
@@ -67,7 +66,7 @@ class Callers:
             others = self._count[caller] - counted
             if most is not None and counted + answers > most:
                 raise bad_request(
-                    f"The request wants {counted + answers} answers; this server gives a key"
+                    f"The request asks for {counted + answers} answers; this server gives a key"
                     f" {most} at once.",
                     "n",
                     "invalid_value",
@@ -89,7 +88,7 @@ class Callers:
 
 
 def name_of(caller: str) -> str:
-    """Return the name of a key's caller for the models. Without keys, every request is a caller of its own."""
+    """Return the caller's name for the models. Without keys, every request counts as a different caller."""
     return caller or ANYBODY + secrets.token_hex(8)
 
 

@@ -1,6 +1,6 @@
-"""Bodies of requests: the fields that several endpoints share, and the one place where a body is read.
+"""Request bodies: the fields that several endpoints share, and the only function that reads a body.
 
-Fields that are not carried out are `fields`' tables: those that would change the answer are refused by name.
+The tables in `fields` list unsupported fields. A value that would change the answer is refused with the field's name.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH,
 from canvasrt.containers.untrusted import check_json, load_json
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
-MAX_ANSWERS = 128  # prompts times n
-MAX_WARNINGS = 16  # about one request
-# Each message and part takes time, however short it is.
+MAX_ANSWERS = 128  # per request: prompts times n
+MAX_WARNINGS = 16  # per request
+# Every message and part costs time, even if it is short.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
-# pydantic collects the mistakes in all members of an object while it holds the interpreter's lock. So in bodies above this many
-# bytes, an object may have this many members. Lists end at the first mistake.
+# pydantic holds the interpreter's lock while it collects the errors of all members of an object. So bodies of more than
+# _LONG bytes may have at most MAX_MEMBERS members per object, to a depth of _DEPTH. Lists stop at the first error.
 _LONG, MAX_MEMBERS, _DEPTH = 65_536, 8192, 4
-_ROUNDS = 4  # some errors only show once others are gone
-# OpenAI has parameters of its own for these two.
+_ROUNDS = 4  # some errors only appear once others are removed
+# OpenAI has its own parameters for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
 
 
 def fail(code: str, message: str) -> PydanticCustomError:
-    """Return the error that a field's own check raises."""
-    # The message may contain braces, which a template may not.
+    """Return the error that a field's validator raises."""
+    # The message may contain braces, so it cannot be the template.
     return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
@@ -55,8 +55,7 @@ def about(text: str) -> Any:
 
 
 def check_parts(messages: Iterable[Any], name: str) -> None:
-    """Raise ApiError for messages with too many parts together: of their contents, tool calls and
-    images."""
+    """Raise ApiError if messages together have too many content parts, tool calls and images."""
     count = sum(
         len(value)
         for message in messages
@@ -110,28 +109,29 @@ Seed = Annotated[
 
 
 class Strict(BaseModel):
-    """A body, or part of one, without unknown fields or converted values."""
+    """A body, or part of one. Unknown fields and type conversions are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Ignored(list[str]):
-    """Warnings about what was left out of a request. lenient: also what would change the answer."""
+    """Warnings about ignored fields of a request. `lenient` also ignores fields that would change the answer."""
 
     def __init__(self, lenient: bool = False) -> None:
         super().__init__()
         self.lenient = lenient
 
     def note(self, message: str) -> None:
-        """Add a warning, unless it is there or there are many."""
+        """Add a warning, up to MAX_WARNINGS different ones."""
         if len(self) < MAX_WARNINGS and message not in self:
             self.append(message)
 
 
 def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None:
-    """Pass over a field that is not carried out, and note it if it is unknown.
+    """Ignore a field that is not supported; add a warning unless its value changes nothing.
 
-    ApiError where it may not be left out: what would change the answer, and without `ignored`, what is unknown.
+    Raises ApiError for a value that would change the answer, unless `ignored` is lenient, and for an unknown field if
+    `ignored` is None.
     """
     name = re.sub(r"\[\d+\]", "", path)
     if name not in table:
@@ -158,7 +158,7 @@ def known(
     table: Table,
     ignored: Ignored | None,
 ) -> dict[str, Any]:
-    """Return the members of an object with these names. The others are settled, each with its path."""
+    """Return the members of an object with these names; `settle` all others."""
     for name, value in given.items():
         if name not in names:
             settle(f"{path}.{name}", value, table, ignored)
@@ -166,28 +166,26 @@ def known(
 
 
 class Body(Strict):
-    """The body of a request. Fields that its model has not are those of its table, or unknown."""
+    """The body of a request. Fields that the pydantic model lacks are looked up in `table`; others are unknown."""
 
     model_config = ConfigDict(extra="allow")
 
     table: ClassVar[Table] = {}
-    # What was left out; None where nothing unknown may be.
+    # Warnings about ignored fields; None if unknown fields are refused.
     _ignored: Ignored | None = PrivateAttr(default=None)
 
-    model: Annotated[
-        str, about("A name under which the model is served; without one, its first.")
-    ] = ""
+    model: Annotated[str, about("A name of the served model; the first one if absent.")] = ""
 
     @property
     def ignored(self) -> Ignored | None:
-        """What was left out; None where nothing unknown may be."""
+        """Warnings about ignored fields; None if unknown fields are refused."""
         return self._ignored
 
     def check(self, size: int) -> None:
-        """Raise ApiError for fields that do not fit together, of a body of `size` bytes."""
+        """Raise ApiError for fields that contradict each other. The body has `size` bytes."""
 
     def check_model(self, served: Collection[str]) -> None:
-        """Take the served model if none is named. ApiError 404 for one that is not served here."""
+        """Default to the served model. Raises ApiError 404 for a model that is not served here."""
         self.model = self.model or next(iter(served))
         if self.model not in served:
             raise unknown_model(self.model, served)
@@ -197,11 +195,11 @@ class StreamOptions(Strict):
     """`stream_options`."""
 
     include_usage: bool = False
-    drafts: bool = False  # our own addition: also send the canvas of every step
+    drafts: bool = False  # our extension: also send the canvas of every step
 
 
 def _type(parameter: Parameter) -> Any:
-    """Return a field's type. The model checks the limits of real numbers."""
+    """Return a field's type. The runtime checks the limits of real numbers."""
     description = f"{parameter.about[0].upper()}{parameter.about[1:]}."
     if parameter.kind is int:
         least, most = parameter.least, int(parameter.limit)
@@ -227,7 +225,7 @@ _Ids = Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_
 
 
 class Diffusion(Strict):
-    """vLLM's settings of this very model, which it takes in `vllm_xargs`."""
+    """vLLM's settings for this model, which vLLM takes in `vllm_xargs`."""
 
     diffusion_seed_canvas: _Ids | None = None
     diffusion_pinned: _Ids | None = None
@@ -243,16 +241,16 @@ class Sampling(_Own, Diffusion):
 
     n: Annotated[
         Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None,
-        about("How many answers; their seeds follow each other."),
+        about("Number of answers; they have consecutive seeds."),
     ] = None
     seed: Seed = None
     stop: Annotated[
         Annotated[Strings, Field(max_length=MAX_STOPS)] | None,
-        about("Strings that end the answer, which is cut before them."),
+        about("Strings that end the answer; it is cut before them."),
     ] = None
-    stream: Annotated[bool | None, about("Send text as server-sent events, once it is final.")] = (
-        None
-    )
+    stream: Annotated[
+        bool | None, about("Stream text as server-sent events as soon as it is final.")
+    ] = None
     stream_options: StreamOptions | None = None
     max_tokens: Budget = None
     logit_bias: Annotated[
@@ -261,7 +259,7 @@ class Sampling(_Own, Diffusion):
     ] = None
     canvas: Annotated[
         dict[str, Any] | None,
-        about("Tokens that positions of the answer begin with, hold, or may have."),
+        about("Constraints on positions of the answer: initial, fixed or allowed tokens."),
     ] = None
 
     response_format: Annotated[
@@ -269,7 +267,7 @@ class Sampling(_Own, Diffusion):
         about("What the answer must follow: a JSON schema, a regex or a grammar."),
     ] = None
 
-    # vLLM's names for the same.
+    # vLLM's names for response formats.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -277,16 +275,16 @@ class Sampling(_Own, Diffusion):
     structured_outputs: dict[str, Any] | None = None
     stop_token_ids: Annotated[
         Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_STOPS)] | None,
-        about("Tokens that end the answer, besides the checkpoint's."),
+        about("Tokens that end the answer, in addition to the checkpoint's."),
     ] = None
     min_tokens: Annotated[
         Annotated[int, Field(ge=0, le=MAX_INT32)] | None,
-        about("How many tokens come before one that may end the answer."),
+        about("Minimum number of tokens before the answer may end."),
     ] = None
     vllm_xargs: Diffusion | None = None
-    ignore_eos: Annotated[
-        bool | None, about("Never end before the budget, as benchmarks want it.")
-    ] = None
+    ignore_eos: Annotated[bool | None, about("Generate until the token limit, for benchmarks.")] = (
+        None
+    )
 
     def check(self, size: int) -> None:
         if self.stream_options is not None and not self.stream:
@@ -307,7 +305,7 @@ class Sampling(_Own, Diffusion):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether to end a stream with its usage."""
+        """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -320,9 +318,9 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> BodyT:
-    """Return a request's body. ApiError names the parameter that is wrong.
+    """Parse a request's body. Raises ApiError, which names the wrong parameter.
 
-    What is unknown is left out and noted in `ignored`; without it, refused.
+    Unknown fields are ignored with a warning in `ignored`; if that is None, they are refused.
     """
     try:
         check_json(raw)
@@ -331,7 +329,7 @@ def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> 
         raise bad_request(problem, None, "invalid_json") from None
     _check_members(raw)
     body = _validated(kind, raw, ignored)
-    if b"NaN" in raw or b"Infinity" in raw:  # pydantic takes both in what has no type
+    if b"NaN" in raw or b"Infinity" in raw:  # pydantic accepts both in untyped fields
         with contextlib.suppress(ValueError):
             json.loads(raw, parse_constant=_refuse_constant)
     body._ignored = ignored
@@ -370,7 +368,7 @@ def _check_members(raw: bytes) -> None:
     try:
         values: list[Any] = [load_json(raw)]
     except ValueError:
-        return  # the parser says it
+        return  # the parser reports it
     for _ in range(_DEPTH):
         objects = [each for each in values if isinstance(each, dict)]
         most = max(map(len, objects), default=0)

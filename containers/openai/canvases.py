@@ -1,4 +1,4 @@
-"""vLLM's settings of this very model, and `min_tokens`, in terms of `canvas` and the sampler."""
+"""Translates vLLM's settings for this model, and `min_tokens`, to `canvas` and sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _SAME = {
 
 
 def sampling_of(request: Sampling) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sampler's parameters that vLLM names otherwise, and those names. Ours come first."""
+    """Return the sampling parameters that the request gives by vLLM's names, and those names. Our own names take
+    precedence."""
     found = {
         name: value
         for name, theirs in _SAME.items()
@@ -25,15 +26,17 @@ def sampling_of(request: Sampling) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the model's `canvas`, and the caller's names for what is not from `canvas`.
+    """Return the model's `canvas`, and the caller's names of fields that came from vLLM's settings.
 
-    ApiError for pins without a seed, and for both APIs' fields together.
+    Raises ApiError for a pin without a seed token, and for `canvas` together with vLLM's settings.
     """
     canvas, names = dict(request.canvas or {}), {}
     seed, pinned = (_of(request, f"diffusion_{name}") for name in ("seed_canvas", "pinned"))
     if seed is not None:
         if canvas:
-            raise _wrong("diffusion_seed_canvas", "stands beside canvas: send one of them")
+            raise _wrong(
+                "diffusion_seed_canvas", "cannot be combined with canvas: send one of them"
+            )
         names["canvas"] = "diffusion_seed_canvas"
         canvas = {"seed": seed}
     if pinned:
@@ -49,7 +52,7 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _of(request: Sampling, name: str) -> Any:
-    """Return a setting of vLLM's, from `vllm_xargs` or the request itself."""
+    """Return one of vLLM's settings, from the request or its `vllm_xargs`."""
     given = getattr(request, name)
     return getattr(request.vllm_xargs, name, None) if given is None else given
 

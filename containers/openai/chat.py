@@ -49,7 +49,7 @@ class ChatRequest(Conversation):
 
 
 def _prompts(value: Any) -> Any:
-    """Return a list of prompts, from one or more strings or lists of token ids."""
+    """Return the list of prompts. The field is one or more strings or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -79,7 +79,7 @@ class CompletionRequest(Sampling):
 
 
 def chat_generation(request: ChatRequest) -> Generation:
-    """Return a chat's generation. ApiError for wrong tools or a wrong format."""
+    """Return a chat's generation. Raises ApiError for invalid tools or formats."""
     wanted, inputs = format_of(request), template_inputs(request)
     asked = Generation(
         {**_options(request, wanted), **inputs},
@@ -94,7 +94,7 @@ def chat_generation(request: ChatRequest) -> Generation:
 
 
 def completion_generation(request: CompletionRequest) -> Generation:
-    """Return a completion's generation. ApiError for a wrong prompt or format."""
+    """Return a completion's generation. Raises ApiError for an invalid prompt or format."""
     prompts = [_prompt(each) for each in request.prompt]
     wanted = format_of(request)
     options, shared = _options(request, wanted), _shared(request, wanted)
@@ -125,7 +125,7 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     given["ignore_eos"] = request.ignore_eos or None
     if given["ignore_eos"] and given["grammar"]:
         raise bad_request(
-            "ignore_eos is not supported with a format or a schema: it says where the answer ends.",
+            "ignore_eos is not supported with a format or a schema, which decide where the answer ends.",
             "ignore_eos",
             "unsupported_parameter",
         )

@@ -43,23 +43,24 @@ class UsageJson(TypedDict):
 
 
 class BlockScore(TypedDict):
-    """How likely a block was, and how often it was redone."""
+    """A block's score, and how often the block was redone."""
 
     score: float
     redone: int
 
 
 class OwnFields(TypedDict):
-    """Additions to OpenAI's replies: the seed, which repeats the answer, and warnings about ignored
+    """Extensions of OpenAI's replies: the seed, with which the answer can be repeated, and warnings about ignored
     parameters."""
 
     seed: int
     warnings: NotRequired[list[str]]
-    block_scores: NotRequired[list[BlockScore]]  # of a response; elsewhere each answer has its own
+    # Only in responses; elsewhere every answer has its own.
+    block_scores: NotRequired[list[BlockScore]]
 
 
 class Message(TypedDict):
-    """The model's turn."""
+    """The assistant's message."""
 
     role: str
     content: str | None
@@ -73,7 +74,7 @@ class _Choice(TypedDict):
     finish_reason: str
     logprobs: dict[str, Any] | None
     block_scores: NotRequired[list[BlockScore]]
-    stop_reason: NotRequired[str]  # "grammar": following it took too much
+    stop_reason: NotRequired[str]  # "grammar": following the grammar took too long
 
 
 class ChatChoice(_Choice):
@@ -120,7 +121,7 @@ class CompletionReply(Reply):
         super().__init__(body, asked, seed, served)
         self._id = self.prefix + uuid.uuid4().hex
         self._created = int(time.time())
-        self._calls: dict[int, int] = {}  # complete tool calls by answer
+        self._calls: dict[int, int] = {}  # number of complete tool calls, by answer
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -141,7 +142,7 @@ class CompletionReply(Reply):
         return [*chunks, last]
 
     def draft(self, index: int, event: StreamEvent) -> list[Json]:
-        """Return a chunk with the canvas of one step. Like the chunk with usage, it has no choices."""
+        """Return a chunk with the canvas of one step. Its `choices` are empty, like those of the usage chunk."""
         draft = {"index": index, "block": event.block, "step": event.step}
         chunk = {**self._head(self.chunk_kind), "choices": []}
         chunk["canvasrt"] = {**chunk["canvasrt"], "draft": draft | json.loads(event.canvas)}
@@ -164,15 +165,15 @@ class CompletionReply(Reply):
         return text
 
     def content(self, pieces: Sequence[Piece]) -> Json:
-        """Return a whole answer's text."""
+        """Return the text of a complete answer."""
         return {"text": text_of(pieces, "content")}
 
     def deltas(self, piece: Piece) -> list[Any]:
-        """Return the fields of the chunks for a piece."""
+        """Return the fields of the chunks that stream a piece."""
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return a model's scores in OpenAI's form, without the token that ends the answer."""
+        """Return log-probabilities in OpenAI's form, without the token that ends the answer."""
         if not text:
             return None
         scores = visible_scores(text)
@@ -272,7 +273,7 @@ def usage_json(usage: Usage) -> UsageJson:
 
 
 def visible_scores(text: str) -> list[Json]:
-    """Return the scores in a model's JSON of all tokens but the one that ends the answer."""
+    """Parse the model's JSON of log-probabilities; drop the token that ends the answer."""
     return [each for each in json.loads(text) if not each["end"]]
 
 

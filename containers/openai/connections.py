@@ -1,5 +1,5 @@
-"""Bounds the resources of one connection: time for its header and body, unread answers, small pieces, and places among all
-connections. uvicorn limits only the number of connections."""
+"""Limits the resources of connections: time for header and body, unread answers, tiny body chunks, and the number of
+connections. uvicorn only limits the number."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ from canvasrt.containers.openai.parse_turns import Turns
 
 log = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 10.0  # seconds, from the end of the answer before; as many for a TLS handshake
+HEADER_TIMEOUT = 10.0  # seconds since the previous answer ended; also the limit of a TLS handshake
 BODY_TIMEOUT = 60.0
-WRITE_TIMEOUT = 60.0  # while the caller reads nothing
-# Seconds and bytes of input that are discarded after an answer. Closing a connection with unread input resets it, and the
-# caller would lose the answer.
+WRITE_TIMEOUT = 60.0  # seconds in which the caller reads nothing
+# How long, and how many bytes, to discard input after an early answer. Closing a connection with unread input resets
+# it, and the caller would lose the answer.
 _LINGER_TIMEOUT, _LINGER_BYTES = 5.0, 64 * 2**20
 _TLS_GOODBYE = 5.0  # seconds for a caller to confirm that its TLS connection ends
 # Connections beyond the limit, for health routes only.
 RESERVED = 32
 _RESERVED_TIMEOUT = 2.0
-# A piece of a body, such as a chunk, costs about 30 µs of the event loop, however small. A body may have `_PIECES`, plus one
-# per `_BYTES_PER_PIECE` of data.
+# A piece of a body, such as a chunk, takes about 30 µs of the event loop, even if it is tiny. So a body may have
+# `_PIECES` pieces, plus one per `_BYTES_PER_PIECE` bytes.
 _PIECES, _BYTES_PER_PIECE = 1024, 256
-_FREE_PIECES = 16  # parsed without waiting for a turn: ordinary bodies have no more
-_PROGRESS = 4096  # bytes of a body that count as progress
-# Bytes that unread bodies may hold together. Beyond that, a connection that holds more than its share is closed.
+_FREE_PIECES = 16  # pieces parsed without waiting for a turn; ordinary bodies have fewer
+_PROGRESS = 4096  # bytes to receive before a connection counts as active again
+# Bytes of memory for the bodies of all unfinished requests. Beyond that, connections with more than `_SHARE` are
+# closed.
 _MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
 class Stage(Enum):
     """The stage of a connection. All but ANSWER and GONE have a time limit."""
 
-    HANDSHAKE = "handshake"  # of TLS
-    HEADER = "header"  # in a request's header, or before it
-    UNREAD_BODY = "body"  # at a body that the application has not asked for
+    HANDSHAKE = "handshake"  # the TLS handshake
+    HEADER = "header"  # reading a header, or idle before one
+    UNREAD_BODY = "body"  # the application has not asked for the body yet
     BODY = "body that is read"
-    ANSWER = "answer"  # in the answer to a whole request
-    END = "end"  # after the answer to a request whose body is still arriving
-    GONE = "gone"  # its place is given back
+    ANSWER = "answer"  # the whole request was read; answering
+    END = "end"  # answered early; discarding the rest of the body
+    GONE = "gone"  # no longer counted
 
 
 @dataclass
 class Places:
-    """The places of one server's connections, and their shared state. `reserved` are the callers beyond the limit; `tls` is for
-    a server with TLS."""
+    """Limits the number of connections of one server, and holds the state that they share. `reserved` are the callers
+    beyond the limit, who only get health routes; `tls` is None without TLS."""
 
     limit: int
     tls: ssl.SSLContext | None = None
     open: int = 0
-    held: int = 0  # bytes of bodies
+    held: int = 0  # bytes of all unfinished bodies
     reserved: set[tuple[str, int] | None] = field(default_factory=set)
-    # Connections that wait for their callers, the longest idle first.
+    # Connections that wait for their caller, longest idle first.
     idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     turns: Turns = field(default_factory=Turns)
     closed: Seldom = field(default_factory=lambda: Seldom(log, logging.INFO))
 
     def connection(self, **given: Any) -> Connection:
-        """Return the protocol of a new connection, as uvicorn asks for it."""
+        """Create the protocol of a new connection; called by uvicorn."""
         return Connection(self, **given)
 
     def enter(self, connection: Connection) -> None:
-        """Give a new connection a place. If all are taken, it gets that of the longest idle
-        connection."""
+        """Admit a new connection. At the limit, the longest idle connection is closed for it."""
         if self.open >= self.limit and self.idle:
-            next(iter(self.idle)).drop("another caller needs its place")
+            next(iter(self.idle)).drop("it was idle and another caller needs a connection")
         self.open += 1
         if self.open > self.limit:
             self.reserved.add(connection.client)
@@ -82,7 +82,7 @@ class Places:
             connection.drop("every place is taken")
 
     def leave(self, connection: Connection) -> None:
-        """Take a connection's place back."""
+        """Stop counting a connection."""
         self.open -= 1
         self.reserved.discard(connection.client)
         self.idle.pop(connection, None)
@@ -91,7 +91,7 @@ class Places:
 
 @dataclass
 class _Body:
-    """The parsed part of a body: pieces, bytes, and bytes at the last progress."""
+    """Counters of the body parsed so far: pieces, bytes, and bytes at the last progress."""
 
     pieces: int = 0
     size: int = 0
@@ -99,7 +99,7 @@ class _Body:
 
 
 class _Parser(h11.Connection):
-    """Parses the received bytes, as far as its connection allows."""
+    """An HTTP parser that stops where its connection does."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(h11.SERVER)
@@ -114,7 +114,7 @@ class _Parser(h11.Connection):
 
     def send(self, event: Any) -> Any:
         if isinstance(event, h11.Response) and self._connection.is_sending:
-            # The rest of the body will not be read.
+            # The rest of the body will not be read, so the connection cannot be reused.
             headers = [each for each in event.headers if each[0] != b"connection"]
             headers.append((b"connection", b"close"))
             event = h11.Response(
@@ -124,7 +124,7 @@ class _Parser(h11.Connection):
 
 
 class _Transport:
-    """The transport that uvicorn sees. The connection decides when it closes, and is told when the application reads."""
+    """The transport that uvicorn sees. It forwards `close` and `resume_reading` to the connection."""
 
     def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -136,7 +136,7 @@ class _Transport:
 
 
 class Connection(H11Protocol):
-    """One connection, from its acceptance on."""
+    """The protocol of one connection."""
 
     def __init__(self, places: Places, **given: Any) -> None:
         super().__init__(**given)
@@ -144,15 +144,15 @@ class Connection(H11Protocol):
         self.places = places
         self.stage = Stage.HEADER
         self._body = _Body()
-        self._early = b""  # bytes that came before uvicorn had the transport
+        self._early = b""  # bytes received during the TLS handshake
         self._thrown_away = 0
-        self._timer: asyncio.TimerHandle | None = None  # the timer of the stage
+        self._timer: asyncio.TimerHandle | None = None  # limits the stage's duration
         self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self.client = get_remote_addr(transport)
-        self.connections.add(self)  # they are closed when the server ends
+        self.connections.add(self)  # uvicorn closes these when the server stops
         self.places.enter(self)
         if self.places.tls is None:
             self._open(transport)
@@ -165,7 +165,7 @@ class Connection(H11Protocol):
             secured = await self.loop.start_tls(
                 transport, self, context, server_side=True, ssl_shutdown_timeout=_TLS_GOODBYE
             )
-        except OSError:  # the caller left, or speaks no TLS
+        except OSError:  # the caller left, or did not speak TLS
             secured = None
         if secured is None or self.stage is Stage.GONE:
             self.leave()
@@ -184,13 +184,13 @@ class Connection(H11Protocol):
         elif self.stage is Stage.END:
             self._thrown_away += len(data)
             if self._thrown_away > _LINGER_BYTES:
-                self.drop("it went on after its answer")
+                self.drop("it kept sending after its answer")
         elif data:
             super().data_received(data)
 
     def may_parse(self) -> bool:
-        """Return whether the next event may be parsed now. An event of a body must be wanted by the application, and have its
-        turn."""
+        """Return whether the next event may be parsed now. A body is only parsed when the application asks for it and
+        the connection has its turn."""
         if self.stage is Stage.UNREAD_BODY or self.transport.is_closing():
             return False
         if self.stage is not Stage.BODY or self._body.pieces < _FREE_PIECES:
@@ -201,8 +201,7 @@ class Connection(H11Protocol):
         return False
 
     def read_on(self) -> None:
-        """Parse the received part of the body that the application asks for, and read more of
-        it."""
+        """Parse the received part of the body and resume reading; called when the application asks for the body."""
         if self.stage is Stage.UNREAD_BODY:
             self.stage = Stage.BODY  # its time limit continues
         if self.stage is Stage.BODY and not self.transport.is_closing():
@@ -211,18 +210,18 @@ class Connection(H11Protocol):
             self._transport.resume_reading()
 
     def follow(self, event: Any) -> None:
-        """Enter the stage that a parsed event begins."""
+        """Enter the stage that follows a parsed event."""
         if isinstance(event, h11.Request):
             lengths = {b"content-length", b"transfer-encoding"}
             if lengths <= {name for name, _ in event.headers}:
-                # Whatever is in front may have read another request than this.
+                # Request smuggling: a proxy may have read the request differently.
                 raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
             has_body = any(
                 name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))
                 for name, value in event.headers
             )
             self._enter(Stage.UNREAD_BODY if has_body else Stage.ANSWER)
-            if has_body:  # until the application asks for it
+            if has_body:  # resumes when the application asks for the body
                 self.flow.pause_reading()
         elif isinstance(event, h11.Data):
             self._count(len(event.data))
@@ -235,7 +234,7 @@ class Connection(H11Protocol):
         return self.stage in (Stage.UNREAD_BODY, Stage.BODY)
 
     def _count(self, size: int) -> None:
-        """Count a piece of a body; close the connection if there are too many."""
+        """Count a piece of a body. Close the connection if its pieces are too small or bodies hold too much memory."""
         body = self._body
         body.pieces += 1
         body.size += size
@@ -274,15 +273,14 @@ class Connection(H11Protocol):
             self._write_timer.cancel()
 
     def shutdown(self) -> None:
-        """End an idle connection, since the server ends."""
+        """Close an idle connection because the server stops."""
         if self.stage is Stage.HANDSHAKE:
-            self.drop("the server ends")
+            self.drop("the server stops")
         else:
             super().shutdown()
 
     def end(self) -> None:
-        """Close the connection. If its caller still sends a body, wait until it had time to read
-        the answer."""
+        """Close the connection. If the caller is still sending a body, first give it time to read the answer."""
         if not self.is_sending:
             self._transport.close()
             return
@@ -304,7 +302,7 @@ class Connection(H11Protocol):
             super().connection_lost(exc)
 
     def leave(self) -> None:
-        """Give the connection's place back."""
+        """Stop counting the connection and cancel its timers."""
         if self.stage is Stage.GONE:
             return
         self.stage = Stage.GONE
@@ -315,7 +313,7 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def _enter(self, stage: Stage) -> None:
-        """Enter a stage. It limits the caller's time and decides who makes room for newcomers."""
+        """Enter a stage: start its timer, and put the connection in the order in which idle ones are closed."""
         if self.stage is Stage.GONE:
             return
         self.stage = stage
@@ -330,5 +328,5 @@ class Connection(H11Protocol):
         self.places.idle.pop(self, None)
         if stage is not Stage.ANSWER:
             self.places.idle[self] = None
-            # A connection that is ending makes room first.
+            # Connections that are already answered are closed first.
             self.places.idle.move_to_end(self, last=stage is not Stage.END)

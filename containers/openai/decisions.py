@@ -27,18 +27,18 @@ from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.types import Json
 
 _OWN = ("samples", "steps", "layout", "temperatures")
-# Fields of questions and their options.
+# Fields of questions and of their options.
 _QUESTION = ("type", "instructions", "name", "choices", "levels", "value", "label", "description")
 _ROLES = {"user": "user", "developer": "system", "system": "system", "assistant": "assistant"}
 
 
 class Ask(Body):
-    """The common fields of both endpoints for questions; our own have the same names in both."""
+    """The fields that both endpoints for questions share."""
 
     table: ClassVar[Table] = DECISION
 
     samples: Annotated[
-        int | None, about("Draws of noise, over which probabilities are averaged.")
+        int | None, about("Number of noise samples; probabilities are averaged over them.")
     ] = None
     steps: Annotated[int | None, about("Denoising steps per read.")] = None
     layout: Annotated[str | None, about("How questions are laid out: letters or bare.")] = None
@@ -102,13 +102,13 @@ class DecisionReply(Reply):
 
 
 def decide(body: DecisionRequest) -> Generation:
-    """Return a decision's generation. ApiError names the wrong field."""
+    """Return a decision's generation. Raises ApiError, which names the wrong field."""
     questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
     return body.asking(_messages(body.input), questions)
 
 
 def _known(given: Any, path: str, body: Ask) -> Any:
-    """Return a question or an option without unknown fields; what is none, the model refuses."""
+    """Return a question or an option without unknown fields. The model refuses values that are not objects."""
     if not isinstance(given, dict):
         return given
     read = known(given, _QUESTION, path, DECISION, body.ignored)
@@ -119,7 +119,7 @@ def _known(given: Any, path: str, body: Ask) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Return the chat in `input`: a string, or messages and calls of tools with their outputs."""
+    """Return the chat in `input`: a string, or a list of messages, tool calls and their outputs."""
     check_parts(given if isinstance(given, list) else (), "input")
     try:
         if isinstance(given, str):

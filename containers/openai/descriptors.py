@@ -1,4 +1,4 @@
-"""File descriptors: the limit of this process, and its behaviour at the limit."""
+"""File descriptors: raises the process's limit, and limits log lines when it is reached."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from canvasrt.containers.logs import Seldom
 
 log = logging.getLogger(__name__)
 
-# Files for everything else, such as accepted connections that are not counted yet.
+# Descriptors reserved for everything else, such as accepted connections that are not counted yet.
 _SPARE = 512
 # asyncio's message when it cannot accept a connection; it then waits a second.
 _NO_MORE = "socket.accept() out of system resource"
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files to the hard limit, and return it. A connection takes
-    one file."""
+    """Raise this process's limit of open files to the hard limit, and return it. A connection takes one descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
-def affordable(connections: int, files: int) -> int:
-    """Return how many of the wanted `connections` a process with `files` descriptors can serve."""
-    most = max(files - _SPARE, files // 2)
+def affordable(connections: int, files: int, guards: bool = False) -> int:
+    """Return `connections` per port, reduced to what a process with `files` descriptors can serve. With `guards` it also serves
+    Triton's HTTP port, where a connection takes a second file towards Triton."""
+    most = max(files - _SPARE, files // 2) // (3 if guards else 1)
     if connections > most:
         log.warning(
             "%d connections are allowed, not %d: a process may open %d files (ulimit -Hn)",

@@ -1,4 +1,4 @@
-"""Declares operations that call the model, and answers all of them the same way."""
+"""Declares the API operations that call the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvasrt.containers.openai.body import Body
 from canvasrt.containers.openai.errors import ApiError, ErrorReply
 from canvasrt.containers.openai.generation import Generation, Reply
 
-# The errors that operations may answer with. A server answers 503 while it starts or stops.
+# The errors that operations may return. A server returns 503 while it starts or stops.
 _ABOUT = {
     400: "The request is wrong, or asks for what is not supported.",
     401: "The API key is missing or wrong.",
@@ -31,9 +31,9 @@ _ABOUT = {
 
 
 def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, Any]]:
-    """Return the errors of an operation for its OpenAPI document; all of them without `statuses`."""
+    """Return the OpenAPI descriptions of the errors with these `statuses`, by default of all."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    # FastAPI compiles a validator per model, so one model defines the schema and others refer to it.
+    # FastAPI compiles a validator per model. So one response defines the schema, and the others refer to it.
     return {
         each: {
             "description": _ABOUT[each],
@@ -44,22 +44,24 @@ def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, 
 
 
 def as_it_is(error: ApiError) -> ApiError:
-    """Return an error unchanged: its names are already the caller's."""
+    """Return an error unchanged, for APIs whose field names are the model's."""
     return error
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One operation. To add one, write a module with its body, `parse`, its reply and this."""
+    """One operation. To add one, write a module with the body, `parse`, the reply and an `Endpoint`."""
 
     path: str
     about: str
     body: type[Body]
     parse: Callable[[Any], Generation]
     reply: type[Reply]
-    answer: Any  # the type of a whole reply, for the OpenAPI document
+    answer: Any  # the type of a reply that is not streamed, for the OpenAPI document
     streams: bool = False
-    renamed: Callable[[ApiError], ApiError] = as_it_is  # gives errors the caller's names
+    renamed: Callable[[ApiError], ApiError] = (
+        as_it_is  # translates field names in errors to the caller's
+    )
     error: Any = ErrorReply  # the type of an error
 
 
@@ -67,14 +69,15 @@ Answer = Callable[[Endpoint, Request], Coroutine[Any, Any, Response]]
 
 
 class _Route(APIRoute):
-    """FastAPI documents the body; the endpoint reads it itself, within limits and off the event loop."""
+    """A route whose body FastAPI documents but does not read. The endpoint reads it, within limits and off the event
+    loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return partial(self.endpoint, body=None)
 
 
 def add_endpoint(app: FastAPI, endpoint: Endpoint, answer: Answer) -> None:
-    """Serve and describe an operation."""
+    """Add an operation's route and its description."""
 
     async def operation(request: Request, body: Any) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, with the status that its clients expect."""
+"""Errors in OpenAI's format, with the statuses that its clients expect."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
-RETRY_AFTER = 2  # seconds, unless the error knows better
+RETRY_AFTER = 2  # seconds, unless the error has its own
 
 
 class ErrorDetails(TypedDict):
-    """What went wrong."""
+    """The error's message, type, parameter and code."""
 
     message: str
     type: str
@@ -29,7 +29,7 @@ class ErrorReply(TypedDict):
 
 
 class AnthropicDetails(TypedDict):
-    """What went wrong, in Anthropic's form."""
+    """The error's type and message, in Anthropic's form."""
 
     type: str
     message: str
@@ -94,7 +94,7 @@ class ApiError(Exception):
         }
 
     def response(self, path: str = "") -> JSONResponse:
-        """Return the whole reply, in the form of the API that the path belongs to."""
+        """Return the HTTP response, in the form of the API that `path` belongs to."""
         body: Any = self.to_json()
         if path.startswith("/api/"):  # Ollama's errors are strings
             body = {"error": self.message}
@@ -143,7 +143,7 @@ def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiE
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Return the reply to a body that does not fit its model."""
+    """Return the error for a body that fails validation."""
     found = error.errors(include_url=False, include_context=False)[0]
     kind, message = found["type"], found["msg"]
     param = path_of(found["loc"]) or None
@@ -156,7 +156,7 @@ def from_validation(error: ValidationError) -> ApiError:
         return bad_request(
             f"Missing required parameter: {param!r}.", param, "missing_required_parameter"
         )
-    if kind == "invalid_type":  # from a field's own check
+    if kind == "invalid_type":  # raised by a field's validator
         return bad_request(message, param, kind)
     if param is None:
         return bad_request("The body of the request must be a JSON object.", None, "invalid_type")
@@ -165,11 +165,11 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def rename(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error of the chat that a request was read as, with the caller's names of its fields."""
+    """Return an error of the equivalent chat, with the field names of the request's own API."""
     for name, own in names.items():
         if error.param and re.match(rf"{re.escape(name)}\b", error.param):
             error.param = own + error.param[len(name) :]
-            # As a word, it also has other meanings.
+            # `messages` is also an ordinary word, so only `messages[` is replaced.
             word = re.escape(name) + (r"(?=\[)" if name == "messages" else r"\b")
             error.message = re.sub(rf"(?<!\w){word}", own, error.message)
             break

@@ -1,7 +1,7 @@
-"""Fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests that are not carried out here, as data.
+"""Unsupported fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests, as data.
 
-Each has the values that change no answer, which pass; other values are refused by name. A list passes if all its
-elements do. A field that is neither here nor in its body's model is unknown.
+A table lists, for every field, the values that do not change the answer. These are accepted; others are refused. A
+list is accepted if all of its elements are. A field that is neither in a table nor in the body's model is unknown.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Table = Mapping[str, tuple[Any, ...] | None]
-ANY = None  # no value changes an answer
+ANY = None  # any value: none changes the answer
 
 
 def _any(names: str) -> Table:
@@ -18,7 +18,7 @@ def _any(names: str) -> Table:
 
 
 _READS = ("diffusion_read_only", "diffusion_constrained")
-# Of every body that asks for text.
+# For all bodies that generate text.
 GENERATION: Table = {
     **_any("user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
     **_any("metadata client_metadata service_tier store moderation"),
@@ -40,7 +40,7 @@ GENERATION: Table = {
     "logits_processors": (),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    # Of vLLM's for this model, at both places.
+    # vLLM's settings for this model, in the body or in `vllm_xargs`.
     **{f"{at}{name}": (False,) for at in ("", "vllm_xargs.") for name in _READS},
     "vllm_xargs.logprob_token_ids": (),
     "thinking_token_budget": (),
@@ -50,7 +50,7 @@ GENERATION: Table = {
     "structured_outputs.disable_additional_properties": (False,),
     "structured_outputs.structural_tag": (),
 }
-# Of chats.
+# For chats.
 CHAT: Table = {
     **GENERATION,
     **_any("prediction audio verbosity tools.cache_control tools.function.cache_control"),
@@ -80,7 +80,7 @@ COMPLETION: Table = {
 RESPONSE: Table = {
     **GENERATION,
     **_any("truncation max_tool_calls context_management text.verbosity"),
-    # Thoughts are returned as they are, so there are no summaries to choose.
+    # Thoughts are returned in full, so there are no summaries to choose from.
     **_any("reasoning.summary reasoning.generate_summary"),
     "include": (
         "reasoning.encrypted_content",
@@ -95,7 +95,7 @@ RESPONSE: Table = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    # What a chat has, and a response does not.
+    # Fields of a chat that a response does not have.
     "n": (1,),
     "max_tokens": (),
     "logprobs": (False,),
@@ -106,7 +106,7 @@ ANTHROPIC: Table = {
     **_any("cache_control context_management diagnostics inference_geo speed output_config.effort"),
     "container": (),
     "mcp_servers": (),
-    # What a chat has, and a message does not.
+    # Fields of a chat that Anthropic's messages do not have.
     "n": (1,),
     "stop": (),
     "response_format": (),
@@ -118,7 +118,7 @@ TOKENIZE: Table = {
     "mm_processor_kwargs": ({},),
 }
 DECISION: Table = _any("safety_identifier prompt_cache_key prompt_cache_options metadata user")
-# Of Ollama's bodies, with their options.
+# For Ollama's bodies and their options.
 OLLAMA: Table = {
     **_any("truncate shift"),
     "suffix": ("",),
@@ -138,7 +138,7 @@ OLLAMA: Table = {
     "options.tfs_z": (1,),
     "options.typical_p": (1,),
 }
-# Of a chat's messages and their parts.
+# For a chat's messages and their parts.
 MESSAGE: Table = {
     **_any("name id status phase annotations cache_control content.cache_control"),
     "audio": (),
@@ -148,9 +148,9 @@ MESSAGE: Table = {
 
 _READ = "send a request to /v1/decisions, which reads probabilities of options, instead"
 _PENALTY = "the tokens of a block are decided together, not one after the other"
-# Why a field is refused, when its name does not say it.
+# Reasons for refusals, where the field's name does not explain it.
 REASONS = {
-    "best_of": "all n answers are returned",
+    "best_of": "the server returns all n answers",
     "echo": "a prompt is read, not denoised, so its tokens have no log-probabilities; /v1/decisions has those of options",
     "background": "nothing is stored here",
     "previous_response_id": "nothing is stored here",
@@ -167,10 +167,10 @@ REASONS = {
 
 
 def passes(allowed: tuple[Any, ...] | None, value: Any) -> bool:
-    """Return whether a value of a field changes no answer."""
+    """Return whether this value of a field leaves the answer unchanged."""
     if value is None or allowed is ANY:
         return True
     if isinstance(value, list):
         return all(passes(allowed, each) for each in value)
-    # In Python, True == 1; here it is not.
+    # In Python, True == 1; JSON distinguishes them.
     return any(isinstance(value, bool) == isinstance(e, bool) and value == e for e in allowed)

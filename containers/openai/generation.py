@@ -1,6 +1,6 @@
-"""The core of the API: a request in any API's shape as a `Generation`, and the loop that writes its answers.
+"""The core of all APIs: a request as a `Generation`, and the loop that produces its answers.
 
-An endpoint turns its body into a `Generation`, and its `Reply` renders the answers in the form of its API.
+An endpoint parses its body to a `Generation`; its `Reply` renders the answers in the API's format.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from canvasrt.containers.openai.upstream import Answers, Source
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
 
-_MOST_SENT = 64 * 2**20  # characters and bytes of all inputs of all answers
-# Seeds stay below this, so that readers which parse numbers as doubles, such as JavaScript, keep
-# them exact.
+_MOST_SENT = 64 * 2**20  # characters of text plus bytes of images, summed over all answers
+# Random seeds stay below this, so that clients that parse numbers as doubles, such as JavaScript, read them exactly.
 _SEEDS = 2**53 - MAX_ANSWERS
 _LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)  # soft tokens of an image
 
 
 class Served(NamedTuple):
-    """Facts about the server for replies and limits. `max_context` is in tokens; None if it is not
-    known."""
+    """Facts about the server for replies and limits. `max_context` is in tokens; None if unknown."""
 
     max_n: int = MAX_ANSWERS
     max_context: int | None = None
@@ -45,24 +43,27 @@ class Served(NamedTuple):
 
 @dataclass
 class Generation:
-    """A request in the model's terms: `n` answers to a chat, or to each prompt.
+    """A request in the model's terms: `n` answers to a chat, or `n` answers per prompt.
 
-    `options` and `prompts` are inputs of the model by name, for all answers and per prompt.
-    Without a seed, callers expect another answer each time, so one is drawn.
+    `options` holds model inputs by name that all answers share; `prompts` holds those of every prompt. Without a
+    seed, callers expect a different answer every time, so a random one is drawn.
     """
 
     options: dict[str, Any]
-    messages: list[dict[str, Any]] | None = None  # in the form of OpenAI's chats
+    messages: list[dict[str, Any]] | None = None  # in OpenAI's format
     prompts: Sequence[dict[str, Any]] = ()
     n: int = 1
     seed: int | None = None
     image_tokens: int | None = None
-    # The schemas of the parameters of tools that the model may call, by name; None if it may call none.
+    # By name of a tool that the model may call: its parameters' schema. None if it may call no tool.
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
-    plain: bool = False  # the whole text is the answer: it has no thoughts or calls
-    names: dict[str, str] = field(default_factory=dict)  # of the model's inputs → the caller's
-    ignored: Ignored | None = None  # what was left out, where that is allowed
+    plain: bool = False  # the text is not parsed for thoughts and tool calls
+    # Names of the model's inputs → the caller's names.
+    names: dict[str, str] = field(default_factory=dict)
+    ignored: Ignored | None = (
+        None  # warnings about ignored fields; None if unknown fields are refused
+    )
 
     def parser(self) -> AnswerParser | PlainText:
         """Return the parser of one answer's text."""
@@ -72,7 +73,7 @@ class Generation:
 def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[str, Any]]:
     """Return the model's inputs per answer: `n` per prompt, with consecutive seeds.
 
-    ApiError for wrong messages, and for inputs beyond the server's limits.
+    Raises ApiError for invalid messages, and for inputs beyond the server's limits.
     """
     served, n, prompts = served or Served(), asked.n, asked.prompts
     if asked.messages is not None:
@@ -98,17 +99,17 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
 
 
 def _images(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
-    """Return a chat's images and the most soft tokens of each; an empty mapping without images."""
+    """Return the inputs with a chat's images and their maximum numbers of soft tokens; empty without images."""
     if not chat.images:
         return {}
     most = image_tokens or _IMAGE_TOKENS
-    # OpenAI's low detail is the smallest budget. No image gets more than the request's budget.
+    # OpenAI's detail `low` is the smallest budget; an image's detail cannot exceed the request's budget.
     budgets = [min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images]
     return {"images": [file for file, _ in chat.images], "image_tokens": budgets}
 
 
 def _check_size(inputs: Sequence[dict[str, Any]], n: int) -> None:
-    """Raise ApiError for inputs that are too long to send to the model `n` times."""
+    """Raise ApiError if the inputs, sent once per answer, are too large together."""
     sent = sum(map(_size, inputs))
     if n * sent > _MOST_SENT:
         raise bad_request(
@@ -120,7 +121,7 @@ def _check_size(inputs: Sequence[dict[str, Any]], n: int) -> None:
 
 
 def _size(inputs: dict[str, Any]) -> int:
-    """Return the characters of a request's texts, and the bytes of its images."""
+    """Return the number of characters of a request's texts plus the bytes of its images."""
     values = inputs.values()
     return sum(len(value) for value in values if isinstance(value, str)) + sum(
         sum(map(len, value))
@@ -131,7 +132,7 @@ def _size(inputs: dict[str, Any]) -> int:
 
 @dataclass
 class Usage:
-    """A request's usage. A prompt counts once, even for several answers."""
+    """Token counts of a request. A prompt counts once, even with several answers."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -142,7 +143,7 @@ class Usage:
         """Count one answer to the request's `prompt`-th prompt."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
-        # The first of several answers encodes the prompt, and the others find it.
+        # The first answer encodes the prompt; the others reuse it from the prefix cache.
         known = self._cached.get(prompt, final.cached_tokens)
         self._cached[prompt] = min(known, final.cached_tokens)
         self.completion_tokens += len(final.token_ids)
@@ -167,20 +168,20 @@ class Answer(NamedTuple):
 
 
 class Reply(ABC):
-    """Renders the answers to one request in the form of its API: whole, or as the objects of a stream."""
+    """Renders the answers to one request in its API's format: at once, or as the objects of a stream."""
 
     media_type = "text/event-stream"
-    # The field of the body that holds the model's input.
+    # The body's field that holds the prompt.
     text_field = "messages"
 
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
-        """`seed` is that of the first answer."""
+        """`seed` is the first answer's seed."""
         self.body, self.asked, self.seed, self.served = body, asked, seed, served
         self.usage = Usage()
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Any:
-        """Return the reply to a request that does not stream."""
+        """Return the reply to a request that is not streamed."""
 
     def begin(self) -> list[Any]:
         """Return the first objects of a stream."""
@@ -199,7 +200,7 @@ class Reply(ABC):
         return []
 
     def close(self, index: int, answer: Answer) -> list[Any]:
-        """Return the objects that end an answer, whose last pieces are those of `answer`."""
+        """Return the objects that end an answer; `answer.pieces` are the pieces not yet streamed."""
         return []
 
     def end(self) -> list[Any]:
@@ -207,7 +208,7 @@ class Reply(ABC):
         return []
 
     def failed(self, error: ApiError) -> list[Any]:
-        """Return the last objects of a stream that fails after its beginning."""
+        """Return the last objects of a stream that fails after it began."""
         return [error.to_json()]
 
     def encode(self, chunk: Any) -> bytes:
@@ -215,12 +216,12 @@ class Reply(ABC):
         return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
 
     def own_fields(self) -> dict[str, Any]:
-        """Return our additions to a reply: the seed, and warnings about ignored parameters."""
+        """Return our extensions of a reply: the seed, and warnings about ignored parameters."""
         ignored = self.asked.ignored
         return {"seed": self.seed, **({"warnings": ignored} if ignored else {})}
 
     def named(self, error: ApiError) -> ApiError:
-        """Return the model's error with the caller's names of the fields."""
+        """Return the model's error with the caller's field names."""
         path = error.param or ""
         field = re.split(r"\W", path, maxsplit=1)[0]
         names = self.asked.names
@@ -253,7 +254,7 @@ class Run:
         self._blocks = Blocks()
 
     async def whole(self) -> Any:
-        """Return the whole reply. ApiError when the request fails."""
+        """Return the complete reply. Raises ApiError if the request fails."""
         finals: dict[int, StreamEvent] = {}
         async with aclosing(self._events()) as events:
             async for index, event in events:
@@ -267,7 +268,7 @@ class Run:
         )
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the reply as a stream. ApiError only before its first chunk."""
+        """Yield the reply as a stream. Raises ApiError only before the first chunk."""
         reply, begun = self._reply, False
         parsers: dict[int, AnswerParser | PlainText] = {}
         try:
@@ -299,7 +300,7 @@ class Run:
             yield reply.encode(chunk)
 
     async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        """Yield the events of all answers. Errors have the caller's names of the fields."""
+        """Yield the events of all answers. Errors have the caller's field names."""
         try:
             async with self._answers as answers:
                 async for index, event in answers:
@@ -307,7 +308,7 @@ class Run:
                     if event.event == "final":
                         self._add_usage(index, event)
                     yield index, event
-        except CanvasError as error:  # a value that does not fit its tensor
+        except CanvasError as error:  # a value that its tensor cannot hold
             raise self._reply.named(
                 bad_request(f"{error.message}: {error.hint}.", None, "invalid_value")
             ) from error
@@ -317,7 +318,7 @@ class Run:
     def _add_usage(self, index: int, final: StreamEvent) -> None:
         prompt, number = divmod(index, self._asked.n)
         self._reply.usage.add(final, prompt, first_of_prompt=number == 0)
-        if final.steps:  # a request that only encodes has none
+        if final.steps:  # an encode-only request has no steps
             self._metrics.add(
                 len(final.prompt_token_ids) if number == 0 else 0,
                 len(final.token_ids),
@@ -326,14 +327,14 @@ class Run:
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:
-    """Return why an answer ended, in OpenAI's words. `own_parts` says what those do not."""
+    """Return OpenAI's finish reason. `own_parts` adds the reasons that OpenAI lacks."""
     if final.finish_reason == "grammar":
         return "length"
     return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason
 
 
 def own_parts(final: StreamEvent) -> dict[str, Any]:
-    """Return what an answer has besides OpenAI's fields: its blocks' scores, if they were asked for,
-    and that following the grammar took too much."""
+    """Return our extensions of an answer: block scores if requested, and `stop_reason` if following the grammar took
+    too long."""
     scores = {"block_scores": json.loads(final.block_scores)} if final.block_scores else {}
     return scores | ({"stop_reason": "grammar"} if final.finish_reason == "grammar" else {})

@@ -23,15 +23,16 @@ _WAIT = {
 }
 
 
-# Probes call them by address.
+# Reachable under any Host, because probes use the IP address.
 HEALTH = ("/v1/health/live", "/v1/health/ready", "/health", "/ping")
-# What monitoring asks all the time: no log line while it succeeds, and no trace.
+# Monitoring polls these, so successful requests are neither logged nor traced.
 QUIET = (*HEALTH, "/v1/metrics", "/metrics")
 
 
 @dataclass
 class ServerState:
-    """Follows the supervisor's reports. `detail` describes the progress of a phase. `callers` are those of all ports."""
+    """The server's phase, as the supervisor reports it. `detail` describes the phase's progress. All ports share
+    `callers`."""
 
     phase: ServerPhase = "starting"
     detail: str = ""
@@ -39,7 +40,7 @@ class ServerState:
     callers: Callers = field(default_factory=lambda: Callers(None))
 
     def refusal(self) -> ApiError | None:
-        """Return why a request cannot be accepted now; None when it can."""
+        """Return the error if no request can be accepted now, else None."""
         if self.phase == "serving":
             return None
         seconds, message = _WAIT[self.phase]
@@ -52,7 +53,7 @@ class ServerState:
 def add_health(
     app: FastAPI, state: ServerState, refusal: Callable[[], Awaitable[ApiError | None]]
 ) -> None:
-    """Add the routes. `refusal` returns why no request can be accepted now, by anyone."""
+    """Add the routes. `refusal` returns the error if no request can be accepted now, else None."""
 
     # vLLM's and SageMaker's names.
     @app.post("/ping", include_in_schema=False)
@@ -63,7 +64,7 @@ def add_health(
 
     @app.get(
         "/v1/health/live",
-        summary="Whether the process lives.",
+        summary="Whether the process is alive.",
         response_model=dict[str, str],
         responses=errors(503),
     )
@@ -75,7 +76,7 @@ def add_health(
 
     @app.get(
         "/v1/health/ready",
-        summary="Whether requests are answered.",
+        summary="Whether the server is ready for requests.",
         response_model=dict[str, str],
         responses=errors(503),
     )

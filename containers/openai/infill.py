@@ -1,4 +1,4 @@
-"""`/v1/infill`, which is our own: fills the gaps of a text."""
+"""`/v1/infill`, an extension of OpenAI's API: fills the gaps of a text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InfillRequest(Body):
 
 
 class Infilled(TypedDict):
-    """A text, and the texts that fill its gaps."""
+    """The filled text, and the texts of its gaps."""
 
     model: str
     text: str
@@ -58,7 +58,7 @@ class InfillReply(Reply):
 
 def infill(body: InfillRequest) -> Generation:
     """Return the generation that fills a text's gaps."""
-    # It imports the runtime's tokenizer, which takes time and memory.
+    # Imported here because it loads the tokenizer module, which takes time and memory.
     from canvasrt.runtime.answers.infill import default_prompt
 
     options = {"infill": body.text, "max_denoising_steps": body.max_denoising_steps}

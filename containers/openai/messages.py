@@ -1,4 +1,4 @@
-"""A chat's messages as callers send them, turned into those of the chat template."""
+"""Converts a request's chat messages to those of the chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.fields import MESSAGE
 from canvasrt.containers.untrusted import MAX_DEPTH, MAX_VALUES, check_json, load_json
 
-# OpenAI's roles → those of the chat template.
+# OpenAI's roles → the chat template's roles.
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -22,7 +22,7 @@ _ROLES = {
 }
 _TABLE = {f"messages.{name}": values for name, values in MESSAGE.items()}
 DETAILS = ("auto", "low", "high")
-# The fields of a message by role, besides role, content and name.
+# A message's fields by role, in addition to role, content and name.
 _FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
     "tool": ("tool_call_id",),
@@ -30,7 +30,7 @@ _FIELDS = {
 
 
 class Chat(NamedTuple):
-    """The template's messages, and their image files with the requested `detail`."""
+    """Messages for the chat template, and their images: file contents and requested `detail`."""
 
     messages: list[dict[str, Any]]
     images: list[tuple[bytes, str]]
@@ -38,8 +38,8 @@ class Chat(NamedTuple):
 
 @dataclass
 class _Found:
-    """The images so far, and the ignored fields; None where all must be supported. `values` is how many
-    the arguments of further calls may have."""
+    """State while messages are read: the images so far; warnings about ignored fields, None if those are refused; and
+    `values`, how many more JSON values the arguments of calls may have."""
 
     images: list[tuple[bytes, str]]
     ignored: Ignored | None
@@ -47,12 +47,12 @@ class _Found:
 
 
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
-    """Return the chat. ApiError names what is wrong or not supported.
+    """Convert a chat. Raises ApiError, which names the wrong or unsupported field.
 
-    With a list `ignored`, unsupported fields are left out and noted there.
+    If `ignored` is a list, unsupported fields are dropped with a warning in it.
 
-    Earlier thoughts are passed on: the template keeps those that led to the tool calls being
-    answered, and drops the others.
+    Earlier thoughts are passed on. The template keeps those before tool calls that are being answered, and drops the
+    others.
     """
     found = _Found([], ignored)
     read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]
@@ -70,7 +70,7 @@ def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, An
         )
     allowed = ("role", "content", *_FIELDS.get(role, ()), *(("name",) if role == "tool" else ()))
     for name, value in message.items():
-        # Clients send earlier answers back with their empty fields.
+        # Clients send earlier answers back, including empty fields.
         if name not in allowed and value not in (None, [], ""):
             settle(f"{where}.{name}", value, _TABLE, found.ignored)
     read: dict[str, Any] = {"role": _ROLES[role]}
@@ -138,7 +138,7 @@ def _result(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _content(content: Any, where: str, found: _Found) -> str | list[dict[str, Any]]:
-    """Return the text of a message, with its parts joined; with images, the template's parts."""
+    """Return a message's content: one string, or the template's parts if it has images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -206,7 +206,7 @@ def has_images(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def is_remote(url: str) -> bool:
-    """Return whether a URL leads to another machine."""
+    """Return whether a URL is fetched over the network."""
     return url[:8].lower().startswith(("http://", "https://"))
 
 

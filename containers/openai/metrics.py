@@ -16,10 +16,10 @@ from canvasrt import nvml
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = (*map(str, _BUCKETS), "+Inf")
-_TIMEOUT = 3.0  # seconds without a byte of Triton's
-_LONGEST = 10.0  # seconds of any read
+_TIMEOUT = 3.0  # seconds without data from Triton
+_LONGEST = 10.0  # seconds that a read may take in total
 log = logging.getLogger(__name__)
-_MOST_NAMED = 256  # fields in the log
+_MOST_NAMED = 256  # ignored fields that are logged
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -37,7 +37,7 @@ class Histogram:
 
 
 class FrontMetrics:
-    """The metrics of all requests. Used on one event loop only."""
+    """The metrics of all requests. Not thread-safe."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = defaultdict(int)
@@ -55,13 +55,13 @@ class FrontMetrics:
         self._steps += steps
 
     def ignore(self, warnings: Iterable[str]) -> None:
-        """Count the fields of a request that were left out, and log the first of each name."""
+        """Count a request's ignored fields; log the first occurrence of every name."""
         for warning in warnings:
             self._ignored += 1
             name = re.sub(r"\[\d+\]", "", warning)[:200]
             if name not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(name)
-                log.info("ignored, from now on without a word: %s", name)
+                log.info("ignored, and not logged again: %s", name)
 
     def text(self, in_flight: int) -> str:
         """Return all metrics as text."""
@@ -112,17 +112,18 @@ def _histograms(name: str, about: str, found: dict[str, Histogram]) -> list[str]
 
 
 class OtherMetrics:
-    """Reads metrics of others on a thread. Callers that ask during a read share its result."""
+    """Reads metrics from another source, on a thread. Callers that ask during a read share its result."""
 
     def __init__(self, read: Callable[[], str]) -> None:
         self._read_text = read
         self._reading: asyncio.Task[str] | None = None
 
     async def text(self) -> str:
-        """Return the text of the metrics; empty without an answer in time."""
+        """Return the text of the metrics; empty if the source does not answer in time."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
-        # A caller that disconnects does not cancel the read, and a GPU that hangs does not hold others up.
+        # The shield keeps a disconnecting caller from cancelling the read; the timeout protects callers from a GPU that
+        # hangs.
         try:
             return await asyncio.wait_for(asyncio.shield(self._reading), _LONGEST)
         except TimeoutError:
@@ -130,14 +131,14 @@ class OtherMetrics:
 
     async def _read(self) -> str:
         try:
-            # The event loop's own threads have no other use.
+            # Nothing else uses the event loop's default threads.
             return await asyncio.to_thread(self._read_text)
         finally:
             self._reading = None
 
 
 def gpu_text() -> str:
-    """Return the gauges of this machine's GPUs as text; empty without any."""
+    """Return the gauges of this machine's GPUs as text; empty without GPUs."""
     lines, found = [], nvml.readings()
     for name, gauge in nvml.GAUGES.items():
         values = {
@@ -149,7 +150,7 @@ def gpu_text() -> str:
 
 
 def triton_text(url: str) -> str:
-    """Return the text of Triton's metrics endpoint; empty without an answer."""
+    """Return the text of Triton's metrics endpoint; empty if it does not answer."""
     try:
         with _DIRECT.open(url, timeout=_TIMEOUT) as reply:
             text: str = reply.read().decode()

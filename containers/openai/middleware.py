@@ -1,5 +1,4 @@
-"""Wraps every request: its id, the limit on its body, the log, the metrics, and unexpected
-errors."""
+"""Handles what all requests share: ids, body limits, the access log, metrics, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -25,20 +24,19 @@ from canvasrt.containers.tensors import ARRIVED, OWNER
 
 log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope
-DISCONNECTED = 499  # nginx's status for callers that disconnect
-CALLER = "canvasrt.caller"  # in a request's scope: a name for the caller's key
-MORE = "canvasrt.more"  # in a request's scope: counts further answers of its caller
-BEGIN = "canvasrt.begin"  # in a request's scope: when its body was complete, in monotonic seconds
-AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
+DISCONNECTED = 499  # as in nginx: the caller disconnected
+CALLER = "canvasrt.caller"  # in a request's scope: the name that identifies the caller's key
+MORE = "canvasrt.more"  # in a request's scope: a function that counts further answers of the caller
+BEGIN = "canvasrt.begin"  # in a request's scope: the time when its body was complete, in monotonic seconds
+AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that is closed after the response
 _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
-# Seconds added to a request's time here, so that the code that calls the model reports its end
-# first.
+# Seconds added to the timeout here, so that the code that calls the model reports the timeout first.
 _GRACE = 1.5
 
 
 class Middleware:
-    """Wraps the application. `max_body` is in bytes, and `timeout` in seconds from the end of a body
-    to the beginning of its answer. Callers in the reserved of `places` only get health routes."""
+    """Wraps the application. `max_body` is in bytes; `timeout` is in seconds from the end of the body to the start of
+    the answer. Callers in `places.reserved` only get health routes."""
 
     def __init__(
         self,
@@ -62,7 +60,7 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # as GET; the server below leaves out the body
+        if scope["method"] == "HEAD":  # handled as GET; uvicorn drops the response body
             scope = {**scope, "method": "GET"}
         exchange = _Exchange(scope, receive, send, self._max_body)
         if scope.get("client") in self._places.reserved and scope["path"] not in HEALTH:
@@ -89,7 +87,7 @@ class Middleware:
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d %.0f ms %s",
             scope["method"],
-            # The path must not break the log line.
+            # Escaped, so that a path cannot forge log lines.
             scope["path"].encode("unicode_escape").decode()[:200],
             exchange.status,
             seconds * 1000,
@@ -134,8 +132,7 @@ class _Exchange:
             await self._fail(internal_error(self.id, self._scope["path"]))
 
     async def _answer(self, app: ASGIApp) -> None:
-        """Run the application until its time is over. Once the answer has begun, its own errors
-        report that."""
+        """Run the application, and raise ApiError 504 when the timeout expires before the answer starts."""
         try:
             async with asyncio.timeout(None) as self._timer:
                 await app(self._scope, self.receive, self.send)
@@ -191,25 +188,25 @@ class _Exchange:
 
 
 def parameters_of(request: Request) -> dict[str, int | str]:
-    """Return a request's parameters for the models: its caller and its beginning."""
+    """Return a request's parameters for the models: the caller's name and the arrival time."""
     begin = request.scope.get(BEGIN, time.monotonic())
     return {OWNER: str(request.scope.get(CALLER, "")), ARRIVED: int(begin * 1e6)}
 
 
 def _given_id(scope: Scope) -> str:
-    """Return the caller's own id for a request, if it fits a log line."""
+    """Return the request id that the caller sent, if it is safe to log."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if _ID.fullmatch(given) else ""
 
 
 def too_many_connections() -> ApiError:
-    """Return the error for a caller in one of the places that are kept for health checks."""
+    """Return the error for a caller on a connection that is reserved for health checks."""
     error = unavailable("Too many connections are open.", "too_many_connections")
     error.headers["Connection"] = "close"
     return error
 
 
 def internal_error(id: str, path: str) -> Response:
-    """Return the reply to a request that met a bug; the log has the details under its id."""
+    """Return the reply to a request that failed unexpectedly; the log has the details under its id."""
     message = f"Internal error; the request's id is {id}."
     return ApiError(500, message, code="internal_error").response(path)

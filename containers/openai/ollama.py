@@ -1,5 +1,4 @@
-"""Ollama's `/api/chat`, `/api/generate`, `/api/tags` and `/api/version`, over the same
-generations."""
+"""Ollama's `/api/chat` and `/api/generate`, read as chats and completions."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ from canvasrt.containers.openai.generation import (
 from canvasrt.containers.openai.parse_answer import Piece, text_of
 from canvasrt.types import Json
 
-# Options that may be set → the fields of a chat.
+# Supported options → fields of a chat.
 _OPTIONS = {"num_predict": "max_tokens"} | {
     name: name for name in ("seed", "stop", "logit_bias", "canvas", *(each.name for each in OWN))
 }
 
 
-# Fields of a chat → those of Ollama's.
+# Fields of a chat → Ollama's fields.
 _NAMES = {own: f"options.{name}" for name, own in _OPTIONS.items()} | {
     "response_format.json_schema.schema": "format",
     "response_format": "format",
@@ -57,11 +56,11 @@ _NAMES = {own: f"options.{name}" for name, own in _OPTIONS.items()} | {
 
 
 class OllamaRequest(Body):
-    """What the bodies of both operations share."""
+    """The fields that both operations share."""
 
     table: ClassVar[Table] = OLLAMA
 
-    stream: Annotated[bool | None, about("Send lines of JSON as text becomes final.")] = True
+    stream: Annotated[bool | None, about("Stream lines of JSON as soon as text is final.")] = True
     options: Annotated[dict[str, Any] | None, about("Settings of the sampler.")] = None
     think: Annotated[Any, about("Whether the model thinks before it answers, or how much.")] = None
     keep_alive: Any = None
@@ -87,7 +86,7 @@ class OllamaChat(OllamaRequest):
 
 
 class OllamaPrompt(OllamaRequest):
-    """The body of `/api/generate`. A raw prompt is continued without a chat template, thoughts and calls."""
+    """The body of `/api/generate`. A raw prompt is continued without chat template, thoughts and tool calls."""
 
     prompt: str | None = None
     system: str | None = None
@@ -96,13 +95,13 @@ class OllamaPrompt(OllamaRequest):
 
 
 class OllamaError(TypedDict):
-    """An error, in words."""
+    """An error's message."""
 
     error: str
 
 
 class OllamaAnswer(TypedDict):
-    """The last line of an answer, or all of it."""
+    """The last line of a streamed answer, or a whole answer."""
 
     model: str
     created_at: str
@@ -114,7 +113,7 @@ class OllamaAnswer(TypedDict):
 
 
 def chat(body: OllamaChat) -> Generation:
-    """Return a chat's generation. ApiError for a wrong or unsupported field."""
+    """Return a chat's generation. Raises ApiError for a wrong or unsupported field."""
     if not body.messages:
         return Generation({})  # only loads the model
     fields: Json = {"messages": _messages(body.messages)}
@@ -124,7 +123,7 @@ def chat(body: OllamaChat) -> Generation:
 
 
 def generate(body: OllamaPrompt) -> Generation:
-    """Return a prompt's generation. ApiError for a wrong or unsupported field."""
+    """Return a prompt's generation. Raises ApiError for a wrong or unsupported field."""
     prompt = body.prompt or ""
     if not (prompt or body.images):
         return Generation({})  # only loads the model
@@ -137,7 +136,7 @@ def generate(body: OllamaPrompt) -> Generation:
 
 
 def _read(kind: Any, body: OllamaRequest, fields: Json) -> Any:
-    """Return OpenAI's request for these fields and the options."""
+    """Return OpenAI's request of type `kind` for these fields and the body's options."""
     try:
         request = kind.model_validate(fields | {"model": body.name, **_settings(body)})
     except ValidationError as error:
@@ -155,11 +154,11 @@ def _settings(body: OllamaRequest) -> Json:
             settle(f"options.{name}", value, OLLAMA, body.ignored)
             if name == "repeat_penalty" and value == 1.1 and body.ignored is not None:
                 body.ignored.note(
-                    "options.repeat_penalty is not applied: blocks are decided at once."
+                    "options.repeat_penalty is not applied: all tokens of a block are decided together."
                 )
     for name in ("max_tokens", "seed"):
         value = fields.get(name)
-        if isinstance(value, int) and value < 0:  # as many as there is room for, and any seed
+        if isinstance(value, int) and value < 0:  # negative: no limit, or a random seed
             del fields[name]
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think
@@ -173,7 +172,7 @@ def _settings(body: OllamaRequest) -> Json:
 
 
 def _messages(messages: list[Json]) -> list[Json]:
-    """Return OpenAI's messages. Ollama's calls have no ids: results answer them in order."""
+    """Return OpenAI's messages. Ollama's tool calls have no ids, so results are matched to them in order."""
     read, open_calls = [], iter(())
     for number, message in enumerate(messages):
         one = {k: v for k, v in message.items() if k in ("role", "content") and v is not None}
@@ -184,7 +183,7 @@ def _messages(messages: list[Json]) -> list[Json]:
                 raise bad_request(f"messages[{number}].{name} is not a list", "messages")
         if message.get("images"):
             images = [{"type": "image_url", "image_url": {"url": u}} for u in message["images"]]
-            # Models are trained on images that come before the text about them.
+            # In training data, images precede the text about them.
             one["content"] = [*images, {"type": "text", "text": message.get("content") or ""}]
         if message.get("tool_calls"):
             calls = [_call(each, f"{number}.{i}") for i, each in enumerate(message["tool_calls"])]
@@ -247,16 +246,17 @@ class GenerateReply(Reply):
         return json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
 
     def text(self, text: str, more: Json) -> Json:
-        """Return the fields of a line."""
+        """Return the fields of a line that hold its text."""
         return {"response": text, **more}
 
     def _loaded(self) -> Json:
-        """Return the answer to nothing, which loads or unloads the model elsewhere."""
+        """Return the answer to an empty request, with which Ollama loads or unloads a model. Here the model stays
+        loaded."""
         reason = "unload" if self.body.keep_alive == 0 else "load"
         return self._line([]) | {"done": True, "done_reason": reason} | self._durations()
 
     def _durations(self) -> Json:
-        """Return nanoseconds. Encoding the prompt counts with the answer."""
+        """Return durations in nanoseconds. The answer's includes encoding the prompt."""
         taken = time.perf_counter_ns() - self._begin
         return {"total_duration": taken, "load_duration": 0, "eval_duration": taken}
 

@@ -1,4 +1,4 @@
-"""Options of `canvasrt serve` for the OpenAI front end, and the settings of its process."""
+"""The front end's options of `canvasrt serve`, and the settings of its process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.option import limit_option, option, port_option, read_names, read_port, read_switch
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-# The phases of the server behind the front end, as the supervisor reports them.
+# The server's phases, as the supervisor reports them.
 ServerPhase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
 
 
@@ -27,14 +27,14 @@ def read_level(text: str) -> str:
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """The OpenAI front end's addresses, limits and model names. Port 0 takes a free one."""
+    """The OpenAI front end's addresses, limits and model names. Port 0 selects a free port."""
 
     host: str = field(
         default="127.0.0.1",
         metadata=option("Address to listen on; 0.0.0.0 for all interfaces.", metavar="ADDRESS"),
     )
-    # Host headers that a server without keys accepts. Empty: loopback's names on loopback, any name
-    # elsewhere.
+    # Host headers that a server without keys accepts. If empty: loopback names when it listens on loopback, otherwise
+    # any.
     hosts: tuple[str, ...] = field(
         default=(),
         metadata=option(
@@ -128,7 +128,7 @@ class FrontOptions:
         default=1024,
         metadata=limit_option("Maximum number of connections to the OpenAI API.", shown=None),
     )
-    max_body: int = 16 * 2**20  # bytes; a context of 256k tokens, as ids, takes 2 MB
+    max_body: int = 16 * 2**20  # bytes; 256k token ids take about 2 MB
 
     def __post_init__(self) -> None:
         if self.lenient and self.strict:
@@ -136,7 +136,7 @@ class FrontOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FrontOptions:
-        """Return the inverse of `asdict`, whose tuples are lists in JSON."""
+        """Return the inverse of `asdict`. JSON's lists become tuples again."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
@@ -154,7 +154,9 @@ class FrontSettings:
     health_socket: int | None = None
     heartbeat: int | None = None
     request_timeout: int | None = None  # seconds
-    caller_secret: str = ""  # before the names of callers, for the models
+    caller_secret: str = (
+        ""  # prefix of callers' names, which proves to the models that the front end wrote them
+    )
     # The socket for Triton's HTTP API, its address, and the Unix socket on which Triton listens.
     triton_socket: int | None = None
     triton_host: str = ""

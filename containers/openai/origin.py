@@ -1,7 +1,8 @@
-"""Which web pages may call the server: those of the allowed origins (CORS).
+"""Decides which web pages may call the server: those of the allowed origins (CORS).
 
-Without keys, other pages cannot run a request: they can post to loopback, but neither as JSON nor under its name. Browsers tell
-such a post's origin; other clients may leave out the content type.
+Without API keys, web pages could post to a server on loopback. But a page of another origin cannot post JSON without
+CORS, and a page that rebinds its name to loopback sends that name as Host. So both headers are checked. Browsers mark
+their requests with Origin or Sec-Fetch-Site; other clients may omit the content type.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from canvasrt.containers.openai.options import FrontOptions
 
 
 class Origin:
-    """The rules for requests without a key. A server with keys needs none: pages do not know the
-    keys."""
+    """Checks requests to a server without API keys. With keys no check is needed, because foreign pages do not know
+    them."""
 
     def __init__(self, options: FrontOptions) -> None:
         hosts = options.hosts or (LOOPBACK if options.host in LOOPBACK else ())
@@ -28,7 +29,7 @@ class Origin:
         self._keyless = not options.keys
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError 403 for a foreign Host, and 415 for a page's body that is not JSON."""
+        """Raise ApiError 403 for a Host that is not allowed, and 415 for a web page's post that is not JSON."""
         if not self._keyless or scope["path"] in HEALTH:
             return
         headers = dict(scope["headers"])
@@ -49,7 +50,7 @@ class Origin:
 
 
 def add_cors(app: FastAPI, options: FrontOptions) -> None:
-    """Let browsers read replies on pages of the allowed origins."""
+    """Allow pages of the allowed origins to read replies (CORS)."""
     if options.origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,4 +1,4 @@
-"""The page at `/`, where a prompt's canvas is shown while it is denoised; `/docs`, and `/openapi.json`."""
+"""The page at `/`, which shows a canvas while it is denoised; `/docs`; and `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from canvasrt.types import Json
 
-# The page loads nothing from elsewhere, and calls this server alone.
+# The page loads nothing from other servers, and only calls this one.
 _SEALED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; style-src 'unsafe-inline'"
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -32,8 +32,7 @@ td + td { overflow-wrap: anywhere; min-width: 8rem; }
 
 
 def add_pages(app: FastAPI, needs_key: bool) -> None:
-    """Serve all three. They need no key; the page's requests send the one that its user types
-    in."""
+    """Add the three routes. They need no API key; the page sends the key that its user enters."""
     folder = files("canvasrt.containers.openai") / "assets"
     page = (folder / "index.html").read_text("utf-8")
     for mark, name in (("/*STYLE*/", "style.css"), ("/*SCRIPT*/", "page.js")):

@@ -14,7 +14,7 @@ from canvasrt.containers.openai.tool_arguments import CallError, read_arguments
 
 _OPENING = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _NAME = re.compile(r"\s*call:([\w.:-]+)\s*(?=\{)")
-# The channel's name, which precedes the thought.
+# The channel's name, with which a thought begins.
 _CHANNEL = "thought\n"
 
 
@@ -48,7 +48,7 @@ def text_of(pieces: Iterable[Piece], kind: str) -> str:
 
 
 class PlainText:
-    """Parses a text without syntax: all of it is answer text."""
+    """A parser for plain text: everything is answer text."""
 
     def put(self, text: str, final: bool = False) -> list[Piece]:
         """Return the text as a piece, unless it is empty."""
@@ -57,30 +57,30 @@ class PlainText:
 
 
 class AnswerParser:
-    """Parses an answer that arrives in pieces, with the model's control tokens in it.
+    """Parses an answer that arrives in parts and contains the model's control tokens.
 
-    Spaces around thoughts and calls belong to the syntax, and are dropped. A call comes out once it is
-    complete. A call that the token limit cuts short is dropped, since its arguments would not be
-    JSON; an unparsable one comes out as text.
+    Spaces around thoughts and calls are syntax, and are dropped. A call is returned once it is complete. A call that
+    the token limit truncates is dropped, because its arguments would not be valid JSON. A call that cannot be parsed is
+    returned as text.
     """
 
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]] | None = None, parallel: bool = True
     ) -> None:
-        """`tools` are the schemas of the parameters by name; without any, calls come out as text.
+        """`tools` holds the parameters' schemas by the tools' names. If None, calls are returned as text.
 
-        Without `parallel`, only the first call comes out.
+        Without `parallel`, only the first call is returned.
         """
         self._tools = tools
         self._parallel = parallel
         self._region: Literal["content", "thought", "call"] = "content"
         self._text = ""  # not parsed yet
-        self._begun = False  # the region has produced text
-        self._plain = True  # only content so far, whose spaces are kept
+        self._begun = False  # text of this region was returned already
+        self._plain = True  # no thought or call so far, so leading spaces are kept
         self.calls = 0
 
     def put(self, text: str, final: bool = False) -> list[Piece]:
-        """Return the pieces that `text` completes; after the `final` text, none are left."""
+        """Return the pieces that `text` completes. With `final`, return all that remains."""
         self._text += text
         pieces: list[Piece] = []
         while self._step(pieces, final):
@@ -88,7 +88,7 @@ class AnswerParser:
         return pieces
 
     def _step(self, pieces: list[Piece], final: bool) -> bool:
-        """Take one region's text. Return whether another region has begun."""
+        """Parse the current region's text. Return whether another region has begun."""
         if self._region == "content":
             return self._content(pieces, final)
         if self._region == "thought":
@@ -112,7 +112,7 @@ class AnswerParser:
         self._say(pieces, self._text[: mark.start()].rstrip())
         self._text = self._text[mark.end() :]
         self._plain = False
-        if mark[0] in (THOUGHT, CALL):  # other marks are strays, which are dropped
+        if mark[0] in (THOUGHT, CALL):  # unmatched closing marks are dropped
             self._enter("thought" if mark[0] == THOUGHT else "call")
         return True
 
@@ -147,7 +147,7 @@ class AnswerParser:
     def _call(self, pieces: list[Piece], body: str, whole: bool) -> None:
         call = self._read(body)
         if call is None:
-            if whole:  # a call that was cut short is dropped
+            if whole:  # a truncated call is dropped
                 self._say(pieces, body.replace(QUOTE, '"').strip())
             return
         if self._parallel or not self.calls:
@@ -167,8 +167,8 @@ class AnswerParser:
 
 
 def _held(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters at the end later text may turn into syntax: spaces, which a mark
-    may follow, and the beginning of a mark."""
+    """Return how many trailing characters may still turn out to be syntax: spaces before a mark, and the beginning of a
+    mark."""
     begun = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
     )

@@ -1,4 +1,4 @@
-"""Shares the event loop fairly between connections with large bodies to parse."""
+"""Shares the event loop fairly between connections that receive large bodies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from time import perf_counter
 from typing import Protocol
 
-# Seconds of parsing before the event loop polls its sockets again: for all connections together, and for one.
+# Seconds of parsing per iteration of the event loop: of all connections together, and of one connection.
 TURN, SLICE = 0.01, 0.002
 
 
@@ -17,16 +17,16 @@ class Parsing(Protocol):
 
 
 class Turns:
-    """Gives connections their turns, first come, first served."""
+    """Gives connections turns to parse, first come, first served."""
 
     def __init__(self) -> None:
         self._waiting: dict[Parsing, None] = {}
         self._current: Parsing | None = None
-        self._ends = 0.0  # the current one's turn
+        self._ends = 0.0  # end of the current turn
         self._due = False
 
     def has(self, connection: Parsing) -> bool:
-        """Return whether it is a connection's turn. If not, its `read_on` is called when it is."""
+        """Return whether it is the connection's turn. If not, queue it; its `read_on` is called at its turn."""
         if connection is self._current and perf_counter() < self._ends:
             return True
         self._waiting[connection] = None

@@ -1,5 +1,4 @@
-"""Fetches images from public addresses, and from no others: a request must not reach into the
-server's own network."""
+"""Fetches images, only from public addresses, so that requests cannot reach the server's own network."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.messages import is_remote
 
 MAX_IMAGE_BYTES = 20 * 2**20
-FETCH_TIMEOUT = 10.0  # seconds for one image, redirects included
+FETCH_TIMEOUT = 10.0  # seconds per image, including redirects
 REDIRECTS = 3
-MAX_REMOTE_IMAGES = 16  # of one request
-# Of one request, as it may send itself, and of all together, from their first byte to the end of their answers.
+MAX_REMOTE_IMAGES = 16  # per request
+# Bytes of images per request (as much as callers may send inline), and of all unanswered requests together.
 MAX_REQUEST_BYTES, MAX_HELD_BYTES = 48 * 2**20, 256 * 2**20
 _THREADS = 32
 # Networks whose addresses contain an arbitrary IPv4 address: 6to4, Teredo and NAT64.
@@ -35,21 +34,21 @@ _TUNNELS = tuple(
         "2001::/32",
         "64:ff9b::/96",
         "64:ff9b:1::/48",
-        "192.88.99.0/24",  # 6to4's relays
-        "3fff::/20",  # for documentation; Python 3.11 does not know it
+        "192.88.99.0/24",  # 6to4 relays
+        "3fff::/20",  # documentation addresses, which Python 3.11 considers global
     )
 )
 
 
-_ISATAP = 0x5EFE  # in an address's third quarter; its fourth is an IPv4 address
+_ISATAP = 0x5EFE  # the third 32 bits of an ISATAP address, whose last 32 bits are an IPv4 address
 
 
 class Refused(Exception):
-    """The image is not fetched; the message says why."""
+    """An image cannot be fetched; the message says why."""
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address leads out of every private network."""
+    """Return whether an address is public, also if it embeds an IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -62,25 +61,25 @@ def is_public(address: str) -> bool:
 
 
 class ImageBudget:
-    """Bytes of images that may be held: of one request, and, in its `parent`, of all."""
+    """A limit on the bytes of one request's images, and, through `parent`, of all requests' images."""
 
     def __init__(self, most: int, parent: ImageBudget | None = None) -> None:
         self._most, self._parent, self.taken = most, parent, 0
         self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
-        """Count bytes as they come. Refused when they are too many, or nobody waits for them."""
+        """Count received bytes. Raises Refused if the limit is exceeded or the budget was given back."""
         with self._lock:
             if self.taken + size <= self._most:
                 if self._parent is not None:
                     self._parent.take(size)
                 self.taken += size
                 return
-        whose = "those of all requests" if self._parent is None else "the request's images"
+        whose = "the images of all requests" if self._parent is None else "the request's images"
         raise Refused(f"{whose} are larger than {self._most // 2**20} MiB together")
 
     def give_back(self) -> None:
-        """Count the request's images no more, and take no others."""
+        """Release the request's bytes. Every further `take` is refused."""
         with self._lock:
             self._most = -1
             if self._parent is not None:
@@ -90,11 +89,11 @@ class ImageBudget:
 
 
 class Fetcher:
-    """Fetches images by URL, on threads of its own.
+    """Fetches images by URL, on separate threads.
 
-    `resolve` returns a host's addresses, and `allowed` says which may be connected to. Every address
-    of a host must be allowed, and the connection goes to one that was checked: a second look-up
-    could return another.
+    `resolve` returns a host's addresses; `allowed` returns whether an address may be connected to. All of a host's
+    addresses must be allowed. The connection uses a checked address, because a second lookup could return a different
+    one.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class Fetcher:
     ) -> None:
         self._resolve = resolve or _addresses
         self._allowed = allowed
-        # Threads of their own, so that a slow server holds up nothing else.
+        # Separate threads, so that a slow server delays nothing else.
         self._held = ImageBudget(MAX_HELD_BYTES)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="canvasrt-fetch")
 
     @contextlib.contextmanager
     def request(self) -> Iterator[ImageBudget]:
-        """Yield the budget of one request, whose images are held while the block runs."""
+        """Yield one request's image budget. It is given back at the end of the `with` block."""
         budget = ImageBudget(MAX_REQUEST_BYTES, self._held)
         try:
             yield budget
@@ -127,11 +126,11 @@ class Fetcher:
         return "data:;base64," + base64.b64encode(self.fetch(url, budget)).decode()
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Stop fetching."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, url: str, budget: ImageBudget | None = None) -> bytes:
-        """Return an image's file; blocks meanwhile. Raises Refused with the reason."""
+        """Return an image's file; blocking. Raises Refused with the reason."""
         deadline = time.monotonic() + FETCH_TIMEOUT
         budget = budget or ImageBudget(MAX_REQUEST_BYTES)
         for _ in range(REDIRECTS + 1):
@@ -148,7 +147,7 @@ class Fetcher:
         except ValueError as error:
             raise Refused(f"the URL is not valid: {error}") from error
         connection.timeout = _left(deadline)
-        # A server that sends a byte now and then never times out by itself.
+        # A socket timeout alone would not stop a server that sends a byte now and then.
         watch = threading.Timer(_left(deadline), connection.abort)
         watch.start()
         try:
@@ -192,7 +191,7 @@ class Fetcher:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to a checked address, even if the host's name resolves to another one now."""
+    """An HTTP connection to a checked address, whatever the host's name resolves to now."""
 
     def __init__(self, host: str, port: int, address: str) -> None:
         super().__init__(host, port)
@@ -211,7 +210,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 class _PinnedTLS(_Pinned):
-    """The same, whose certificate must be for the host's name."""
+    """The same over TLS. The certificate must match the host's name."""
 
     default_port = 443
 
@@ -247,8 +246,8 @@ def _addresses(host: str, port: int) -> list[str]:
 async def inline(
     messages: list[dict[str, Any]], fetcher: Fetcher, budget: ImageBudget | None = None
 ) -> int:
-    """Replace the remote images of a chat with data URLs, and return how many characters these have.
-    ApiError names an image that cannot be fetched."""
+    """Replace a chat's remote images with data URLs, and return the number of their characters. Raises ApiError, which
+    names an image that cannot be fetched."""
     found = [
         (f"messages[{i}].content[{j}].image_url.url", part["image_url"])
         for i, message in enumerate(messages)

@@ -37,7 +37,7 @@ class Response(TypedDict):
 
 
 ResponseEvent = dict[str, Any]
-# An item's type, the type of its content, and the name of its events, by kind of piece.
+# By kind of piece: the item's type, its content's type, and its events' name.
 _TEXT = {
     "content": ("message", "output_text", "response.output_text"),
     "reasoning": ("reasoning", "reasoning_text", "response.reasoning_text"),
@@ -46,7 +46,7 @@ _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
 class ResponseReply(Reply):
-    """Follows one answer, item by item."""
+    """Renders one answer as a response, item by item."""
 
     text_field = "input"
 
@@ -55,7 +55,7 @@ class ResponseReply(Reply):
         self._id = _new("resp_")
         self._created = int(time.time())
         self._output: list[dict[str, Any]] = []
-        self._open: str | None = None  # the kind of piece in the last item
+        self._open: str | None = None  # the kind of the last item
         self._text = ""
         self._number = 0
 
@@ -72,7 +72,7 @@ class ResponseReply(Reply):
         return [event for piece in pieces for event in self._piece(piece)]
 
     def close(self, index: int, answer: Answer) -> list[ResponseEvent]:
-        """Return the last events; the very last holds the whole response."""
+        """Return the last events; the final one holds the whole response."""
         pieces, final = answer
         status = "incomplete" if finish_reason(final) == "length" else "completed"
         events = [*self.add(index, pieces, final), *self._close()]
@@ -88,7 +88,7 @@ class ResponseReply(Reply):
         return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
-        """Return the response as it is now."""
+        """Return the response in its current state."""
         given = self.body.model_dump(exclude_none=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -171,7 +171,7 @@ class ResponseReply(Reply):
     def _in_part(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._in_output(name, item_id=self._output[-1]["id"], content_index=0, **fields)
 
-    # An event may have a field of its own called `name`.
+    # `name` is positional-only, because an event may have a field `name`.
     def _in_output(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._event(name, output_index=len(self._output) - 1, **fields)
 
@@ -191,7 +191,7 @@ def _usage(final: StreamEvent) -> dict[str, Any]:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": final.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": answer,
-        # Thoughts count as output; how many of its tokens they took is not known here.
+        # Thoughts count as output tokens; their number is not known here.
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + answer,
         "denoising_steps": sum(final.steps),

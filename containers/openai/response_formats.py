@@ -1,4 +1,4 @@
-"""`response_format`: the answer's grammar, in the form of the model's input."""
+"""Converts `response_format` to the model's `grammar` input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.containers.untrusted import load_json
 
 # vLLM's names → types of `response_format`.
 _GUIDED = {"json": "json_schema", "regex": "regex", "choice": "grammar", "grammar": "grammar"}
-# Types → their own field.
+# Types → the field that holds the format.
 _TYPES = {"text": "", "json_object": "schema", "json_schema": "json_schema"} | {
     "regex": "regex",
     "grammar": "grammar",
@@ -21,17 +21,17 @@ _TYPES = {"text": "", "json_object": "schema", "json_schema": "json_schema"} | {
 
 
 class Format(NamedTuple):
-    """The model's `grammar`, and the caller's name for what it comes from."""
+    """The model's `grammar`, and the name of the request's field that it comes from."""
 
     grammar: dict[str, Any]
     path: str
 
 
 def format_of(request: Sampling) -> Format | None:
-    """Return the one format that a request has, be it under vLLM's names; None for plain text. ApiError names a field that
-    is wrong.
+    """Return a request's only format, under OpenAI's or vLLM's names; None for plain text. Raises ApiError, which names
+    the wrong field.
 
-    OpenAI has `json_schema` and `json_object`; `regex` and `grammar` (Lark, or GBNF) are our own.
+    `json_schema` and `json_object` are OpenAI's; `regex` and `grammar` (Lark or GBNF) are extensions.
     """
     found = [*_guided(request), *_response_format(request)]
     if len(found) > 1:
@@ -56,7 +56,7 @@ def _guided(request: Sampling) -> Iterator[Format]:
             if name == "choice":
                 if not isinstance(value, list):
                     raise _wrong(path, "is not a list")
-                # In Lark, strings are JSON's.
+                # Lark's string literals are JSON's.
                 value = "start: " + " | ".join(json.dumps(each) for each in value)
             if name == "json" and isinstance(value, str):
                 try:

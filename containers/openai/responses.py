@@ -1,5 +1,5 @@
-"""The body of `/v1/responses`, read as a chat. Nothing is stored: every request brings its whole
-conversation along."""
+"""The body of `/v1/responses`, read as a chat. Nothing is stored, so every request must contain the whole
+conversation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
 from canvasrt.containers.openai.tools import MAX_TOOLS, Effort
 
-# Names of a chat's parameters → those of a response's.
+# Names of a chat's parameters → names of a response's.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -81,7 +81,7 @@ class ResponsesRequest(Sampling):
 
 
 def response_generation(request: ResponsesRequest) -> Generation:
-    """Return a response's generation: that of the equivalent chat."""
+    """Return the generation of the equivalent chat."""
     body = request.model_dump(include=set(Sampling.model_fields), exclude_none=True)
     body["messages"] = _messages(request)
     body["max_completion_tokens"] = request.max_output_tokens
@@ -112,7 +112,7 @@ def response_generation(request: ResponsesRequest) -> Generation:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return a chat's error with the names of a response's parameters."""
+    """Return a chat's error with a response's parameter names."""
     return rename(error, _NAMES)
 
 
@@ -124,7 +124,7 @@ def _format(text: Text | None) -> dict[str, Any] | None:
 
 
 def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the tools that are functions. Others are for servers that run them, and are left out with a warning."""
+    """Return the tools that are functions. Tools that OpenAI's servers run are dropped with a warning."""
     found = []
     for number, tool in enumerate(request.tools or ()):
         if tool.get("type") == "function":
@@ -140,7 +140,7 @@ def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation as a chat: consecutive thoughts, text and calls are one message."""
+    """Return the conversation as a chat. Consecutive thoughts, text and calls become one message."""
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -169,7 +169,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             )
     for each in messages:
         if "tool_calls" not in each:
-            each.setdefault("content", "")  # the turn may be only a thought
+            each.setdefault("content", "")  # the message may have nothing but a thought
     return messages
 
 
@@ -186,14 +186,14 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
 
 
 def _turn(messages: list[dict[str, Any]], fresh: str = "") -> dict[str, Any]:
-    """Return the model's current turn, or a new one if that has the field `fresh` already."""
+    """Return the last message if it is the assistant's and lacks the field `fresh`; otherwise append a new one."""
     if not messages or messages[-1]["role"] != "assistant" or fresh in messages[-1]:
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    """Return a part of a message in the form of a chat."""
+    """Return a content part in a chat's form."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _TEXTS:
         return {"type": "text", "text": part.get("text")}

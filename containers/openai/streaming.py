@@ -1,4 +1,4 @@
-"""Streamed replies. When the caller disconnects, their work ends."""
+"""Streamed replies, which are cancelled when the caller disconnects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Disconnected(Exception):
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ReplyT]) -> ReplyT:
     """Return the result of `work`. When the caller disconnects, cancel it and raise Disconnected.
 
-    The request's body must have been read.
+    The request's body must have been read before.
     """
     task = asyncio.ensure_future(work)
     end = asyncio.ensure_future(_disconnected(receive))
@@ -43,7 +43,7 @@ async def _disconnected(receive: Receive) -> None:
 async def streamed(
     receive: Receive, chunks: AsyncGenerator[bytes, None], media_type: str
 ) -> Response:
-    """Return a streamed reply. Until the first chunk, an error still has its own status."""
+    """Return a streamed reply. Waits for the first chunk, so that an earlier error gets its own HTTP status."""
     first = await unless_disconnected(receive, anext(chunks))  # type: ignore[arg-type]
     return _Stream(first, chunks, media_type)
 
@@ -52,7 +52,7 @@ class _Stream(Response):
     """Sends chunks as they come, and closes them when the caller disconnects."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str) -> None:
-        # Otherwise proxies would wait for the whole answer.
+        # Otherwise proxies would buffer the whole answer.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
@@ -61,7 +61,7 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # The response has begun, so nobody above can report it. The access log sees that it did not end.
+            # The response has started, so no error can be sent. The access log records that it did not end.
             with suppress(Disconnected):
                 await unless_disconnected(receive, self._send(send))
 

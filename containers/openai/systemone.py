@@ -1,4 +1,4 @@
-"""`/v1/systemone`: closed questions in System One's shape, over those of OpenAI's Decisions API."""
+"""`/v1/systemone`: closed questions in System One's format, converted to OpenAI's Decisions API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SystemOneAnswers(TypedDict):
 
 
 def ask(body: SystemOneRequest) -> Generation:
-    """Return the questions' generation. ApiError names the wrong field."""
+    """Return the questions' generation. Raises ApiError, which names the wrong field."""
     questions = [_question(each, name, body.ignored) for name, each in body.questions.items()]
     state = body.state if isinstance(body.state, str) else json.dumps(body.state)
     if not state.strip():
@@ -64,8 +64,7 @@ class SystemOneReply(Reply):
         }
 
     def named(self, error: ApiError) -> ApiError:
-        """Return the error with the caller's name of a question; the model only knows its
-        number."""
+        """Return the error with the question's name; the model only knows its number."""
         names = list(self.body.questions)
 
         def name(match: re.Match[str]) -> str:

@@ -6,14 +6,14 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Mapping
 
-# Bytes of a read buffer, which every connection allocates. asyncio's default of 256 KiB is six times as large as the rest of a
-# pending handshake.
+# Bytes of every connection's read buffer. asyncio's default of 256 KiB is six times the rest of a pending handshake's
+# memory.
 SSLProtocol.max_size = 32 * 1024
 
 
 def server_context(files: Mapping[str, str]) -> ssl.SSLContext:
-    """Return the context of a server with `certificate` and `key`. If there is a `ca`, callers'
-    certificates must come from it."""
+    """Return a server's TLS context with `certificate` and `key`. With `ca`, callers need a certificate that it
+    signed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(files["certificate"], files["key"])

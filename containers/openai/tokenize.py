@@ -23,7 +23,7 @@ from canvasrt.types import Json
 
 
 class _AnyModel(Body):
-    """A body that need not name a model."""
+    """A body in which `model` is optional."""
 
     table: ClassVar[fields.Table] = fields.TOKENIZE
 
@@ -53,7 +53,7 @@ class DetokenizeRequest(_AnyModel):
 
 
 class Tokenized(TypedDict):
-    """Tokens."""
+    """The reply: token ids, and their number."""
 
     count: int
     max_model_len: int | None
@@ -62,13 +62,13 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """Their text."""
+    """The reply: the tokens' text."""
 
     prompt: str
 
 
 def tokenize(body: TokenizeRequest) -> Generation:
-    """Return the generation that encodes a prompt or a chat. ApiError names the wrong field."""
+    """Return the generation that only encodes a prompt or a chat. Raises ApiError, which names the wrong field."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Send either prompt or messages.", "prompt", "invalid_value")
     options = {
@@ -105,7 +105,7 @@ def tokenize(body: TokenizeRequest) -> Generation:
 
 
 def detokenize(body: DetokenizeRequest) -> Generation:
-    """Return the generation that decodes tokens."""
+    """Return the generation that only decodes tokens."""
     return _encoding({}, prompts=[{"prompt_ids": body.tokens}] if body.tokens else [])
 
 
@@ -140,7 +140,7 @@ class DetokenizeReply(Reply):
 
 
 def _of_tokens(error: ApiError) -> ApiError:
-    """Return the error for a prompt that is too long, in terms of tokens."""
+    """Return the error for a prompt that is too long, in terms of `tokens`."""
     if error.code != "context_length_exceeded":
         return error
     count, most = re.findall(r"\d+", error.message)[:2]

@@ -1,7 +1,7 @@
-"""Arguments of a tool call as Gemma 4 writes them, `{key:<|"|>text<|"|>,n:3}`, as Python values.
+"""Parses the arguments of Gemma 4's tool calls, `{key:<|"|>text<|"|>,n:3}`, to Python values.
 
-The model drifts from its own syntax: strings in JSON's or Python's quotes, or without any, and `=`
-for `:`. Such forms are read by their meaning, so that arguments always become valid JSON.
+The model deviates from this syntax: it quotes strings as JSON or Python does, or not at all, and writes `=` for `:`.
+These forms are accepted, too.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _KEY = re.compile(r"\s*([^\s:={}\[\],\"'<]+)\s*[:=]")
 _BARE = re.compile(r"[^,{}\[\]]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
-_DEPTH = 64  # of nested objects and lists
+_DEPTH = 64  # maximum nesting of objects and lists
 
 
 class CallError(ValueError):
-    """The text is not a tool call's arguments."""
+    """The text cannot be parsed as a tool call's arguments."""
 
 
 def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the arguments in `text`, which begins with `{` and ends with the `}` that closes it.
 
-    `schema` is the JSON schema of the tool's parameters: it decides whether a bare `042` is a
-    string. CallError for anything else.
+    `schema` is the JSON schema of the tool's parameters; it decides whether an unquoted `042` is a string. Raises
+    CallError if the text cannot be parsed.
     """
     try:
         whole = load_json(text)
         if isinstance(whole, dict) and _is_finite(whole):
             return whole
     except (ValueError, RecursionError):
-        pass  # nearly always: the model's own syntax has no quotes around names
+        pass  # the usual case: the model does not quote names
     reader = _Reader(text)
     arguments = reader.object(schema or {}, 0)
     reader.skip()
@@ -57,12 +57,12 @@ def _is_finite(value: Any) -> bool:
 
 
 class _Reader:
-    """Reads values from `place` on."""
+    """A recursive-descent parser. `place` is the next character's index."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
-        self._unclosed: set[str] = set()  # marks that no later mark of the same kind closes
+        self._unclosed: set[str] = set()  # quotes that do not occur again in the rest of the text
 
     def skip(self) -> None:
         match = _SPACE.match(self.text, self.place)
@@ -91,7 +91,7 @@ class _Reader:
         return values
 
     def _ends(self, closing: str, depth: int) -> bool:
-        """Skip commas; take `closing` if it is next."""
+        """Skip commas. If `closing` is next, consume it and return True."""
         if depth > _DEPTH:
             raise CallError(f"more than {_DEPTH} levels of nesting")
         while self.text[self.place : self.place + 1] in (",", " ", "\n", "\t", "\r"):
@@ -125,7 +125,7 @@ class _Reader:
         return match[1]
 
     def _value(self, schema: Mapping[str, Any], depth: int, empty: bool = False) -> Any:
-        """Take a value; with `empty`, it may be missing."""
+        """Parse a value. With `empty`, it may be missing."""
         self.skip()
         quoted = self._quoted()
         if quoted is not None:
@@ -143,7 +143,7 @@ class _Reader:
         return _bare(match[0].strip(), schema)
 
     def _quoted(self) -> str | None:
-        """Take a string in the model's own quotes, or in JSON's or Python's; None if there is none."""
+        """Parse a string in the model's, JSON's or Python's quotes; None if no quote is next."""
         text, begin = self.text, self.place
         if text.startswith(QUOTE, begin):
             end = text.find(QUOTE, begin + len(QUOTE))
@@ -154,13 +154,13 @@ class _Reader:
         mark = text[begin : begin + 1]
         if mark not in ('"', "'") or mark in self._unclosed:
             return None
-        # The string ends at a mark before a delimiter; other marks belong to the text, as in
-        # 'it's'.
+        # The string ends at a quote before a delimiter; other quotes belong to the text, as in 'it's'.
         match = re.compile(rf"{mark}((?:\\.|[^\\])*?){mark}(?=\s*[,:=}}\]])", re.DOTALL).match(
             text, begin
         )
         if match is None:
-            self._unclosed.add(mark)  # looking again from each value would take quadratic time
+            # Remembered, because searching again for every value would take quadratic time.
+            self._unclosed.add(mark)
             return None
         self.place = match.end()
         return _unescaped(match[1], mark)

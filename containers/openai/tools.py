@@ -1,4 +1,4 @@
-"""Tools and thinking: translates callers' declarations for the chat template and grammars."""
+"""Tools and thinking: converts a request's fields for the chat template and for grammars."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class Conversation(Sampling):
-    """A chat whose model may think and call tools."""
+    """The fields of a chat that control thinking and tools."""
 
     messages: Messages
     tools: Annotated[Tools | None, about("Functions that the model may call.")] = None
@@ -79,7 +79,7 @@ class Conversation(Sampling):
 
     @model_validator(mode="after")
     def _allow(self) -> Conversation:
-        """Leave out the tools that may not be called."""
+        """Drop the tools that `tool_choice` does not allow."""
         if isinstance(self.tool_choice, AllowedTools):
             allowed = self.tool_choice.allowed_tools
             names = {each.function.name for each in allowed.tools}
@@ -95,15 +95,14 @@ class Conversation(Sampling):
 
 
 def schemas(request: Conversation) -> dict[str, Mapping[str, Any]] | None:
-    """Return the parameters' schemas of the callable tools by name; None if no tool may be
-    called."""
+    """Return the parameters' schemas of the callable tools, by tool name; None if no tool may be called."""
     if not request.tools or request.tool_choice == "none":
         return None
     return {each.function.name: each.function.parameters or {} for each in request.tools}
 
 
 def _check(request: Conversation) -> None:
-    """Raise ApiError for tools that do not fit together."""
+    """Raise ApiError for contradictory tools or tool choices."""
     names = [each.function.name for each in request.tools or ()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -124,9 +123,9 @@ def _check(request: Conversation) -> None:
 
 
 def template_inputs(request: Conversation) -> dict[str, Any]:
-    """Return the model's inputs for the caller's choice of thinking and tools.
+    """Return the model's inputs for thinking and tools.
 
-    A required call is begun in the prompt, so no thought precedes it.
+    The prompt already contains the beginning of a required call, so no thought precedes it.
     """
     _check(request)
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
@@ -151,7 +150,7 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
 
 
 def template_names(request: Conversation) -> dict[str, str]:
-    """Return the caller's names for variables of the template."""
+    """Return the request's field names by the template variables that they set."""
     names = {name: f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or {}}
     if request.enable_thinking is not None:
         names["enable_thinking"] = "enable_thinking"
@@ -161,9 +160,9 @@ def template_names(request: Conversation) -> dict[str, str]:
 
 
 def tools_grammar(request: Conversation) -> dict[str, Any] | None:
-    """Return the grammar that makes calls follow the tools' schemas, or None if none is wanted.
+    """Return the grammar that enforces the tools' schemas in calls, or None if it is not needed.
 
-    A required call follows its schema unless `strict` is false, an optional one only if it is true.
+    A required call follows the tool's schema unless `strict` is false; an optional call only if `strict` is true.
     """
     found = schemas(request)
     if found is None:
@@ -195,7 +194,7 @@ def _enforced(function: Function, begun: str) -> dict[str, Any]:
 
 def _plain(tool: Tool) -> dict[str, Any]:
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
-    # Templates write the description without checking that there is one.
+    # Templates expect that every tool has a description.
     return {"type": "function", "function": {"description": "", **function}}
 
 

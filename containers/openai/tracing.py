@@ -1,6 +1,6 @@
-"""OpenTelemetry traces: FastAPI writes a span per request, and this module one per block.
+"""OpenTelemetry traces: FastAPI writes a span per request, and this module a span per block.
 
-Both are off unless the standard variable names a collector; then the SDK's own variables apply, too.
+Both are off unless the standard environment variable names a collector. The SDK's other variables apply, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from canvasrt.containers.names import COLLECTOR
 
 
 def telemetry(quiet: Collection[str]) -> TelemetryConfig:
-    """Return FastAPI's settings: a span per request, with the caller's `traceparent`; none for the `quiet` paths."""
+    """Return FastAPI's settings for a span per request, except for the `quiet` paths. Spans continue the caller's
+    `traceparent`."""
     on = bool(os.environ.get(COLLECTOR))
     if on:
         os.environ.setdefault("OTEL_SERVICE_NAME", "canvasrt")
@@ -32,15 +33,18 @@ def telemetry(quiet: Collection[str]) -> TelemetryConfig:
 
 
 class Blocks:
-    """Writes the spans of a request's blocks, as children of the request's; none where it has none."""
+    """Writes spans of a request's blocks, as children of the request's span. Does nothing if the request has no
+    span."""
 
     def __init__(self) -> None:
         self._request = trace.get_current_span()
         self._arrived = time.time_ns()
-        self._ended: dict[int, tuple[int, int]] = {}  # answer → its finished blocks, and when
+        self._ended: dict[
+            int, tuple[int, int]
+        ] = {}  # answer → number of its finished blocks, and when the last one ended
 
     def see(self, answer: int, event: StreamEvent) -> None:
-        """Look at an event of an answer, and write the span of the block that it ends."""
+        """Write the span of a block if this event of an answer ends one."""
         if not self._request.is_recording():
             return
         done, begin = self._ended.get(answer, (0, self._arrived))

@@ -1,5 +1,6 @@
-"""Stands before Triton's HTTP server, which listens on a Unix socket: checks who calls and how deep a body is, then passes
-requests and replies on as they are. Triton's JSON parser dies of a million brackets, and web pages can reach loopback."""
+"""A proxy in front of Triton's HTTP server, which listens on a Unix socket. It checks API keys, origins and the nesting
+of JSON bodies; otherwise it forwards requests and replies. A million nested brackets would crash Triton's JSON parser,
+and web pages can reach loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from canvasrt.containers.openai.streaming import Disconnected, unless_disconnect
 from canvasrt.containers.tensors import CANCEL_PARAMETER, OWNER, STREAM_MODEL
 from canvasrt.containers.untrusted import check_json
 
-# Of one connection, not of the message; `host` and the length are written anew.
+# Headers of one connection, which are not forwarded. `host` and the length are set again.
 _HOP = {
     b"connection",
     b"expect",
@@ -39,12 +40,12 @@ _HOP = {
     b"upgrade",
 }
 _JSON_BYTES = b"inference-header-content-length"
-# Only here does Triton read JSON that ends before the body.
+# Only on this path may binary data follow the JSON in the body.
 _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
-# Its unknown fields are parameters; headers become parameters only above.
+# Here Triton takes unknown JSON fields as parameters; on the other path, headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
-_METHODS = ("GET", "POST")  # Triton has no others
+_METHODS = ("GET", "POST")  # Triton uses no others
 _CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25  # seconds
 
 
@@ -88,7 +89,7 @@ class _Guard:
         except (OSError, h11.RemoteProtocolError):
             raise refusal or unavailable("Triton does not answer.", "model_not_ready") from None
         except Disconnected:
-            # Triton itself would answer those who have left.
+            # Triton would finish the request although its caller has left.
             while not exchange.done():
                 await self._cancel(call)
                 await asyncio.wait([exchange], timeout=_CANCEL_AGAIN)
@@ -103,7 +104,7 @@ class _Guard:
             writer.close()
 
     async def _cancel(self, call: str) -> None:
-        """End a call in the model. It may not have arrived there yet."""
+        """Cancel a call in the model, which may not have received it yet."""
         body = json.dumps({CANCEL_PARAMETER: call}).encode()
         headers = [
             ("host", "localhost"),
@@ -120,11 +121,12 @@ async def _shielded(exchange: asyncio.Future[None]) -> None:
 
 
 async def _nowhere(message: Message) -> None:
-    """Send nothing."""
+    """Discard a message."""
 
 
 def _with_owner(body: bytes, owner: bytes) -> bytes:
-    """Return the JSON object with the caller's name; anything else as it is. One that the caller wrote lacks the secret."""
+    """Insert the caller's name in a JSON object; return anything else unchanged. A name that the caller sends itself
+    lacks the secret."""
     if not (text := body.lstrip(b" \t\r\n")).startswith(b"{"):
         return body
     fields = text[1:].lstrip(b" \t\r\n")
@@ -133,7 +135,8 @@ def _with_owner(body: bytes, owner: bytes) -> bytes:
 
 
 def _head(scope: Scope, size: int, owner: bytes) -> tuple[h11.Request, int]:
-    """Return the head of the request to Triton, and how many bytes of the body are JSON. `owner` names the caller."""
+    """Return the request line and headers for Triton, and how many bytes of the body are JSON. `owner` is the caller's
+    name."""
     headers = {name: value for name, value in scope["headers"] if name not in _HOP}
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise ApiError(415, "Send the body uncompressed.", code="unsupported_media_type")
@@ -142,7 +145,9 @@ def _head(scope: Scope, size: int, owner: bytes) -> tuple[h11.Request, int]:
         scope["raw_path"]
     ):
         if not given.isdigit() or len(given) > 9 or int(given) > size:
-            raise bad_request("Inference-Header-Content-Length is not a part of the body's length.")
+            raise bad_request(
+                "Inference-Header-Content-Length must be a number of at most the body's length."
+            )
         json_bytes = int(given)
         headers[_JSON_BYTES] = given
     headers |= {b"host": b"localhost", b"connection": b"close", OWNER.encode(): owner}
@@ -165,7 +170,7 @@ async def _exchange(
     body: bytes,
     send: Send,
 ) -> None:
-    """Send one request to Triton, and its reply to the caller as it comes."""
+    """Send one request to Triton, and stream the reply to the caller."""
     upstream = h11.Connection(h11.CLIENT)
     for sent in (head, h11.Data(data=body), h11.EndOfMessage()):
         writer.write(upstream.send(sent) or b"")

@@ -1,4 +1,4 @@
-"""Calls Triton's decoupled model over gRPC, and turns its errors into OpenAI's.
+"""Calls Triton's decoupled model over gRPC, and converts its errors to OpenAI's.
 
 Streams are reused, because opening one takes CPU time and a round trip.
 """
@@ -35,13 +35,13 @@ from canvasrt.containers.tensors import (
 log = logging.getLogger(__name__)
 
 _PROBE = 3.0
-# Seconds added to a request's time, in which the model itself can report its end.
+# Seconds added to the timeout here, so that the model reports the timeout first.
 _GRACE = 1.0
 _Done = object()
 _ABSENT = "unknown model|not ready|no available versions|[Ss]tub process"
-MAX_IDLE = 64  # streams
+MAX_IDLE = 64  # idle streams to keep
 _OPTIONS = [
-    ("grpc.enable_http_proxy", 0),  # Triton is on this machine
+    ("grpc.enable_http_proxy", 0),  # Triton runs on this machine
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
@@ -50,7 +50,7 @@ Stream = Any  # grpc.aio.StreamStreamCall
 
 
 class Source(Protocol):
-    """Where the events of requests come from: a Triton server, or a model in this process."""
+    """A source of requests' events: a Triton server, or a model in this process."""
 
     def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
@@ -61,13 +61,13 @@ class Upstream:
     """One Triton server, created and used on one event loop."""
 
     def __init__(self, address: str, timeout: float | None = None, secret: str = "") -> None:
-        """`timeout`: seconds that a request may take from its arrival. `secret`: what the models want before the names
-        of callers."""
+        """`timeout`: seconds that a request may take from its arrival. `secret`: the prefix that the models require of
+        callers' names."""
         self._secret = secret
         self._timeout = timeout
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._idle: list[Stream] = []  # each carries one request at a time
+        self._idle: list[Stream] = []  # a stream carries one request at a time
 
     async def close(self) -> None:
         """End all streams, and the connection."""
@@ -90,7 +90,7 @@ class Upstream:
     async def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yield the events of one request; closing the iterator cancels it. ApiError when it fails."""
+        """Yield the events of one request. Closing the iterator cancels it. Raises ApiError if it fails."""
         parameters = parameters or {}
         owner = {OWNER: f"{self._secret}{parameters[OWNER]}"} if OWNER in parameters else {}
         request = encode(inputs, {ERRORS: 1, **parameters, **owner})
@@ -113,7 +113,7 @@ class Upstream:
                     yield StreamEvent(**values)
         except grpc.aio.AioRpcError as error:
             raise triton_error(error.code().name, error.details() or "") from error
-        except TimeoutError:  # whatever the model is doing
+        except TimeoutError:  # the model did not report the timeout itself
             raise too_late(self._timeout or 0) from None
         except asyncio.InvalidStateError:  # the stream ended before the request was written
             raise await _end_of(stream) from None
@@ -143,8 +143,8 @@ class Upstream:
 
 
 def encode(inputs: Mapping[str, Any], parameters: Mapping[str, int | str]) -> Any:
-    """Return a request to the stream model. `inputs` are values by tensor name; None leaves one
-    out. CanvasError for a value that does not fit its type."""
+    """Return the gRPC message of a request to the decoupled model. `inputs` are values by tensor name; those that are
+    None are omitted. Raises CanvasError for a value that its tensor's type cannot hold."""
     request = service_pb2.ModelInferRequest(model_name=STREAM_MODEL)
     for name, value in parameters.items():
         if isinstance(value, str):
@@ -161,7 +161,7 @@ def encode(inputs: Mapping[str, Any], parameters: Mapping[str, int | str]) -> An
 
 
 def decode(response: Any) -> dict[str, Any]:
-    """Return the outputs of one response by name: text, numbers, or lists of them."""
+    """Return one response's outputs by name: strings, numbers, or lists of them."""
     pairs = zip(response.outputs, response.raw_output_contents, strict=True)
     return {output.name: OUTPUTS[output.name].from_wire(raw) for output, raw in pairs}
 
@@ -175,9 +175,9 @@ async def _end_of(stream: Stream) -> ApiError:
 
 
 class Answers:
-    """Iterates over the events of several requests as they come, each with its request's index.
+    """Iterates over the events of several requests as they arrive, as pairs of the request's index and the event.
 
-    As an asynchronous context manager, it cancels the running ones at its end.
+    Leaving the asynchronous context manager cancels the running requests.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Answers:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC also raises this for a call that this side ended.
+            # gRPC also raises this if the call was cancelled on this side.
             self._queue.put_nowait(triton_error("CANCELLED", "the call was cancelled"))
         except Exception as error:
             self._queue.put_nowait(error)
@@ -255,7 +255,7 @@ def triton_error(code: str, details: str) -> ApiError:
 def _refused(message: str) -> ApiError:
     if "exceed the context" in message:
         return bad_request(_sentence(message), None, "context_length_exceeded")
-    # A message about a value starts with its name or path, as in "seed is -1".
+    # A message about a parameter starts with its name or path, as in "seed is -1".
     named = re.match(r"(?:the )?(\w+(?:\[\d+\]|\.\w+)*)", message)
     return bad_request(_sentence(message), named[1] if named else None, "invalid_value")
 

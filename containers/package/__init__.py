@@ -1,1 +1,1 @@
-"""A package: engines, Triton's model repository, and everything that an image is built from."""
+"""Writes packages: engines, Triton's model repository, and everything to build an image."""

@@ -1,4 +1,4 @@
-"""The Helm chart of a package: the template, with the values of one image and target."""
+"""Writes the Helm chart of a package: the template with the values for one image and target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHART = "chart"
 _TEMPLATE = Path(__file__).parent.parent / "templates" / CHART
 # GPUs report slightly less than their nominal memory.
 _REPORTED = 0.9
-# Memory that a replica may take above its request, and room for its log until it is rotated.
+# Memory limit over a replica's request, and disk space for its log until it is rotated.
 _SPARE = 1.5
 _LOGS = GIB
 
@@ -31,10 +31,9 @@ def write_chart(
 ) -> None:
     """Write the chart to the new folder `out`.
 
-    `image` is `[REGISTRY/]NAME[:TAG]`. On a GPU it is a StatefulSet, whose volumes keep what is built or compiled there
-    over restarts. The autoscaler's limit depends on `max_batch`,
-    how many canvases are denoised together, and the resources on `sizes`; None keeps the template's
-    values.
+    `image` is `[REGISTRY/]NAME[:TAG]`. On a GPU the chart has a StatefulSet, whose volumes keep built engines and
+    compiled kernels over restarts. `max_batch`, the number of canvases that are denoised together, determines the
+    autoscaler's threshold; `sizes` determines the resources. None keeps the template's values.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")
@@ -70,7 +69,7 @@ def _values(
 
 
 def _resources(sizes: ReplicaSizes, on_volume: bool) -> dict[str, Any]:
-    # /dev/shm counts as memory, and folders that are not on a volume count as ephemeral storage.
+    # Kubernetes counts /dev/shm as memory, and folders outside of volumes as ephemeral storage.
     memory = sizes.memory + sizes.shared
     stored = sizes.temporary + _LOGS + (0 if on_volume else sizes.cache)
     return {
@@ -98,7 +97,7 @@ def _split(image: str) -> tuple[str, str]:
 
 
 def _set(text: str, path: str, value: Any) -> str:
-    """Return YAML text with the value at a path replaced; the comments stay for the user."""
+    """Return YAML text with the value at a path replaced. Comments are kept."""
     place = 0
     keys = path.split(".")
     for depth, key in enumerate(keys):

@@ -1,4 +1,4 @@
-"""The settings of an image, shared by our image writer and the Dockerfile."""
+"""The settings of an image, for both our image writer and the Dockerfile."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from canvasrt.targets import find_target
 CACHE = "/opt/nim/.cache"
 USER = 1000
 PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
-# Seconds that requests in flight may take at shutdown, and that `docker stop` must wait.
+# Seconds to finish requests in flight at shutdown, and seconds that `docker stop` must wait.
 CONTAINER_EXIT_TIMEOUT = 30
 STOP_GRACE = 45
-# The default arguments of `docker run`. `serve` finds the package's folder itself, so that
-# NIM_MODEL_PATH can name another one.
+# Default arguments of the container. They do not name the package's folder, because an argument would override
+# NIM_MODEL_PATH.
 COMMAND = (
     "serve",
     "--host",
@@ -44,9 +44,10 @@ COMMAND = (
     str(CONTAINER_EXIT_TIMEOUT),
 )
 _LICENSE = "Apache-2.0"
-# That a container may serve with: which, nobody knows when the image is written. A start that hangs ends by itself.
+# The most GPUs that a container may serve with; how many it will have is unknown when the image is written. A start that hangs
+# ends by itself.
 _MOST_GPUS = 8
-_SECOND = 10**9  # in nanoseconds, the unit of an image's configuration
+_SECOND = 10**9  # nanoseconds, as in an image's configuration
 
 
 def created() -> str:
@@ -57,8 +58,8 @@ def created() -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """The health check, in seconds. A check may call twice. The start period covers loading, and what the first start builds
-    or compiles."""
+    """The health check's settings, in seconds. A check makes at most two calls. The start period covers loading, and
+    building or compiling at the first start."""
 
     interval: int = 10
     timeout: int = 2 * CHECK_TIMEOUT + 4
@@ -68,7 +69,7 @@ class Health:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The settings of the image of one package."""
+    """The settings of one package's image."""
 
     labels: Mapping[str, str]
     gpu: bool
@@ -76,7 +77,7 @@ class ImageSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables; `$PATH` stands for the base's."""
+        """The environment variables. `$PATH` is the base image's."""
         variables = {
             "PATH": f"{ROOT}/venv/bin:$PATH",
             "HOME": "/tmp",  # the only writable folder under a read-only root
@@ -95,7 +96,7 @@ class ImageSettings:
 
     @property
     def entrypoint(self) -> list[str]:
-        """The program. Its arguments are `command`, unless `docker run` gets others."""
+        """The program. Its arguments are `command`, unless `docker run` overrides them."""
         return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt"]
 
     @property
@@ -154,13 +155,12 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
 
 
 def target_name(manifest: Manifest) -> str:
-    """Return the target of engines; `graphs` for a bundle that is built where it runs."""
+    """Return the name of the engines' target; `graphs` for a bundle of graphs, which is built where it runs."""
     return manifest.target["name"] if manifest.target else "graphs"
 
 
 def checkpoint_hash(manifest: Manifest) -> str:
-    """Return an identifier of the checkpoint: the hash of its files' hashes, or the digest of its
-    graphs."""
+    """Return an identifier of the checkpoint: the hash of its files' hashes, or else its graphs' digest."""
     source = manifest.made_from.get("source", manifest.made_from)
     if set(source) == {"kind", "digest"}:
         return f"sha256:{source['digest']}"
@@ -168,7 +168,7 @@ def checkpoint_hash(manifest: Manifest) -> str:
 
 
 def architecture_of(manifests: Sequence[Manifest]) -> str | None:
-    """Return `amd64` or `arm64`; None for targets that run on either."""
+    """Return `amd64` or `arm64`; None for targets that run on both."""
     hosts = {find_target(each.target["name"]).host for each in manifests if each.target} - {"any"}
     return None if len(hosts) != 1 else ARCHITECTURES[hosts.pop()]
 

@@ -1,4 +1,5 @@
-"""The SHA-256 of every file that packages install, by platform. `.ci/lock-images` reads them from the package index."""
+"""The SHA-256 of every wheel that packages install, by platform. `.ci/lock-images` updates them from the package
+index."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Locked:
 
 
 def locked(pin: Pin, python: str, architecture: str) -> Locked | None:
-    """Return the file of a distribution for a platform; None if the table does not have it."""
+    """Return a distribution's wheel for a platform; None if the table lacks it."""
     found = _table().get(f"cp{python}-{architecture}", {}).get(str(pin))
     return Locked(*found) if found else None
 

@@ -13,7 +13,7 @@ from canvasrt.option import option
 
 @dataclass(frozen=True)
 class PackageOptions:
-    """How to make a package. `base` names an image; `python` and `tensorrt` are its versions of them."""
+    """The options of a package. `base` is the base image's name; `python` and `tensorrt` are the versions in it."""
 
     tag: str = field(
         default="canvasrt:latest", metadata=option("The image's name.", metavar="NAME[:TAG]")
@@ -24,7 +24,7 @@ class PackageOptions:
             "Copy the engines into the image, or mount them when it runs.", metavar="copy|mount"
         ),
     )
-    # Without them, `docker build` needs a network.
+    # Without wheels, `docker build` needs a network.
     wheels: bool = field(
         default=False,
         metadata=option("Include all wheels, to build the image without a network."),
@@ -41,10 +41,10 @@ class PackageOptions:
     base: str = releases.DEFAULT_BASE
     python: str = "3.12"
     tensorrt: str | None = None
-    # Fetch every wheel, to know its hash.
+    # Download all wheels to determine their hashes.
     fetch: bool = False
-    base_digest: str = ""  # its SHA-256, where it is known
-    # The packages of the base image, if it was read.
+    base_digest: str = ""  # the base image's SHA-256, if known
+    # The packages in the base image, if it was read.
     contents: Sequence[Installed] = ()
 
     def __post_init__(self) -> None:
@@ -52,9 +52,10 @@ class PackageOptions:
             raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
 
     def on(self, base: str, python: str | None = None) -> PackageOptions:
-        """Return the options for another base image, by its name; without `python`, look its version up.
+        """Return the options for another base image, given by name. Without `python`, look up its version by the
+        image's name.
 
-        UsageError for a malformed digest.
+        Raises UsageError for a malformed digest.
         """
         known = releases.python_of_name(base)
         tensorrt = releases.tensorrt_of_name(base)

@@ -1,4 +1,4 @@
-"""Writes a package: engines, Triton's model repository, and everything an image is built from."""
+"""Writes a package: engines, Triton's model repository, and everything to build an image."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def package(
 ) -> Bundle:
     """Write the package of one bundle, or of several for different targets, to `out`.
 
-    A bundle holds engines, or graphs that the container builds engines from. Up to `max_batch`
-    canvases are denoised together; None stands for the engines' limit. CanvasError for a damaged
-    bundle, bundles that do not fit together, engines that the base image cannot load, or an `out`
-    that is not empty; then nothing is written.
+    A bundle holds engines, or graphs from which the container builds engines. Up to `max_batch` canvases are denoised
+    together; None is the engines' limit.
+
+    Raises CanvasError if a bundle is damaged, bundles do not fit together, the base image cannot load the engines, or
+    `out` is not empty. Then nothing is written.
     """
     options = options or PackageOptions(max_batch=max_batch).on(releases.DEFAULT_BASE)
     bundles = _load(source)
@@ -75,10 +76,10 @@ def package(
 
 
 def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str, str | None]:
-    """Return the backends that run these bundles, with their required versions; `tensorrt` is the
-    base image's.
+    """Return the backends that run these bundles, with their required versions. `tensorrt` is the version in the base
+    image.
 
-    Graphs in fp32 run on ONNX Runtime; TensorRT builds others on their GPU.
+    fp32 graphs run on ONNX Runtime; for others, TensorRT builds engines on the GPU.
     """
     found: dict[str, str | None] = {}
     for manifest in manifests:
@@ -98,11 +99,10 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
 
 @contextlib.contextmanager
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
-    """Provide the model repository that serves a bundle while the block runs.
+    """Yield the model repository that serves a bundle.
 
-    `engines` are the engines to serve, unless they are the only ones in the bundle. The Python
-    backend writes compiled files next to the models, and no setting prevents that: a writable
-    repository is therefore copied.
+    `engines` are the engines to serve, if they are not the bundle's only ones. The Python backend writes compiled files
+    next to the models, which no setting prevents. So a writable repository is copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"
@@ -161,16 +161,16 @@ def _host(manifest: Manifest) -> str:
 
 
 def _copy(bundle: Bundle, out: Path) -> None:
-    """Copy a bundle, by hard links if possible: engines are large, and bundles never change."""
+    """Copy a bundle, with hard links if possible, since engines are large and bundles never change."""
     for name in (*bundle.manifest.files, "manifest.json"):
         link_or_copy(bundle.path / name, out / name)
 
 
 def _open_to_all(folder: Path) -> None:
-    """Let every user read the files of an image, whatever the umask was.
+    """Make the files of an image readable for all users, whatever the umask.
 
-    In an image the files belong to root, and another user serves them. The package's own folder
-    keeps its mode. A link to a file that is closed in the cache becomes a copy.
+    In an image, files belong to root, but another user serves them. The package's own folder keeps its mode. A link to
+    a file that is unreadable for others in the cache is replaced by a copy.
     """
     for path in folder.rglob("*"):
         mode = path.stat().st_mode & 0o777
@@ -211,7 +211,7 @@ def _write_image_part(
     )
     known[SBOM] = _entry(folder, SBOM)
     (folder / IMAGE_FOLDER).mkdir()
-    # Only in the image do the files lie next to this manifest; links stand in for them here.
+    # In the image, the files are next to this manifest. Here, temporary links take their place.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         linked = Path(scratch)
         for name in known:
@@ -227,7 +227,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _known(bundles: Mapping[str, Bundle]) -> dict[str, dict[str, Any]]:
-    """Return the hashes from the bundles' manifests, which loading has checked."""
+    """Return the files' hashes from the bundles' manifests, which were checked at load."""
     return {
         f"{place}/{name}": entry
         for place, bundle in bundles.items()
@@ -276,10 +276,10 @@ def _write_manifest(
     described: Mapping[str, Bundle] | None = None,
     known: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write the package's manifest: that of its engines, with the files' new paths.
+    """Write the package's manifest: the engines' manifest with the files' new paths.
 
-    If there are several, their own manifests have the details. `described` are bundles outside the
-    package (mounted engines).
+    If there are several bundles, their manifests have the details. `described` are bundles outside the package (mounted
+    engines).
     """
     described = described or placed
     first = next(iter(described.values())).manifest

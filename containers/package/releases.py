@@ -1,4 +1,4 @@
-"""Which TensorRT a Triton image has, and whether it can load an engine."""
+"""The TensorRT versions in Triton's images, and checks whether an image can load an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from canvasrt.errors import CanvasError, UsageError
 
 REPOSITORY = "nvcr.io/nvidia/tritonserver"
-# The newest release when NVIDIA's release notes were read, and the day of that:
+# The newest release in NVIDIA's release notes, and the day when they were read:
 # https://docs.nvidia.com/deeplearning/triton-inference-server/release-notes/
 NEWEST, READ = "26.09-py3", "2026-11-21"
 # Tag → the digest of its index, from `skopeo inspect --format '{{.Digest}}' docker://REPOSITORY:TAG`.
@@ -53,15 +53,14 @@ _TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d[^\s@]*)(?:@sha256:[0-9a-f
 
 
 def base_for(targets: Iterable[Mapping[str, Any] | None]) -> str:
-    """Return the image to build on unless another is given: the newest with the engines' TensorRT, if one is known."""
+    """Return the default base image: the newest with the engines' TensorRT version, if one is known."""
     needed = {each["builder_version"] for each in targets if each and each["backend"] == "tensorrt"}
     fitting = [tag for tag, version in TENSORRT.items() if {version} == needed]
     return f"{REPOSITORY}:{max(fitting)}" if fitting else DEFAULT_BASE
 
 
 def digest_of_name(name: str) -> str:
-    """Return the SHA-256 in an image's name, which pins the image; empty without one. UsageError
-    for a malformed one."""
+    """Return the SHA-256 digest in an image's name; empty if it has none. Raises UsageError for a malformed digest."""
     match = _DIGEST.search(name)
     if match is None and "@" in name:
         raise UsageError(
@@ -72,25 +71,25 @@ def digest_of_name(name: str) -> str:
 
 
 def tensorrt_of_name(name: str) -> str | None:
-    """Return the TensorRT in an NVIDIA image, by its name; None when it is not in the table."""
+    """Return the TensorRT version of an NVIDIA image by its name; None if the table lacks it."""
     match = _TRITON.search(name)
     return TENSORRT.get(match[1]) if match else None
 
 
 def tensorrt_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> str | None:
-    """Return the TensorRT in an image, by the variables that NVIDIA sets, else by its names."""
+    """Return the TensorRT version of an image from NVIDIA's environment variables, else by its names."""
     version = environment.get("TRT_VERSION", "").partition("+")[0]
     return version or next((found for each in names if (found := tensorrt_of_name(each))), None)
 
 
 def python_of_name(name: str) -> str | None:
-    """Return the version of Python in an NVIDIA image, by its name; None for any other image."""
+    """Return the Python version of an NVIDIA image by its name; None for other images."""
     match = _TRITON.search(name)
     return python_of({"NVIDIA_TRITON_SERVER_VERSION": match[1]}) if match else None
 
 
 def python_of(environment: Mapping[str, str]) -> str | None:
-    """Return the version of Python in a Triton image, by its release; None for any other image."""
+    """Return the Python version of a Triton image by its release; None for other images."""
     match = re.fullmatch(r"(\d\d)\.(\d\d).*", environment.get("NVIDIA_TRITON_SERVER_VERSION", ""))
     if match is None:
         return None
@@ -98,10 +97,10 @@ def python_of(environment: Mapping[str, str]) -> str | None:
 
 
 def check_tensorrt(target: Mapping[str, Any] | None, tensorrt: str | None, image: str) -> None:
-    """Raise CanvasError when an image cannot load the engines of a bundle's `target`.
+    """Raise CanvasError if an image cannot load the engines of a bundle's `target`.
 
-    TensorRT only loads engines of exactly its own version, all four numbers. TensorRT-RTX and ONNX
-    Runtime are installed into the image in the version that the engines need.
+    TensorRT only loads engines of exactly its own version (four numbers). TensorRT-RTX and ONNX Runtime are installed
+    in the image in the version that the engines need.
     """
     if target is None or target["backend"] != "tensorrt":
         return

@@ -1,4 +1,4 @@
-"""The text files of a package: the Dockerfile, its .dockerignore and the compose file."""
+"""Renders the text files of a package: the Dockerfile, its .dockerignore and the compose file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canvasrt.containers.package import image_settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
-_SERVICE = "canvasrt"  # the server's name for other services of the compose file
+_SERVICE = "canvasrt"  # the host name by which other services in the compose file call the server
 # Template → its path in the package.
 _FILES = {
     "Dockerfile": "Dockerfile",
@@ -22,8 +22,7 @@ _FILES = {
 
 
 def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each file, by path. `facts` are the templates' variables, such as `base`
-    and `settings`."""
+    """Return the files' texts by path. `facts` are the templates' variables, such as `base` and `settings`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -31,7 +30,7 @@ def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # not HTML
+        autoescape=False,  # the templates are not HTML
     )
     environment.filters["exec"] = _exec
     settings: image.ImageSettings = facts["settings"]
@@ -55,5 +54,5 @@ def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _exec(words: Sequence[str]) -> str:
-    """Return a command in a Dockerfile's JSON form; jinja's `tojson` would escape it for HTML."""
+    """Return a command in a Dockerfile's JSON form. Jinja's `tojson` would escape it for HTML."""
     return json.dumps(list(words))

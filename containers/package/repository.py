@@ -1,5 +1,4 @@
-"""Writes the Triton model repository: a decoupled model that holds the engines, and one for single
-answers."""
+"""Writes Triton's model repository: a decoupled model with the engines, and a model for single answers."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from canvasrt.containers.triton.{module} import {name} as TritonPythonModel  # n
 def write_repository(folder: Path, engines: str, *, max_batch: int | None = None) -> None:
     """Write both models into `folder`.
 
-    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised
-    together; None stands for the engines' limit.
+    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised together; None is the
+    engines' limit.
     """
     options = {"engines": engines, "max_batch": max_batch}
     parameters = {name: str(value) for name, value in options.items() if value is not None}
@@ -38,10 +37,10 @@ def model_config(model: str, parameters: dict[str, str]) -> str:
         lines.append("model_transaction_policy { decoupled: true }")
     lines += [_tensor("input", tensor, optional=True) for tensor in inputs_of(model)]
     lines += [_tensor("output", tensor) for tensor in outputs_of(model)]
-    # One process per model, in which requests share the engines' batches.
+    # One process per model, so that all requests can share batches.
     lines.append("instance_group { kind: KIND_CPU count: 1 }")
     for name, value in parameters.items():
-        # A JSON string is a valid protobuf text string.
+        # JSON string literals are valid in protobuf's text format.
         quoted = json.dumps(value, ensure_ascii=False)
         lines.append(f'parameters {{ key: "{name}" value {{ string_value: {quoted} }} }}')
     return "\n".join(lines) + "\n"

@@ -1,5 +1,4 @@
-"""The distributions that an image needs from PyPI, with versions; nothing that only building
-needs."""
+"""The distributions from PyPI that an image needs at run time, with versions."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from typing import Any
 from canvasrt.containers.names import MACHINES
 from canvasrt.errors import CanvasError
 
-# The requirements of an image whose wheels' hashes are known, and the others.
+# Files for the requirements with known hashes, and for the others.
 HASHED, UNHASHED = "requirements.txt", "requirements-unhashed.txt"
-# Imported in the container: by the command line, the runtime and the front end.
+# Distributions that the command line, the runtime and the front end import in the container.
 _SERVING = (
     "fastapi",
     "huggingface-hub",
@@ -32,13 +31,13 @@ _SERVING = (
     "typer",
     "uvicorn",
 )
-# A target's backend → the distributions that run its engines.
+# A target's backend → distributions that run its engines.
 _RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime",),
     "tensorrt-rtx": ("tensorrt-rtx", "cuda-bindings", "nvidia-ml-py"),
     "tensorrt": ("tensorrt-cu13-bindings", "cuda-bindings", "nvidia-ml-py"),
 }
-# Distributions with the version of the engines' builder, including their dependencies.
+# Distributions, including dependencies, that get the version of the engines' builder.
 _OF_BUILDER = {
     "tensorrt-rtx": (
         "tensorrt-rtx",
@@ -49,13 +48,13 @@ _OF_BUILDER = {
     "tensorrt": ("tensorrt-cu13-bindings",),
 }
 _PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9A-Za-z][0-9A-Za-z.+!_-]* (?:[0-9a-f]{64})?")
-# Both builds of ONNX Runtime provide the same module.
+# Both distributions of ONNX Runtime provide the same module.
 _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One version of a distribution. `sha256` is that of its wheel, if that is known."""
+    """One version of a distribution. `sha256` is its wheel's, if known."""
 
     name: str
     version: str
@@ -67,8 +66,8 @@ class Pin:
 
     @property
     def line(self) -> str:
-        """The line of a requirements file. CanvasError for a name, version or hash that pip would
-        misread."""
+        """The line of a requirements file. Raises CanvasError for a name, version or hash that pip would
+        misinterpret."""
         if not _PIN.fullmatch(f"{self} {self.sha256}"):
             raise CanvasError(
                 f"{str(self)!r} cannot be installed: it names no distribution and version",
@@ -78,7 +77,7 @@ class Pin:
 
 
 def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
-    """Write two files for pip, which must not mix them: pins with a hash, and pins without."""
+    """Write two files, because pip does not allow both in one: pins with a hash, and pins without."""
     pins = list(pins)
     for name, wanted in ((HASHED, True), (UNHASHED, False)):
         lines = [f"{pin.line}\n" for pin in pins if bool(pin.sha256) == wanted]
@@ -86,7 +85,7 @@ def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
 
 
 def read_requirements(folder: Path) -> list[Pin]:
-    """Return what `write_requirements` wrote, without licences."""
+    """Return the pins that `write_requirements` wrote, without licences."""
     lines = [
         line for name in (HASHED, UNHASHED) for line in (folder / name).read_text().split("\n")
     ]
@@ -103,8 +102,8 @@ def requirements(
 ) -> list[Pin]:
     """Return the distributions that an image needs for these backends, with their dependencies.
 
-    `backends` has the version of each one's builder. TensorRT without a version is left out: the
-    base image provides it. All other distributions get the version installed here.
+    `backends` maps to the version of the builder. TensorRT without a version is omitted, because the base image
+    provides it. All other distributions get the version installed here.
     """
     roots: dict[str, str] = dict.fromkeys(_SERVING, "")
     fixed: dict[str, str] = {}

@@ -1,5 +1,4 @@
-"""The software bill of materials of a package, in CycloneDX; the same content gives the same
-bytes."""
+"""The software bill of materials of a package, in CycloneDX. It is reproducible."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _NAMESPACE = uuid.UUID("6c1ef1a1-6f2c-5d0e-9b43-7b4a1c0b6a55")
 
 @dataclass(frozen=True)
 class Installed:
-    """A package in the base image. `kind` is `pypi`, or `deb/debian` with the distribution's name."""
+    """A package in the base image. `kind` is `pypi`, or for example `deb/debian`."""
 
     kind: str
     name: str
@@ -54,8 +53,7 @@ def write_sbom(
 ) -> None:
     """Write the list of distributions, models and files (`sha256` by name) in an image.
 
-    `contents` are the packages of the base image, if that was read, and `base_digest` its SHA-256, if
-    that is known.
+    `contents` are the packages in the base image, if it was read; `base_digest` is its SHA-256, if known.
     """
     from canvasrt.containers.package.image_settings import created
 
@@ -124,7 +122,7 @@ def _library(pin: Pin) -> Any:
 
 
 def _licenses(text: str) -> list[Any]:
-    """Return the text as an SPDX expression if it is one, else as a name."""
+    """Return a licence as an SPDX expression if it is one, else as a name."""
     from cyclonedx.exception.factory import CycloneDxFactoryException
     from cyclonedx.factory.license import LicenseFactory
     from cyclonedx.model.license import DisjunctiveLicense

@@ -1,5 +1,4 @@
-"""The resources that serving takes on a node, by target and model: memory, CPU, disk, and time to
-start."""
+"""The resources that serving takes on a node: memory, CPU, disk, and start-up time."""
 
 from __future__ import annotations
 
@@ -18,18 +17,18 @@ MIB, GIB = 1 << 20, 1 << 30
 # Triton, its stubs, the front end and the supervisor took 0.19 GB together with the demo model,
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
-# The tokenizer and the grammars' index took 0.63 GB for 262,144 made-up tokens, in the model's process and in the sandbox
-# process. A fork of the sandbox may take 1 GiB.
+# Measured with 262,144 random tokens: tokenizer and grammar index took 0.63 GB in both the model's process and the
+# sandbox. A fork of the sandbox may take 1 GiB.
 PER_TOKEN = 2 * 2500
 TRIAL = GIB
-# A server writes 2 MB below /tmp: the models' repository and the Python backend's folder.
+# A server writes 2 MB below /tmp: the model repository and the Python backend's folder.
 TEMPORARY = 256 * MIB
-# Triton's Python backend took 4 MB; a region of its shared memory is 1 MB per model to begin with.
+# Shared memory of Triton's Python backend: 4 MB measured; it starts with 1 MB per model.
 SHARED = GIB
-# Only servers that build engines or compile kernels write to the cache. Compiled kernels should take about
-# 0.3 GB; new ones are written beside the old ones, so both need room.
+# Only servers that build engines or compile kernels write to the cache. Compiled kernels take an estimated 0.3 GB,
+# twice while a new file replaces the old one.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
-# TensorRT-RTX compiles kernels on the GPU when a shape is first used: a guess, per shape and layer.
+# TensorRT-RTX compiles kernels on the GPU at a shape's first use: a guess in seconds per shape and layer.
 _COMPILE_SECONDS = 0.5
 # A pass over one canvas, per layer and per layer and cached token: the slowest that is predicted, bf16 on a DGX Spark, takes
 # 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
@@ -37,21 +36,21 @@ _LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
 # Runs of a shape at the start: to compile it, to capture it, and four that are timed.
 _RUNS = 6
 _OTHER_CACHE = 5 * GIB
-# Reading engines from a slow network disk, first to hash them and then to load them.
+# Reading engines twice from a slow network disk: to hash and to load them.
 _READ = 100 * 10**6  # bytes per second
 _START = 300
-# TensorRT-RTX wrote 20.1 GB in 118 s on 4 cores (docs/benchmarks.md), 6 s per GB. TensorRT also
-# times its kernels on the GPU, which has not been measured: allow ten times as long.
+# TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
+# GPU. That was not measured, so allow ten times as long.
 BUILD_SECONDS_PER_GB = 60
-_LARGE = 10**9  # bytes of weights from which a CPU gains from more than two cores
+_LARGE = 10**9  # bytes of weights above which more than two CPU cores pay
 
 
 @dataclass(frozen=True)
 class ReplicaSizes:
-    """Bytes, whole cores, and seconds until a replica must be ready.
+    """A replica's resources: bytes, whole cores, and seconds until it must be ready.
 
-    `memory` is the host's, without `shared` (/dev/shm); `temporary` is /tmp. `startup` is that of one GPU, `further` what each
-    further one adds.
+    `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` is for one GPU, and `further` is added
+    for every other GPU.
     """
 
     memory: int
@@ -64,10 +63,9 @@ class ReplicaSizes:
 
 
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
-    """Return the sizes for a bundle on a target, with up to `max_batch` canvases at a time.
+    """Return the resources for a bundle on a target, with up to `max_batch` canvases at a time.
 
-    A bundle of graphs for a GPU is built at the first start, which takes longer and needs the
-    builder's memory.
+    Graphs for a GPU are built at the first start, which takes longer and needs the builder's memory.
     """
     on_cpu = target.capability is None
     builds = manifest.kind == "graphs" and not on_cpu
@@ -90,7 +88,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         cpu=4 if builds or (on_cpu and total > _LARGE) else 2,
         shared=SHARED,
         temporary=TEMPORARY,
-        # After an upgrade, new engines are built beside the old ones.
+        # After an upgrade, new engines are built before the old ones are deleted.
         cache=round(2.2 * total) + _OTHER_CACHE
         if builds
         else (_COMPILED if compiles else _UNUSED_CACHE),
@@ -122,7 +120,7 @@ def _pass(shape: PassShape) -> float:
 
 
 def target_of(manifest: Manifest) -> Target:
-    """Return the target of engines. Graphs may suit several GPUs: that of the first."""
+    """Return the target of engines; of graphs, the first one that suits them."""
     if manifest.target:
         return find_target(manifest.target["name"])
     precision = manifest.options.get("precision", "fp32")
@@ -133,12 +131,12 @@ def target_of(manifest: Manifest) -> Target:
 
 
 def overhead(manifest: Manifest) -> int:
-    """Return the memory of all processes without the model."""
+    """Return the memory of all processes, without the model's weights and caches."""
     return OVERHEAD + TRIAL + PER_TOKEN * manifest.model.vocab_size
 
 
 def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool = False) -> Estimate:
-    """Estimate the memory that serving takes on the device, from the bundle's formats and cache."""
+    """Estimate the device memory for serving, from the bundle's weight and cache formats."""
     options, weights = manifest.options, _weights(manifest, on_cpu)
     model = weights.model if options.get("vision", True) else replace(weights.model, vision=None)
     experts = find_experts(options.get("experts", SLOTTED))
@@ -147,7 +145,7 @@ def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool =
 
 
 def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
-    """Return the plan of passes that a bundle was, or would be, built with."""
+    """Return the pass plan of a bundle: that of its build, or for graphs, of the build to come."""
     if manifest.passes is not None:
         return passes_of(manifest)
     options = manifest.options
@@ -161,7 +159,7 @@ def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
 
 
 def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> int:
-    """Return the host's share: everything on a CPU; for a GPU, the file that is being loaded, and contexts."""
+    """Return the host memory of the model: everything on a CPU; for a GPU, the file being loaded, and contexts."""
     need = estimate_of(manifest, max_batch, on_cpu)
     if on_cpu:
         return need.total
@@ -177,7 +175,7 @@ def _weights(manifest: Manifest, on_cpu: bool) -> Weights:
 
 
 def _formats(manifest: Manifest) -> dict[str, str] | None:
-    """Return the format of each quantized weight; None if the bundle names none."""
+    """Return the quantized weights' formats by name; None if the bundle does not list them."""
     found = {
         name: form
         for entry in manifest.segments

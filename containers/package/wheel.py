@@ -12,7 +12,7 @@ import canvasrt
 from canvasrt.checkpoints.locate import BUNDLED
 from canvasrt.errors import CanvasError
 
-# In an editable install, the stages are outside the canvasrt folder.
+# In an editable install, these packages are outside the canvasrt folder.
 _STAGES = ("export", "build", "runtime", "containers")
 _LEFT_OUT = {"__pycache__", *BUNDLED.values()}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -24,8 +24,7 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: canvasrt\nRoot-Is-Purelib: true\nTag: p
 def write_wheel(folder: Path) -> Path:
     """Write `canvasrt-<version>-py3-none-any.whl` into `folder`.
 
-    It leaves out the bundled checkpoints, and dependencies, which are in the package's
-    requirements.txt.
+    It omits the bundled checkpoints, and its metadata omits dependencies, which are in the package's requirements.txt.
     """
     stem = f"canvasrt-{canvasrt.__version__}"
     info = f"{stem}.dist-info"
@@ -46,7 +45,7 @@ def write_wheel(folder: Path) -> Path:
 
 
 def _modules() -> dict[str, Path]:
-    """Return every file of the package, by path in the wheel."""
+    """Return the installed package's files by path in the wheel."""
     found: dict[str, Path] = {}
     for package in ("canvasrt", *(f"canvasrt.{stage}" for stage in _STAGES)):
         spec = importlib.util.find_spec(package)

@@ -19,10 +19,10 @@ from canvasrt.hashes import hash_files
 
 
 def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path]:
-    """Return the wheels of `pins` for a Linux machine, from the cache, else from the package index.
+    """Return the wheels of `pins` for a Linux machine, from the cache or the package index.
 
-    CanvasError when pip is missing or cannot find a version, and for a wheel that is not the one in
-    the table of hashes.
+    Raises CanvasError if pip is missing or cannot find a version, or if a wheel's hash differs from the table of
+    hashes.
     """
     folder = cache_folder() / "wheels" / f"cp{python.replace('.', '')}-{architecture}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path
 def with_hashes(
     pins: Sequence[Pin], fetched: Mapping[Pin, Path], python: str, architecture: str
 ) -> list[Pin]:
-    """Return the pins with the SHA-256 of the fetched wheel, else of the one in the table."""
+    """Return the pins with the SHA-256 of the fetched wheels, else from the table."""
     found = []
     for pin in pins:
         known = locked(pin, python, architecture)
@@ -59,7 +59,7 @@ def with_hashes(
 
 
 def _check(pin: Pin, wheel: Path, python: str, architecture: str) -> None:
-    """Compare a wheel with the table of hashes, if the table has it."""
+    """Raise CanvasError if a wheel's hash differs from the table of hashes."""
     known = locked(pin, python, architecture)
     if known is None or known.file != wheel.name:
         return
@@ -88,14 +88,14 @@ def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str)
     failed = _pip(command, [str(pin) for pin in pins])
     if not failed:
         return
-    # pip stops at the first failure; one at a time shows which wheels are missing.
+    # pip stops at the first failure. Downloading one by one shows which wheels are missing.
     for pin in pins:
         if _find(folder, pin) is None:
             _pip(command, [str(pin)])
 
 
 def _build(pin: Pin, folder: Path) -> None:
-    """Build a wheel of a distribution that only has sources; only pure Python suits any machine."""
+    """Build the wheel of a distribution that only has sources. It must be pure Python to suit another machine."""
     scratch = folder / f".{pin.name}"
     failed = _pip(["wheel", "--no-deps", "--wheel-dir", str(scratch)], [str(pin)])
     wheels = list(scratch.glob("*.whl")) if scratch.exists() else []

@@ -1,2 +1,1 @@
-"""The supervisor around Triton: `canvasrt serve`, and the processes that it starts, watches and
-stops."""
+"""The supervisor: `canvasrt serve`, and the processes that it starts, watches and stops."""

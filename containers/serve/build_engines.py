@@ -1,8 +1,8 @@
-"""Builds engines in a process of its own: its memory returns to the system, and its crash is not the server's.
+"""Builds engines in a child process, so that its memory is returned to the system, and a crash does not end the server.
 
-The process gets a job as JSON in its first argument. Lines of its output that are JSON objects
-report: `{"doing": WHAT, "done": N, "total": M}` per percent of each kind of work, and at the end
-`{"error": MESSAGE, "hint": HINT}` if it failed. Other lines are the builder's log.
+The process gets a job as JSON in its first argument. Lines of its output that are JSON objects are reports: `{"doing":
+WHAT, "done": N, "total": M}` at every percent of progress, and finally `{"error": MESSAGE, "hint": HINT}` if it failed.
+Other lines are the builder's log.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 _MODULE = "canvasrt.containers.serve.build_engines"
 LOOK_EVERY = 0.2
-_GRACE = 5.0  # seconds for a build to clean up after itself
+_GRACE = 5.0  # seconds for a stopped build to clean up
 
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """What to build: arguments of `pipeline.build`, and two of its options.
+    """The job of a build: arguments of `pipeline.build`, and two of its options.
 
-    memory: the bytes that serving may take here; None if that is checked elsewhere.
+    memory: the bytes that serving may take here; None skips this check.
     """
 
     source: str
@@ -52,7 +52,7 @@ class EngineBuild:
 
 @dataclass(frozen=True)
 class Wait:
-    """How to wait for engines: `stop` ends the wait, `notify` gets a line about its reason, and
+    """How to wait for engines: `stop` ends the wait, `notify` is called with a line about the reason to wait, and
     `meanwhile` is called repeatedly."""
 
     stop: threading.Event = field(default_factory=threading.Event)
@@ -66,10 +66,9 @@ class Wait:
 
 
 def run_build(job: EngineBuild, what: str, cache: Path, wait: Wait) -> None:
-    """Build in a child process, until it is done or is to stop.
+    """Build in a child process, until it is done or a stop is requested.
 
-    `cache` is canvasrt's folder for what builds share. CanvasError, which says that `what` cannot
-    be built, when the build fails.
+    `cache` is canvasrt's cache folder. Raises CanvasError, which says that `what` cannot be built, if the build fails.
     """
     process = subprocess.Popen(
         job.command(),
@@ -111,7 +110,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _follow(process: subprocess.Popen[str], failure: dict[str, str], progress: Progress) -> None:
-    """Pass the build's progress on, log its other lines, and note why it failed."""
+    """Report the build's progress, log its other output, and record why it failed."""
     assert process.stdout is not None
     for line in process.stdout:
         try:
@@ -141,7 +140,7 @@ def main() -> int:
     percents: dict[str, int] = {}
 
     def progress(what: str, done: int, total: int) -> None:
-        # Several kinds of work may run side by side and report in turn.
+        # Several kinds of work may run concurrently.
         percent = 100 * done // max(total, 1)
         if percents.get(what) != percent:
             percents[what] = percent
@@ -164,7 +163,7 @@ def main() -> int:
 
 
 def _say(report: dict[str, Any]) -> None:
-    sys.stdout.write(f"{json.dumps(report)}\n")  # one write, since several threads report
+    sys.stdout.write(f"{json.dumps(report)}\n")  # one write per line, since several threads report
     sys.stdout.flush()
 
 

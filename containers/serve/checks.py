@@ -16,8 +16,7 @@ from canvasrt.extras import require
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise UsageError for options that contradict each other, and CanvasError for TLS files that
-    cannot be used."""
+    """Raise UsageError for contradictory options, and CanvasError for TLS files that cannot be used."""
     check_tracing()
     check_gpus(settings)
     _check_triton_host(settings)
@@ -30,21 +29,21 @@ def check_settings(settings: Settings) -> None:
 
 
 def check_tracing() -> None:
-    """Raise CanvasError when a collector is named, and what sends spans is not installed."""
+    """Raise CanvasError if a collector of spans is configured, but OpenTelemetry's exporter is not installed."""
     if os.environ.get(COLLECTOR):
         require("opentelemetry.sdk.trace", "otel")
         require("opentelemetry.exporter.otlp.proto.http.trace_exporter", "otel")
 
 
 def check_machine(settings: Settings) -> None:
-    """Raise CanvasError when this machine has no usable Triton, or a port is in use."""
+    """Raise CanvasError if this machine has no usable Triton, or a port is in use."""
     find_installation().check_reach(settings.triton_host)
     for each in _ports(settings):
         listen(each.host, each.port, each.option).close()
 
 
 def check_context(wanted: int | None, most: int) -> None:
-    """Raise CanvasError when `--max-model-len` is more than the `most` tokens that the engines hold."""
+    """Raise CanvasError if `--max-model-len` exceeds `most`, the engines' limit in tokens."""
     if wanted is not None and wanted > most:
         raise CanvasError(
             f"--max-model-len is {wanted}, but the engines support at most {most}",
@@ -61,7 +60,7 @@ def _ports(settings: Settings) -> list[PortRequest]:
 
 
 def _check_triton_host(settings: Settings) -> None:
-    """Raise UsageError when Triton's ports would be a way around the API's keys or TLS."""
+    """Raise UsageError if Triton's ports would bypass the API's keys or TLS."""
     guards = {"API keys": settings.front.keys, "TLS": settings.tls}
     guarded = [name for name, on in guards.items() if on]
     if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not guarded:
@@ -98,7 +97,7 @@ def _check_tls_options(settings: Settings) -> None:
 
 
 def _check_tls_files(certificate: str, key: str, ca: str | None = None) -> None:
-    """Load the files as the front end will. CanvasError names the one that is wrong."""
+    """Load the TLS files as the front end will. Raises CanvasError, which names the wrong file."""
     options = {"--ssl-cert": certificate, "--ssl-key": key} | ({"--ssl-ca": ca} if ca else {})
     for option, file in options.items():
         if not os.access(file, os.R_OK) or not Path(file).is_file():

@@ -24,20 +24,19 @@ from canvasrt.errors import CanvasError
 log = logging.getLogger(__name__)
 
 RESTARTS = 5
-_CALM = 60.0  # seconds after which earlier deaths are forgotten
+_CALM = 60.0  # seconds in which crashes are counted
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
 _POLL = 0.05
-_SILENCE = 10.0  # seconds without a turn of the event loop until the process is replaced
-_FIRST_BEAT = 60.0  # seconds from its start on
-_END = 5.0  # for a process without work left
+_SILENCE = 10.0  # seconds without a heartbeat of the event loop after which the process is replaced
+_FIRST_BEAT = 60.0  # the same for a starting process
+_END = 5.0  # seconds for an idle process to exit
 
 
 class FrontEnd:
-    """One front end over one Triton.
+    """The front end of one Triton server.
 
-    This process owns the sockets, so while a dead front end is replaced callers wait instead of
-    being refused. As a context manager, the front end serves inside the block and drains at its
-    end.
+    This process owns the listening sockets. So callers wait, and are not refused, while a dead front end is replaced.
+    As a context manager, it starts the front end, and drains it at the end.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class FrontEnd:
         request_timeout: int | None = None,
         triton: Server | None = None,
     ) -> None:
-        """Open the sockets. CanvasError for a port in use.
+        """Open the sockets. Raises CanvasError for a port in use.
 
-        grpc: Triton's host:port. metrics: the URL of its metrics. log: a file to append to; None
-        for stderr. request_timeout: seconds of one request. triton: the server whose HTTP port this
-        front end guards, if it does.
+        grpc: Triton's host:port. metrics: the URL of Triton's metrics. log: a file to append to; None for stderr.
+        request_timeout: seconds per request. triton: the server whose HTTP port the front end guards; None if it guards
+        none.
         """
         self.options = options
         self.log = log
@@ -69,7 +68,7 @@ class FrontEnd:
             self._close_sockets()
             raise
         self._heartbeat = os.memfd_create("canvasrt-front-end")
-        # A closed socket no longer knows its port.
+        # Stored, because a closed socket no longer knows its port.
         self.port: int = self._socket.getsockname()[1]
         self.health_port: int | None = self._health.getsockname()[1] if self._health else None
         self._settings = FrontSettings(
@@ -88,11 +87,11 @@ class FrontEnd:
         self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: list[float] = []
-        self._reports = 0  # reports to the running process
+        self._reports = 0  # number of reports sent to the running process
 
     @classmethod
     def over(cls, server: Server, options: FrontOptions) -> FrontEnd:
-        """Return a front end over a server of this process."""
+        """Return the front end of a server that this process runs."""
         grpc = f"{server.address}:{server.ports.grpc}"
         guarded = server if server.http_socket is not None else None
         return cls(options, grpc, server.metrics_url, server.log, server.request_timeout, guarded)
@@ -104,8 +103,7 @@ class FrontEnd:
 
     @property
     def health_url(self) -> str:
-        """The base URL of the health routes, on their own port if they have one. That port has no
-        TLS."""
+        """The base URL of the health routes. Their separate port, if any, has no TLS."""
         return self._url(self.health_port, False) if self.health_port else self.url
 
     def _url(self, port: int, secure: bool) -> str:
@@ -126,9 +124,9 @@ class FrontEnd:
         self.stop(grace=_END if exc[0] is None else 0.0)
 
     def start(self) -> None:
-        """Start the process, which then answers `/v1/health/live`."""
+        """Start the process, which will answer `/v1/health/live`."""
         inherited = [each.fileno() for each in self._sockets() if each]
-        os.ftruncate(self._heartbeat, 0)  # until the new process beats
+        os.ftruncate(self._heartbeat, 0)  # until the first heartbeat of the new process
         self._started = time.monotonic()
         output: IO[bytes] | None = None
         if self.log is not None:
@@ -137,12 +135,12 @@ class FrontEnd:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "canvasrt.containers.openai"],
-                env=child_environment(),  # keys come over standard input
+                env=child_environment(),  # API keys are passed over standard input
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=output,
                 pass_fds=[*inherited, self._heartbeat],
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # a separate session, so that Ctrl-C only reaches this process
                 preexec_fn=die_with_parent(),
             )
         finally:
@@ -159,8 +157,8 @@ class FrontEnd:
         self._write(json.dumps({"phase": phase, "detail": detail}).encode() + b"\n")
 
     def wait_acknowledged(self) -> None:
-        """Wait until the last phase decides what callers get. A process that is dead or hangs is left
-        to `check_alive`."""
+        """Wait until the process has applied the last phase. Returns early if the process is dead or hangs, which
+        `check_alive` handles."""
         deadline = time.monotonic() + _SILENCE
         while self._process is not None and self._process.poll() is None:
             if acknowledged(self._heartbeat) >= self._reports or time.monotonic() > deadline:
@@ -168,7 +166,7 @@ class FrontEnd:
             time.sleep(_POLL / 10)
 
     def check_alive(self) -> None:
-        """Restart the process if it has died or hangs. CanvasError when that happens too often."""
+        """Restart the process if it is dead or hangs. Raises CanvasError if that happens too often."""
         if self._process is None:
             return
         hangs = self._process.poll() is None and self._is_silent()
@@ -200,9 +198,9 @@ class FrontEnd:
         return silent > _SILENCE
 
     def stop(self, grace: float, force: threading.Event | None = None) -> bool:
-        """Refuse new requests, let those in flight finish, and end; return whether all finished.
+        """Refuse new requests, let those in flight finish, and stop the process; return whether all finished.
 
-        Requests get `grace` seconds; setting `force` ends the wait at once.
+        Requests get `grace` seconds. Setting `force` ends the wait immediately.
         """
         try:
             return self.drain(grace, force)
@@ -213,12 +211,12 @@ class FrontEnd:
             self._close_heartbeat()
 
     def drain(self, grace: float, force: threading.Event | None = None) -> bool:
-        """The same, but leave a process with requests in flight running."""
+        """As `stop`, but keep the process running if requests are still in flight."""
         process = self._process
         if process is None or process.poll() is not None:
             return True
         self.notify("stopping")
-        # Pending connections are the child's now; nothing may connect after them.
+        # The child still accepts pending connections; close our sockets, so that no new ones arrive.
         self._close_sockets()
         deadline = time.monotonic() + grace
         while process.poll() is None:
@@ -250,12 +248,14 @@ class FrontEnd:
 
     def _close_input(self) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):  # the process may be dead
+            with contextlib.suppress(OSError):  # the process may have died
                 self._process.stdin.close()
 
     def _write(self, line: bytes) -> None:
         if self._process is None or self._process.stdin is None:
             return
-        with contextlib.suppress(OSError, ValueError):  # check_alive sees that it has died
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # `check_alive` will notice that the process has died
             self._process.stdin.write(line)
             self._process.stdin.flush()

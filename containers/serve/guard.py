@@ -1,6 +1,6 @@
 """A process that outlives a killed `canvasrt serve` and cleans up after it.
 
-When it stops, tritonserver waits for open gRPC streams without a limit, so something must end it.
+A stopping tritonserver waits for open gRPC streams without a limit, so it must be killed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from canvasrt.containers.processes import (
 
 log = logging.getLogger(__name__)
 
-GRACE = 6.0  # a server without open streams ends by itself, and cleans up better
-_LEAVE = 2.0  # seconds for a guard that is dismissed
+GRACE = 6.0  # a server without open streams exits and cleans up by itself
+_LEAVE = 2.0  # seconds for a dismissed guard to exit
 
 
 class Guard:
-    """The guard of one server, as the process that it watches sees it."""
+    """The guard of one server, as seen from the process that it watches."""
 
     def __init__(self, run_name: str) -> None:
-        """Start it. It waits until its standard input closes, which also happens however this process
-        ends."""
+        """Start the guard. It waits until its standard input closes, which happens in any case when this process
+        exits."""
         self._run_name = run_name
         self._process = self._start()
 
@@ -47,7 +47,7 @@ class Guard:
         )
 
     def check(self) -> None:
-        """Replace the process if it has ended or a signal has stopped it: it would notice nothing."""
+        """Replace the guard's process if it has exited or was stopped by a signal."""
         if self._process.poll() is None and not is_stopped(self._process.pid):
             return
         log.warning(
@@ -58,7 +58,7 @@ class Guard:
         self._process = self._start()
 
     def dismiss(self) -> None:
-        """End it; its server has already ended. If it does not end by itself, kill it."""
+        """End the guard after its server has exited. Kill it if it does not exit by itself."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -69,7 +69,7 @@ class Guard:
 
 
 def main(run_name: str, parent: int) -> None:
-    """Wait for the parent to end, give its server some time, then kill its remaining processes."""
+    """Wait for the parent to exit, give its server some time, then kill the server's remaining processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()

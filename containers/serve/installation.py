@@ -18,7 +18,7 @@ from canvasrt.containers.processes import CALLER_SECRET, child_environment
 from canvasrt.errors import CanvasError
 
 VARIABLE = "CANVASRT_TRITONSERVER"
-# Before it, one request over HTTP can crash a server (CVE-2025-23310 and later ones).
+# First safe release. In earlier ones, a single HTTP request can crash the server (CVE-2025-23310 and later).
 SAFE_RELEASE = (26, 7)
 _RELEASES = {"0.7.0": (24, 10)}  # nvidia-pytriton's version → Triton's release
 _STUB = "triton_python_backend_stub"
@@ -26,32 +26,32 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver. `bundled` is its folder in nvidia-pytriton's wheel; None for any other."""
+    """An installed tritonserver. `bundled` is its folder in nvidia-pytriton's wheel; None for others."""
 
     binary: Path
     bundled: Path | None
 
     @property
     def release(self) -> tuple[int, int] | None:
-        """The year and month of the release, as in 26.07; None if nothing says it."""
+        """The release as year and month, as in 26.07; None if unknown."""
         if self.bundled is not None:
             return _RELEASES.get(extras.version("nvidia-pytriton") or "")
-        text = os.environ.get("NVIDIA_TRITON_SERVER_VERSION", "")  # set in NVIDIA's images
+        text = os.environ.get("NVIDIA_TRITON_SERVER_VERSION", "")  # NVIDIA's images set this
         match = re.fullmatch(r"(\d\d)\.(\d\d).*", text)
         return (int(match[1]), int(match[2])) if match else None
 
     @property
     def is_safe(self) -> bool:
-        """Whether callers from elsewhere may reach its ports."""
+        """Whether other machines may have access to its ports."""
         return self.release is not None and self.release >= SAFE_RELEASE
 
     @property
     def release_text(self) -> str:
-        """The release, for a reader."""
+        """The release as text for messages."""
         return "an unknown release" if self.release is None else "{}.{:02}".format(*self.release)
 
     def check_reach(self, host: str) -> None:
-        """Raise CanvasError when callers from elsewhere could reach a release that they can crash."""
+        """Raise CanvasError if other machines had access to a release that one request can crash."""
         if not self.is_safe and host not in LOOPBACK:
             raise CanvasError(
                 f"{self.binary} is {self.release_text}, and a single request from {host} can crash it",
@@ -59,7 +59,7 @@ class Installation:
             )
 
     def prepare(self, folder: Path) -> list[str]:
-        """Put a bundled server's Python backend into `folder`; return the options that select it."""
+        """Link a bundled server's Python backend in `folder`; return the options that select it."""
         assert self.bundled is not None
         backends = folder / "backends"
         stub = self.bundled / "python_backend_stubs" / _python_version() / _STUB
@@ -69,7 +69,7 @@ class Installation:
                 "use Python 3.11, 3.12 or 3.13, or put another tritonserver on PATH",
             )
         shutil.copytree(self.bundled / "backends" / "python", backends / "python")
-        # A link, not a copy: the stub finds its libraries relative to its real path.
+        # A link, because the stub finds its libraries relative to its real path.
         (backends / "python" / _STUB).symlink_to(stub)
         return [
             f"--backend-directory={backends}",
@@ -77,12 +77,12 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment without its secrets, changed so that models run in this interpreter's
+        """Return this process's environment without secrets, and such that models run in this interpreter's virtual
         environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
-        # The stub finds its virtual environment by the first python3 on PATH.
+        # The stub finds the virtual environment through the first python3 on PATH.
         bin_folder = str(Path(sys.executable).parent)
         env["PATH"] = os.pathsep.join([bin_folder, env.get("PATH", os.defpath)])
         if self.bundled is not None:
@@ -95,10 +95,9 @@ class Installation:
 
 
 def find_installation() -> Installation:
-    """Return the tritonserver that CANVASRT_TRITONSERVER names, else that on PATH, else
-    nvidia-pytriton's.
+    """Return the tritonserver that CANVASRT_TRITONSERVER names, else the one on PATH, else nvidia-pytriton's.
 
-    CanvasError when there is none, or it cannot run here.
+    Raises CanvasError if there is none, or if it cannot run here.
     """
     named = os.environ.get(VARIABLE)
     if named:
@@ -121,8 +120,7 @@ def find_installation() -> Installation:
 
 
 def _installation(binary: Path) -> Installation:
-    """Return the installation of a binary. If the stubs' folder is next to it, it is
-    nvidia-pytriton's."""
+    """Return the installation of a binary. It is nvidia-pytriton's if the stubs' folder is next to it."""
     folder = binary.resolve().parent.parent
     bundled = folder if (folder / "python_backend_stubs").is_dir() else None
     if bundled is not None and not _libpython_folders() and not _loads_libpython():
@@ -152,15 +150,14 @@ def _libpython_name() -> str:
 
 
 def _libpython_folders() -> list[Path]:
-    """Return the folders with this interpreter's shared library; empty if only the system can have
-    it."""
+    """Return the folders that may contain this interpreter's shared library; empty if it can only be in the system's
+    folders."""
     folders = [Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")]
-    folders.append(Path(sys.base_prefix) / "lib")  # relocated interpreters have a wrong LIBDIR
+    folders.append(Path(sys.base_prefix) / "lib")  # relocated interpreters report a wrong LIBDIR
     return [folder for folder in dict.fromkeys(folders) if (folder / _libpython_name()).exists()]
 
 
 def _loads_libpython() -> bool:
-    """Return whether the dynamic linker finds it; tried in another process, so as not to load it
-    here."""
+    """Return whether the dynamic linker finds the library. Tested in a child process, so that it is not loaded here."""
     code = f"import ctypes; ctypes.CDLL({_libpython_name()!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

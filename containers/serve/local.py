@@ -1,4 +1,5 @@
-"""Serves a checkpoint directly: chooses the best target for this machine, and builds it once, into the cache."""
+"""Serves a checkpoint directly: chooses the best target for this machine, and builds its engines once, into the
+cache."""
 
 from __future__ import annotations
 
@@ -23,8 +24,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Local:
-    """A checkpoint's engines for this machine. `why` says what kept a GPU's target from being
-    chosen."""
+    """A checkpoint's engines for this machine. `why` is the reason why no GPU's target was chosen."""
 
     checkpoint: Path
     target: Target
@@ -38,15 +38,14 @@ class Local:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether the argument is a checkpoint: a folder, a bundled one's name, or a hub
-    name."""
+    """Return whether the argument is a checkpoint: a folder, the name of a bundled checkpoint, or a hub name."""
     if path.exists():
         return (path / "config.json").exists() and not (path / MANIFEST).exists()
     return str(path) in BUNDLED or is_hub_name(str(path))
 
 
 def plan_local(name: Path, cache: Path | None = None) -> Local:
-    """Return what `build_local` would build. A hub name is downloaded first."""
+    """Return what `build_local` would build. A checkpoint from the hub is downloaded first."""
     checkpoint = find_checkpoint(name)
     target, why = best_target()
     folder = (cache or cache_folder()) / "served" / _key(checkpoint, target)
@@ -58,7 +57,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
-        # A target of several capabilities uses the formats of the oldest.
+        # A target with several capabilities is limited to the formats of the oldest.
         alike = [each for each in TARGETS if each.capabilities == (gpu.capability,)]
         if not alike:
             reasons.append(f"no target is for {gpu.name}")
@@ -92,7 +91,7 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return the bytes of memory that this machine, or its largest GPU of the target's kind, has for engines."""
+    """Return the bytes of memory for engines: this machine's, or its largest matching GPU's."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]
@@ -100,7 +99,7 @@ def _memory_for(target: Target) -> int | None:
 
 
 def _distance(target: Target, gpu: Gpu) -> tuple[bool, bool, int]:
-    """Sort the GPU's own target first, then those that fit its memory, the nearest first."""
+    """Sort key: the GPU's own target first, then targets that fit its memory, the closest first."""
     memory = target.memory or 0
     return target.gpu not in gpu.name, memory > 1.1 * gpu.memory, abs(memory - gpu.memory)
 

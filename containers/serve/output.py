@@ -1,5 +1,4 @@
-"""Directs a server's output to a log file, or to a stream as text or JSON lines; finds the cause of a
-failure in it."""
+"""Writes a server's output to a log file, or to a stream as text or JSON lines. Finds the cause of a failure in it."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from canvasrt.containers.serve.settings import Settings
 
 _LOOK_EVERY = 0.2
 _KEPT = 1000
-LOG_BYTES = 64 * 2**20  # the size at which a log is moved to FILE.1, which it replaces
+LOG_BYTES = 64 * 2**20  # size at which a log is moved to FILE.1
 _GLOG = re.compile(r"([IWEF])\d{4} ")
-_TAIL = 2**20  # bytes at a log's end
+_TAIL = 2**20  # bytes to read from a log's end
 _CAUSES = (
     # The traceback follows on the same line, with escaped line breaks.
     re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
@@ -33,11 +32,11 @@ _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 class ServerOutput:
-    """The output of one run, as a context manager. `log` is its file; without one, servers write to
-    `descriptor`, which leads to `stream`."""
+    """The output of one run. A context manager. `log` is the file; if it is None, servers write to `descriptor`, a pipe
+    whose lines are copied to `stream`."""
 
     def __init__(self, settings: Settings, stream: TextIO) -> None:
-        # Whoever reads the stream may stall, and must hold up nothing.
+        # The stream's reader may stall, which must not block this process.
         self._lines = lines_to(stream)
         self.log = settings.log_file
         self.descriptor: int | None = None
@@ -46,7 +45,7 @@ class ServerOutput:
         self._json = settings.front.json_logs
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._shown = 0  # bytes of the log that are on the stream
+        self._shown = 0  # bytes of the log that were copied to the stream
 
     def __enter__(self) -> ServerOutput:
         if self.log is None:
@@ -67,7 +66,7 @@ class ServerOutput:
             os.close(self.descriptor)
         if self._thread is not None:
             self._thread.join(timeout=2)
-        # What is said of the run comes behind its log.
+        # Later messages about the run must come after its log.
         for handler in (self._lines, *logging.getLogger().handlers):
             handler.flush()
         self._lines.close()
@@ -78,7 +77,7 @@ class ServerOutput:
         return self.log is None or self._verbose
 
     def _tend(self, log: Path) -> None:
-        """Copy what is added to the log to the stream, if wanted, and rotate the log."""
+        """Copy new lines of the log to the stream, if `verbose`, and rotate the log."""
         while True:
             last = self._done.is_set()
             with contextlib.suppress(OSError):  # a full disk, or a log that someone removed
@@ -101,8 +100,7 @@ class ServerOutput:
         self._shown += len(whole)
 
     def _pass_on(self, reader: int) -> None:
-        """Pass tritonserver's lines on to the stream, and keep the last ones; JSON leaves out its
-        tables."""
+        """Copy tritonserver's lines to the stream, and keep the last ones. JSON output omits Triton's tables."""
         with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 text = line.rstrip()
@@ -123,15 +121,14 @@ def _older(log: Path) -> Path:
 
 
 def _rotate(log: Path) -> None:
-    """Move a log's content to FILE.1. Its writers keep it open for appending, so it is emptied, not
-    renamed."""
+    """Copy a log to FILE.1 and truncate it. It cannot be renamed, because its writers keep it open."""
     with log.open("rb+") as file, _older(log).open("wb") as older:
         shutil.copyfileobj(file, older)
         file.truncate(0)
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the lines at the end of a log; none if there is no log."""
+    """Return the last lines of a log; empty if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
@@ -141,7 +138,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """Return the likely cause from the log: a model's exception, else an error of Triton."""
+    """Return the likely cause of a failure from log lines: a model's exception, else an error of Triton."""
     for pattern in _CAUSES:
         for line in reversed(lines):
             match = pattern.search(line)

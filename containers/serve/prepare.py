@@ -1,4 +1,4 @@
-"""The cache of engines that are built where they run: built once, at the first start, under a lock."""
+"""The cache of engines that are built at the first start, under a lock."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from canvasrt.progress import listening
 
 log = logging.getLogger(__name__)
 
-_SPARE = 2  # free space, by the size of damaged engines, that lets them be kept
+_SPARE = 2  # keep damaged engines if the free space is at least this multiple of their size
 
 
 def prepare(profile: ServingProfile, cache: Path | None, wait: Wait) -> Path | None:
-    """Return the folder of a serving profile's engines, and build them first if needed; None when
-    told to stop.
+    """Return the folder of a serving profile's engines. Builds them first if needed. Returns None if a stop was
+    requested.
 
-    cache: the folder for them; None is canvasrt's own.
+    cache: the cache's folder; None is canvasrt's default.
     """
     if not profile.builds:
         return profile.path
@@ -68,8 +68,8 @@ def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
 
 
 def set_aside_damaged(out: Path, wait: Wait) -> bool:
-    """Return whether the engines that `prepare` returned are damaged. If so, rename their folder,
-    so that `prepare` builds them again."""
+    """Return whether the engines of `prepare` are damaged. If so, move them away, so that `prepare` builds them
+    again."""
     with alone(out, wait):
         try:
             load_bundle(out, kind="engines")
@@ -87,8 +87,7 @@ def set_aside_damaged(out: Path, wait: Wait) -> bool:
 
 
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
-    """Return the folder in the cache for a serving profile's engines; its name covers all that determines
-    them."""
+    """Return the cache's folder for a serving profile's engines. Its name is a hash of all that determines them."""
     from canvasrt.cache import cache_folder
 
     builder = profile.target.builder
@@ -104,8 +103,8 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
 
 @contextlib.contextmanager
 def alone(out: Path, wait: Wait) -> Iterator[None]:
-    """Hold the lock on a folder of engines, since several servers can share a cache. Without it when
-    told to stop."""
+    """Hold the lock of an engines folder, since several servers can share a cache. If a stop is requested, continue
+    without the lock."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)

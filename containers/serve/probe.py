@@ -1,9 +1,8 @@
-"""The health check of a container: `python -m canvasrt.containers.serve.probe` exits with 0 once it
-is ready.
+"""The health check of a container: `python -m canvasrt.containers.serve.probe` exits with 0 if the server is ready.
 
-It calls the port that NIM's variables name. It imports little, since it runs often. Docker restarts
-no unhealthy container: with CANVASRT_END_UNHEALTHY, a server that was alive and is not any more is
-ended, so that the container's restart policy applies.
+It calls the port that NIM's variables name. It imports little, because it runs often. Docker does not restart unhealthy
+containers. So with CANVASRT_END_UNHEALTHY, the check ends a server that is no longer alive, and the container's restart
+policy applies.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from pathlib import Path
 from canvasrt.containers.names import API_PORT, CHECK_TIMEOUT, END_UNHEALTHY, FAILED_CHECKS
 
 _READY, _LIVE = "/v1/health/ready", "/v1/health/live"
-# How many checks in a row find a server dead before it is told to stop, and before it is killed.
+# Number of consecutive failed checks after which a dead server gets SIGTERM, and SIGKILL.
 STOP_AFTER, KILL_AFTER = FAILED_CHECKS, 2 * FAILED_CHECKS
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:
-    """Return 0 when the server is ready, else 1."""
+    """Return 0 if the server is ready, else 1."""
     alive = True
     if environment.get(END_UNHEALTHY, "") not in ("", "0"):
-        # A server that is loading or stopping is not ready, but alive.
+        # A server that is loading or stopping is alive, although not ready.
         alive = _ask(environment, _LIVE) == 200
         _end_if_dead(alive, Path(tempfile.gettempdir()) / "canvasrt-probe")
-    # One that does not answer takes as long as a check may; asking it twice would take twice as long to end it.
+    # Without an answer, the first call has used up the check's time, so do not call again.
     status = _ask(environment, _READY) if alive else None
     print(status)
     return 0 if status == 200 else 1
 
 
 def _ask(environment: Mapping[str, str], path: str) -> int | None:
-    """Return the status of the server's answer; None if there is none."""
+    """Return the HTTP status; None without an answer."""
     host = "127.0.0.1"
     health = environment.get("NIM_HEALTH_PORT", "").strip()
     port = int(health or environment.get("NIM_SERVER_PORT", "").strip() or API_PORT)
     mode = environment.get("NIM_SSL_MODE", "").strip().lower()
     connection: http.client.HTTPConnection
-    if mode in ("tls", "mtls") and not health:  # the health port has no TLS
+    if mode in ("tls", "mtls") and not health:  # the separate health port has no TLS
         connection = http.client.HTTPSConnection(
             host, port, timeout=CHECK_TIMEOUT, context=_context(environment, mode)
         )
@@ -61,9 +60,9 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
 
 
 def _end_if_dead(alive: bool, file: Path) -> None:
-    """Count in `file` how often in a row the server was dead, and end it when that is too often.
+    """Count in `file` the consecutive checks in which the server was dead. End it after too many.
 
-    Nothing is counted before it was alive for the first time.
+    Counting starts after the server was alive for the first time.
     """
     if alive:
         file.write_text("0")
@@ -78,11 +77,11 @@ def _end_if_dead(alive: bool, file: Path) -> None:
             print(f"dead for {dead} checks: {number.name} to process {process}", file=sys.stderr)
             os.kill(process, number)
     if dead >= KILL_AFTER:
-        file.unlink()  # the next server starts from nothing
+        file.unlink()  # the next server starts with a count of 0
 
 
 def _servers(processes: Path) -> list[int]:
-    """Return the container's first process, or the child of its init, that is `canvasrt serve`."""
+    """Return the process of `canvasrt serve`: the container's first process, or a child of its init."""
     found = []
     for folder in processes.glob("[0-9]*"):
         try:
@@ -97,11 +96,11 @@ def _servers(processes: Path) -> list[int]:
 
 
 def _context(environment: Mapping[str, str], mode: str) -> ssl.SSLContext:
-    """Return a context without verification: the certificate is not for the loopback address."""
+    """Return a TLS context without verification, because the certificate is not for the loopback address."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    if mode == "mtls":  # the server's own pair is signed by the required authority
+    if mode == "mtls":  # for mutual TLS, present the server's own certificate
         context.load_cert_chain(environment["NIM_SSL_CERTS_PATH"], environment["NIM_SSL_KEY_PATH"])
     return context
 

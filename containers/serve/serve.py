@@ -35,22 +35,21 @@ from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-# Called with the addresses by name, once everything answers.
+# Called with the addresses by name once the server is ready.
 Ready = Callable[[dict[str, Any]], None]
 _LOOK_EVERY = 0.2
-_FAILED_FOR = 1.0  # seconds in which health checks see the failure
-_MOST_BYTES = 40  # of the path of temporary files
-# SHA-256 of the demo checkpoints' tokenizer.json, by which the page knows them.
-_DEMO_TOKENIZER = "b6a5ffb0defbe76f2c3d84d437cb65a372fd2d9a9f50fe088741b7a5b02cee70"
-_LAST_REPLIES = 2.0  # seconds in which the front end's callers get the error
+_FAILED_FOR = 1.0  # seconds during which health checks report the failure
+_MOST_BYTES = 40  # maximum bytes of the path for temporary files
+# SHA-256 of the demo checkpoints' tokenizer.json, by which the web page recognizes them.
+_DEMO_TOKENIZER = "0a6d272284ee7af0c13002879d9d1331901cd2ab8a6826fc6d1aff3be1429ef9"
+_LAST_REPLIES = 2.0  # seconds for the front end to send the error to its callers
 
 
 def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
-    """Serve a bundle until a signal comes. `check_settings` has seen the settings.
+    """Serve a bundle until a signal arrives. The settings must have passed `check_settings`.
 
-    `ready` gets the addresses. `stream` gets the servers' output unless that goes to a file.
-
-    CanvasError when a server cannot start, or ends by itself.
+    `ready` is called with the addresses. `stream` receives the servers' output unless it goes to a file. Raises
+    CanvasError if a server cannot start or exits.
     """
     configure(settings.front.log_level, settings.front.json_logs)
     source = open_source(settings.bundle)
@@ -61,20 +60,20 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
     gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
     if settings.ready_timeout is None:
-        # One after the other.
+        # Models are opened one after another.
         startup = profile.startup + profile.further * max(0, len(gpus) - 1)
         settings = replace(settings, ready_timeout=max(READY_TIMEOUT, startup))
-    # Triton may listen much later, so its ports are held from here on.
+    # Reserve Triton's ports now, because Triton may start to listen much later.
     with (
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,
         ServerOutput(settings, stream) as output,
-        # Triton's HTTP server is reached through the front end only, unless a proxy guards it.
+        # Callers only reach Triton's HTTP server through the front end, unless an external proxy guards it.
         tempfile.TemporaryDirectory(prefix=run_name(), dir=_short_folder()) as folder,
     ):
         http_socket = None if settings.triton_behind_proxy else Path(folder) / "http"
         settings = replace(settings, ports=ports, http_socket=http_socket)
-        # It answers health checks while Triton is not running yet.
+        # The front end answers health checks before Triton runs.
         front = FrontEnd.over(_triton(settings, Path(), output), settings.front)
         try:
             front.start()
@@ -89,7 +88,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
 
 
 def _short_folder() -> str:
-    """Return a folder for scratch folders: a socket's path has at most 107 bytes."""
+    """Return a folder for scratch folders whose path is short enough for Unix sockets (107 bytes)."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) <= _MOST_BYTES else "/tmp"  # noqa: S108
 
@@ -104,7 +103,7 @@ def _serve(
     stop: StopRequest,
     ready: Ready,
 ) -> None:
-    """Prepare the engines and serve them. Damaged ones in the cache are built again, once."""
+    """Prepare the engines and serve them. If engines in the cache are damaged, build them again, once."""
     wait = Wait(stop.requested, lambda detail: front.notify("building", detail), front.check_alive)
     for may_build_again in (profile.builds, False):
         engines = prepare(profile, settings.cache, wait)
@@ -160,11 +159,10 @@ def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready:
 
 
 class Supervisor:
-    """Supervises one Triton and its front end: both run or neither does.
+    """Supervises one Triton server and its front end: both run, or neither does.
 
-    A front end that dies is replaced, since it holds no state. When Triton or a model's process
-    dies, or makes no progress for `stall_timeout` seconds, everything ends with an error;
-    restarting is up to what runs the container.
+    A front end that dies is replaced, since it has no state. If Triton or a model's process dies, or makes no progress
+    for `stall_timeout` seconds, everything stops with an error. The container's restart policy then restarts it.
     """
 
     def __init__(
@@ -178,11 +176,10 @@ class Supervisor:
         self.front = front
         self._stop = stop
         self._stall_timeout = stall_timeout
-        self._failed = 0.0  # when
+        self._failed = 0.0  # time of the failure
 
     def start(self) -> None:
-        """Start Triton and accept requests once it is ready. CanvasError when it does not become
-        ready."""
+        """Start Triton, and accept requests once it is ready. Raises CanvasError if it does not become ready."""
         self.front.notify("loading")
         try:
             self.server.start()
@@ -195,8 +192,8 @@ class Supervisor:
             self.front.wait_acknowledged()
 
     def watch(self) -> None:
-        """Wait for a request to stop. CanvasError when Triton ends or hangs, or the front end cannot
-        be kept running."""
+        """Wait for a request to stop. Raises CanvasError if Triton exits or hangs, or if the front end cannot be kept
+        running."""
         try:
             while not self._stop.requested.wait(_LOOK_EVERY):
                 self.server.check_alive()
@@ -208,22 +205,21 @@ class Supervisor:
             raise
 
     def stop(self, grace: float) -> bool:
-        """Refuse new requests, let those in flight finish within `grace` seconds, and end both
-        processes.
+        """Refuse new requests, let those in flight finish within `grace` seconds, and stop both processes.
 
-        Return whether all finished.
+        Return whether all requests finished.
         """
         if self._failed:
-            # Triton first, so that its callers are told, and the front end once they were.
+            # Stop Triton first, so that callers get its errors, then the front end.
             finished = self.server.stop(force=_at_once())
             time.sleep(max(0.0, self._failed + _FAILED_FOR - time.monotonic()))
             return self.front.stop(_LAST_REPLIES) and finished
         deadline = time.monotonic() + grace
-        # A dead Triton can answer no request in flight.
+        # A dead Triton cannot answer requests in flight.
         force = self._stop.forced if self.server.is_running else _at_once()
-        # The front end first: its requests still need Triton.
+        # Drain the front end first, because its requests still need Triton.
         finished = self.front.drain(grace, force)
-        if not finished:  # its callers are told, as above
+        if not finished:  # callers get the errors, as above
             self.server.stop(force=_at_once())
         self.front.stop(_LAST_REPLIES)
         if not finished:
@@ -241,7 +237,7 @@ def _at_once() -> threading.Event:
 def about_model(
     source: Bundle, profile: ServingProfile, max_model_len: int | None
 ) -> dict[str, Any]:
-    """Return what `/v1/metadata` and `/v1/manifest` say about the model."""
+    """Return the facts about the model for `/v1/metadata` and `/v1/manifest`."""
     manifest = source.manifest
     return {
         "digest": manifest.digest,
@@ -258,7 +254,7 @@ def about_model(
 
 
 def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
-    """Return the addresses of everything that listens."""
+    """Return all addresses, process ids and the log's path."""
     return {
         "openai": front.url,
         "health": front.health_url.removesuffix("/v1"),
@@ -272,7 +268,7 @@ def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
 
 
 def decisions(settings: Settings) -> dict[str, Any]:
-    """Return what a dry run shows: all decisions about a run, without its keys."""
+    """Return the result of a dry run: all decisions about a run, without API keys."""
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
     check_context(settings.model.max_model_len, profile.max_context)

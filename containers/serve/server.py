@@ -47,9 +47,9 @@ from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
 from canvasrt.machine import gpus
 
-UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight
+UNLOAD_TIMEOUT = 3  # seconds to unload the models after requests in flight have finished
 PROBE_TIMEOUT = 5.0
-# Files in the scratch folder.
+# Names of files in the scratch folder.
 _STOPPING, _HEARTBEAT, _REASON, _EVIDENCE = "stopping", "heartbeat", "reason", "evidence"
 _FILES = {
     STOPPING_VARIABLE: _STOPPING,
@@ -57,9 +57,9 @@ _FILES = {
     REASON_VARIABLE: _REASON,
     EVIDENCE_VARIABLE: _EVIDENCE,
 }
-# These change the server, or make it read and write shared memory. No caller needs them.
+# Restricted endpoints: they change the server, or make it access shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
-# The header that would open them. Arguments keep no secret, so it is one that cannot be sent.
+# The header that would permit them. Command lines cannot hold a secret, so it is a header that cannot be sent.
 _NO_HEADER = "closed\r\n"
 POLL = 0.05
 
@@ -67,8 +67,8 @@ POLL = 0.05
 class Server:
     """One tritonserver over one model repository.
 
-    As a context manager, it starts the server, waits until it is ready, and at the end stops it and
-    cleans up. Start it on a thread that outlives it: the server stops when that thread ends.
+    As a context manager, it starts the server, waits until it is ready, and at the end stops it and cleans up. The
+    thread that starts it must outlive it, because the server stops when that thread exits.
     """
 
     def __init__(
@@ -91,14 +91,12 @@ class Server:
     ) -> None:
         """Prepare a server; nothing is started yet.
 
-        host: what Triton's HTTP and gRPC listen on. metrics_host: the same for its metrics, unless
-        its release may be reached from this machine only.
-        log: a file to append the server's output to; None sends it to stderr, or to the descriptor
-        `output`, whose last lines are in `recent`.
-        model: the models' options. cache: canvasrt's folder, if it is not the default one.
-        options: further options of tritonserver. ready_timeout: seconds that loading the models may take.
-        gpus: the UUIDs of the GPUs that each run an instance of the model; without any, CUDA's first.
-        http_socket: where Triton's HTTP listens instead; the front end then listens on the port.
+        host: the address on which Triton's HTTP and gRPC servers listen. metrics_host: the same for metrics; by
+        default `host`. log: a file to append the server's output to; None sends it to stderr, or to the descriptor
+        `output`, whose last lines are in `recent`. model: the models' options. cache: canvasrt's cache folder, if not
+        the default. options: further options of tritonserver. ready_timeout: seconds for loading the models. gpus:
+        UUIDs of the GPUs, which all run an instance of the model; if empty, CUDA's first GPU. http_socket: a Unix
+        socket for Triton's HTTP server; then the front end listens on the HTTP port.
         """
         self.repository = repository
         self.host = host
@@ -117,7 +115,7 @@ class Server:
         self.http_socket = http_socket
         self.run_name = run_name()
         self._cleanup = contextlib.ExitStack()
-        self._folder: Path | None = None  # the scratch folder, while it runs
+        self._folder: Path | None = None  # the scratch folder, while the server runs
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: Guard | None = None
         self._models: set[int] = set()
@@ -125,7 +123,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The host to call."""
+        """The address at which to call the server."""
         return callable_host(self.host)
 
     @property
@@ -140,7 +138,7 @@ class Server:
 
     @property
     def evidence(self) -> str:
-        """Whether requests share passes, and why, as JSON; empty where there is nothing to share."""
+        """Whether requests share passes, and why, as JSON; empty if that was not tested."""
         file = self._folder / _EVIDENCE if self._folder else None
         return file.read_text("utf-8") if file and file.exists() else ""
 
@@ -161,12 +159,12 @@ class Server:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         at_once = threading.Event()
-        if kind is not None:  # nobody waits for answers any more
+        if kind is not None:  # no caller is waiting
             at_once.set()
         self.stop(force=at_once)
 
     def start(self) -> None:
-        """Start the process. CanvasError for a port in use, or without a tritonserver."""
+        """Start the process. Raises CanvasError for a port in use, or if there is no tritonserver."""
         installation = find_installation()
         self._check_hosts(installation)
         remove_stale()
@@ -183,7 +181,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
-                    start_new_session=True,  # Ctrl-C is for this process, which then stops the server
+                    start_new_session=True,  # a separate session: Ctrl-C only reaches this process, which then stops the server
                     preexec_fn=die_with_parent(),
                 )
             self._guard = Guard(self.run_name)
@@ -199,7 +197,7 @@ class Server:
             raise
 
     def _check_hosts(self, installation: Installation) -> None:
-        """Raise CanvasError when callers from elsewhere could reach a release that they can crash."""
+        """Raise CanvasError if other machines had access to a release that one request can crash."""
         installation.check_reach(self.host)
         if not installation.is_safe and self.metrics_host not in LOOPBACK:
             self.metrics_host = self.host
@@ -209,9 +207,9 @@ class Server:
         interrupted: threading.Event | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `meanwhile` repeatedly until every model is ready, or `interrupted` is set.
+        """Call `meanwhile` repeatedly until all models are ready, or `interrupted` is set.
 
-        CanvasError when the server ends, or `ready_timeout` seconds pass.
+        Raises CanvasError if the server exits, or after `ready_timeout` seconds.
         """
         deadline = time.monotonic() + self._ready_timeout
         while not (interrupted and interrupted.is_set()):
@@ -235,9 +233,9 @@ class Server:
         return bool(self._get("http", "/v2/health/live", timeout=1.0))
 
     def check_alive(self) -> None:
-        """Raise CanvasError, with the cause from the log, when the server or a model has ended.
+        """Raise CanvasError, with the cause from the log, if the server's or a model's process has exited.
 
-        Without a decoupled model's process Triton stays ready, but every request fails.
+        Without the decoupled model's process, Triton remains ready, but every request fails.
         """
         code = self._process.poll() if self._process else None
         if code is not None:
@@ -257,7 +255,8 @@ class Server:
             self._guard.check()
 
     def check_progress(self, limit: float) -> None:
-        """Raise StalledError for a stopped process, or `limit` seconds without a step or an answer of Triton."""
+        """Raise StalledError if a process is stopped by a signal, or after `limit` seconds without a step or without an
+        answer from Triton."""
         if self._stall is None or self._process is None:
             return
         if how := self._stall.stalled({*self._models, self._process.pid}, limit):
@@ -267,11 +266,11 @@ class Server:
     def stop(self, force: threading.Event | None = None) -> bool:
         """Stop the server and clean up; return whether all requests finished.
 
-        Requests in flight get `exit_timeout` seconds; setting `force` ends the wait at once.
+        Requests in flight get `exit_timeout` seconds. Setting `force` ends the wait immediately.
         """
         try:
             return self._process is None or self._end(self._process, force)
-        except BaseException:  # such as a second Ctrl-C, which is not handled
+        except BaseException:  # such as a second Ctrl-C
             if self._process is not None:
                 end_group(self._process.pid, grace=0)
             raise
@@ -288,17 +287,16 @@ class Server:
         return drained
 
     def _drain(self, force: threading.Event | None) -> bool:
-        """Make the models refuse new requests; return whether those in flight ended in time.
+        """Make the models refuse new requests; return whether those in flight finished in time.
 
-        Triton's own wait also counts idle connections. Most clients keep one open, which would hold
-        it up until its timeout.
+        Triton's own drain also waits for idle connections until its timeout, and most clients keep one open.
         """
         if force and force.is_set():
             return False
         deadline = time.monotonic() + self.exit_timeout
         if self._folder is not None:
             (self._folder / _STOPPING).touch()
-        # Look twice: a request may not be counted yet.
+        # Check twice, because a request may not be counted yet.
         quiet = 0
         while quiet < 2:
             quiet = 0 if self._in_flight() else quiet + 1
@@ -308,7 +306,7 @@ class Server:
         return True
 
     def _in_flight(self) -> int:
-        """Return how many requests run or wait, by the server's metrics; 0 without an answer."""
+        """Return the number of running and waiting requests from the server's metrics; 0 without an answer."""
         page = self._get("metrics", "/metrics")
         found = re.search(rb"^canvasrt_requests_in_flight (\S+)", page, re.M)
         return int(float(found[1])) if found else 0
@@ -337,25 +335,25 @@ class Server:
             str(installation.binary),
             f"--model-repository={self.repository}",
             *(installation.prepare(folder) if installation.bundled else []),
-            # The configurations are complete; auto-completion would start each model's process twice.
+            # The configurations are complete. Auto-completion would start every model's process twice.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.run_name}",
-            # How long a model may take to load.
+            # The timeout for loading a model.
             f"--backend-config=python,stub-timeout-seconds={math.ceil(self._ready_timeout)}",
-            # Triton copies nothing to or from a GPU: the models do that themselves.
+            # Triton does not copy to or from GPUs, because the models do.
             "--pinned-memory-pool-byte-size=0",
         ]
-        # By Triton's numbers. Windows' Linux has GPUs without /dev/nvidia0.
+        # By Triton's GPU numbers. WSL has GPUs without /dev/nvidia0.
         for gpu in range(len(self._gpus) or len(gpus())):
             command.append(f"--cuda-memory-pool-byte-size={gpu}:0")
         for name in ("http", "grpc", "metrics"):
             host = self.metrics_host if name == "metrics" else self.host
             if name == "http" and self.http_socket is not None:
-                self.http_socket.unlink(missing_ok=True)  # of an earlier server
+                self.http_socket.unlink(missing_ok=True)  # left by an earlier server
                 host = f"unix:{self.http_socket}"
             command += [f"--{name}-address={host}", f"--{name}-port={getattr(self.ports, name)}"]
-        command.append(f"--http-header-forward-pattern=^{OWNER}$")  # the front end's
+        command.append(f"--http-header-forward-pattern=^{OWNER}$")  # used by the front end
         for option in ("http-restricted-api", "grpc-restricted-protocol"):
             command.append(f"--{option}={_CLOSED}:{_NO_HEADER}=closed")
         gpu_metrics = [] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]
@@ -383,13 +381,13 @@ class Server:
             yield None
 
     def _forget(self) -> None:
-        """Remove the leftovers of the process that has ended."""
+        """Remove the leftovers of the exited process."""
         self._process = self._guard = self._folder = None
         self._cleanup.close()
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
-    """Return whether the process ended by itself, and thus ended its models too."""
+    """Return whether the process exited by itself, which also ends its models."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline or (force and force.is_set()):

@@ -1,5 +1,4 @@
-"""Serving profiles: the engines that a package contains or can build, and which of them this
-machine can run."""
+"""Serving profiles: the engines that a package contains or can build. Chooses one that this machine can run."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from canvasrt.targets import TARGETS, Target, find_target
 
 @dataclass(frozen=True)
 class ServingProfile:
-    """Engines for one target, or the graphs to build them from; `path` is their bundle."""
+    """Engines for one target, or graphs to build them from. `path` is the bundle."""
 
     target: Target
     precision: str
@@ -32,10 +31,10 @@ class ServingProfile:
     max_batch: int
     path: Path
     digest: str
-    memory: int | None  # bytes that serving needs on the GPU
+    memory: int | None  # GPU memory for serving, in bytes
     builds: bool = False
-    recipe: str | None = None  # the name of the recipe that quantized them
-    startup: int = 0  # seconds until a GPU must be ready, and what each further one adds
+    recipe: str | None = None  # name of the quantization recipe
+    startup: int = 0  # seconds for one GPU to become ready, and for every other GPU
     further: int = 0
 
     @cached_property
@@ -63,8 +62,8 @@ class ServingProfile:
 
     @property
     def name(self) -> str:
-        """For example `tensorrt-fp8-tp1-pp1`; a recipe's name replaces the precision. Targets can
-        share a name."""
+        """The name, for example `tensorrt-fp8-tp1-pp1`. A recipe's name replaces the precision. Profiles of different
+        targets can have the same name."""
         tags = self.tags
         weights = "-".join((self.recipe or self.precision).split())
         return f"{tags['backend']}-{weights}-tp{tags['tp']}-pp{tags['pp']}"
@@ -80,7 +79,7 @@ class ServingProfile:
         }
 
     def misfit(self, gpus: Sequence[Gpu]) -> str:
-        """Return why this machine cannot run it; empty when it can."""
+        """Return why this machine cannot run the profile; empty if it can."""
         host = platform.machine()
         if self.target.host not in ("any", host):
             return f"needs an {self.target.host} host; this one is {host}"
@@ -105,7 +104,7 @@ class ServingProfile:
         return ""
 
     def gpus(self, there: Sequence[Gpu]) -> list[Gpu]:
-        """Return the GPUs that can run it, those of its target's name first."""
+        """Return the GPUs that can run the profile. GPUs with the target's name come first."""
         fitting = [gpu for gpu in self._of_kind(there) if (self.memory or 0) <= gpu.memory]
         return sorted(fitting, key=lambda gpu: self.target.gpu not in gpu.name)
 
@@ -114,7 +113,7 @@ class ServingProfile:
 
 
 def open_source(path: Path | None) -> Bundle:
-    """Load the package, engines or graphs to serve; without a path, the image's package."""
+    """Load the package, engines or graphs to serve. The default is the image's package."""
     if path is None:
         path = Path(PACKAGE)
         if not (path / MANIFEST).exists():
@@ -122,14 +121,14 @@ def open_source(path: Path | None) -> Bundle:
                 f"no bundle was given, and {path} holds none",
                 "give BUNDLE, or set NIM_MODEL_PATH to its folder",
             )
-    # The model that loads the engines checks their hashes.
+    # The hashes are checked later, when the model loads the engines.
     return load_bundle(path, kind=("package", "engines", "graphs"), check=False)
 
 
 def profiles_of(source: Bundle) -> list[ServingProfile]:
     """Return the serving profiles of a package, engines or graphs, best first.
 
-    CanvasError when a package contains no engines, for example because they are not mounted.
+    Raises CanvasError if a package contains no engines, for example because they are not mounted.
     """
     found = []
     for path in _bundles(source):
@@ -146,7 +145,7 @@ def profiles_of(source: Bundle) -> list[ServingProfile]:
 def choose_profile(
     source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
 ) -> ServingProfile:
-    """Return the serving profile for this machine; `wanted` is an id or a name. CanvasError when
+    """Return the best serving profile for this machine, or the one whose id or name is `wanted`. Raises CanvasError if
     none fits."""
     found = profiles_of(source)
     gpus = machine.gpus() if gpus is None else gpus
@@ -170,7 +169,7 @@ def choose_profile(
 
 
 def _bundles(source: Bundle) -> list[Path]:
-    """Return the folders of the engines: the bundle itself, or those in a package."""
+    """Return the engines' folders: the bundle itself, or the folders in a package."""
     if source.manifest.kind != "package":
         return [source.path]
     folder = source.path / ENGINES
@@ -185,7 +184,7 @@ def _of_bundle(bundle: Bundle) -> list[ServingProfile]:
         return [_profile(bundle, find_target(manifest.target["name"]))]
     precision = manifest.options.get("precision", "fp32")
     if precision == "fp32":
-        # A CPU runs graphs as they are, but faster once they are rewritten, which needs onnx.
+        # A CPU can run graphs unchanged. Rewritten graphs are faster, but rewriting needs onnx.
         return [_profile(bundle, find_target("cpu"), builds=extras.is_installed("onnx"))]
     return [
         _profile(bundle, target, builds=True)
@@ -218,7 +217,7 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingPro
 
 
 def _preference(profile: ServingProfile) -> tuple[bool, bool, int, str]:
-    """Sort GPUs before the CPU, engines before graphs, and larger GPUs before smaller ones."""
+    """Sort key: GPUs before the CPU, engines before graphs, larger GPUs before smaller ones."""
     target = profile.target
     return target.capability is None, profile.builds, -(target.memory or 0), target.name
 

@@ -1,5 +1,4 @@
-"""The settings of `canvasrt serve`: its options, NIM's environment variables, and their order of
-precedence."""
+"""The settings of `canvasrt serve`: options, NIM's environment variables, and their precedence."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from canvasrt.option import CommandOption, flags_of, option, option_of, read_swi
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
-# Kubernetes sets these for a service whose name begins with nim.
+# Kubernetes sets such variables for services whose names begin with nim.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 
@@ -49,7 +48,8 @@ class Settings:
     """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default
     file."""
 
-    bundle: Path | None = field(default=None, metadata=_file("", "NIM_MODEL_PATH"))  # an argument
+    # A positional argument.
+    bundle: Path | None = field(default=None, metadata=_file("", "NIM_MODEL_PATH"))
     front: FrontOptions = field(default_factory=FrontOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     ports: Ports = field(default_factory=Ports)
@@ -156,18 +156,18 @@ class Settings:
         default=False, metadata=option("Print what would be served, and where; start nothing.")
     )
     as_json: bool = False
-    http_socket: Path | None = None  # of Triton, behind the front end; `run_server` chooses it
+    http_socket: Path | None = None  # Unix socket of Triton's HTTP server; `run_server` sets it
 
     @property
     def log_file(self) -> Path | None:
-        """The file for the servers' output; None for stderr."""
+        """The log file; None for stderr."""
         if self.log == "-" or (self.front.json_logs and self.log is None):
             return None
         return Path(self.log) if self.log else default_log(self.ports.http)
 
     @property
     def tls(self) -> dict[str, str] | None:
-        """The files for TLS; None when it is off."""
+        """The TLS files; None without TLS."""
         files = {"certificate": self.ssl_cert, "key": self.ssl_key}
         if self.ssl_mode == "mtls":
             files["ca"] = self.ssl_ca
@@ -184,19 +184,19 @@ class Settings:
 
 
 def default_log(http_port: int) -> Path:
-    """Return the log of the server on this port, in the user's state folder."""
+    """Return the default log file of a server on this port, in the user's state folder."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "canvasrt" / f"triton-{http_port}.log"
 
 
 _GROUPS = {"front": FrontOptions, "model": ModelOptions}
-# The classes whose described fields are options of the command line.
+# The classes whose described fields become options of the command line.
 OPTION_CLASSES = (FrontOptions, Ports, ModelOptions, Settings)
 _OPTIONS: dict[str, CommandOption] = {
     each.name: of for kind in OPTION_CLASSES for each in fields(kind) if (of := option_of(each))
 }
 _BY_VARIABLE = {of.variable: name for name, of in _OPTIONS.items() if of.variable}
-# Accepted, and without effect: nothing is ever downloaded.
+# Accepted without effect, because nothing is downloaded.
 _NO_DOWNLOAD = "NIM_DISABLE_MODEL_DOWNLOAD"
 VARIABLES = (*_BY_VARIABLE, _NO_DOWNLOAD, PASSTHROUGH)
 
@@ -206,11 +206,11 @@ def read_settings(
     passthrough: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Return the settings: the command line wins over passthrough arguments, those over the
+    """Return the settings. The command line takes precedence over passthrough arguments, and these over the
     environment.
 
-    The mappings are options by name; None marks one that is absent. UsageError names a
-    value that is wrong; `check_settings` finds those that contradict each other.
+    The mappings are options by name; None is an absent option. Raises UsageError, which names the wrong value.
+    `check_settings` checks for contradictions.
     """
     environment = os.environ if environment is None else environment
     given = from_environment(environment)
@@ -230,10 +230,10 @@ def read_settings(
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what NIM's variables set, by option name.
+    """Return the options that NIM's variables set, by name.
 
-    UsageError for a value that cannot be used, and for a NIM variable without a counterpart here:
-    none is ignored.
+    Raises UsageError for an invalid value, and for a NIM variable that is not supported, since ignoring it would be a
+    surprise.
     """
     found: dict[str, Any] = {}
     for name, text in sorted(environment.items()):
@@ -255,7 +255,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Return an option's value; the command line's text is parsed as a variable's is."""
+    """Return an option's value. Text from the command line is parsed like a variable."""
     of = _OPTIONS.get(name)
     if of is None or of.read is None or not isinstance(value, str):
         return value
@@ -270,7 +270,7 @@ def _read(label: str, read: Callable[[str], Any], text: str) -> Any:
 
 
 def api_keys(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the accepted API keys; without any, no caller needs one."""
+    """Return the accepted API keys. If there are none, callers need no key."""
     text, file = environment.get(KEYS), environment.get(KEYS_FILE)
     if text is not None and file is not None:
         raise UsageError(f"{KEYS} and {KEYS_FILE} are both set", "unset one of them")
@@ -286,7 +286,7 @@ def api_keys(environment: Mapping[str, str]) -> tuple[str, ...]:
         lines = (text or "").split(",")
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys and (text is not None or file is not None):
-        # Refuse to start rather than let everybody in by mistake.
+        # Refuse to start, because otherwise a mistake would admit all callers.
         raise UsageError(
             f"{KEYS if file is None else KEYS_FILE} is set but contains no key",
             "put a key in it, or unset it to accept every caller",

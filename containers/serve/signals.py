@@ -1,5 +1,4 @@
-"""Turns Ctrl-C and SIGTERM into a request to stop, rather than an exception anywhere in the
-code."""
+"""Converts Ctrl-C and SIGTERM to a request to stop, instead of an exception at any place in the code."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class StopRequest:
-    """The first signal sets `requested`, the second `forced`."""
+    """A request to stop. The first signal sets `requested`, the second `forced`."""
 
     requested: threading.Event = field(default_factory=threading.Event)
     forced: threading.Event = field(default_factory=threading.Event)
@@ -24,16 +23,16 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Handle the signals while the block runs. Main thread only."""
+    """Handle the signals inside the `with` block. Main thread only."""
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
         noted = request.forced if request.requested.is_set() else request.requested
-        # An event has a lock, which the interrupted code may hold.
+        # Set the events on another thread, because the interrupted code may hold an event's lock.
         _thread.start_new_thread(noted.set, ())
 
-    # Keep ignoring SIGHUP under nohup. Scripts start background jobs with SIGINT ignored, but still
-    # stop them with it.
+    # Keep ignoring SIGHUP under nohup. But handle SIGINT even if it is ignored, as in scripts' background jobs, because
+    # scripts stop these with it.
     taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in taken}
     try:

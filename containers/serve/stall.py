@@ -1,4 +1,4 @@
-"""Detects a server without progress: stopped processes, endless passes, missing answers."""
+"""Detects a server that makes no progress: stopped processes, endless passes, missing answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from canvasrt.containers.heartbeat import silence_at
 from canvasrt.containers.processes import is_stopped
 
-STOPPED_TIMEOUT = 5.0  # for a process that a signal has stopped
+STOPPED_TIMEOUT = 5.0  # seconds that a process may be stopped by a signal
 _PROBE_EVERY = 5.0
 
 
 class StallWatch:
-    """Looks at one server again and again. `probe` returns whether Triton answers."""
+    """Watches one server for stalls. `probe` returns whether Triton answers."""
 
     def __init__(self, heartbeat: Path, probe: Callable[[], bool]) -> None:
         self._heartbeat = heartbeat
@@ -23,7 +23,7 @@ class StallWatch:
         self._answered = time.monotonic()
 
     def stalled(self, processes: Iterable[int], limit: float) -> str:
-        """Return how the server hangs; empty if it does not. `limit` is in seconds."""
+        """Return a description of how the server hangs; empty if it does not. `limit` is in seconds."""
         now = time.monotonic()
         if not any(is_stopped(pid) for pid in processes):
             self._stopped_since = None

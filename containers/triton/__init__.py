@@ -1,1 +1,1 @@
-"""What runs inside Triton: the two models of the Python backend."""
+"""The two models of Triton's Python backend."""

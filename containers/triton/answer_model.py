@@ -1,4 +1,4 @@
-"""The model for a single answer, next to the decoupled one: Triton's `infer` refuses decoupled models."""
+"""The model for single answers, in addition to the decoupled one, because Triton's `infer` refuses decoupled models."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class AnswerModel:
-    """Calls the stream model and returns its final event. It holds no engines."""
+    """Calls the decoupled model and returns its final event. It has no engines."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._name = args["model_name"]
         self._outputs = [tensor.name for tensor in outputs_of(self._name)]
         self._open: dict[str, Any] = {}  # call → response sender
         self._lock = threading.Lock()
-        # Triton 24.10's stub for Python 3.12 reads a response after handing it over, and crashes if
-        # it was freed.
+        # Triton 24.10's stub for Python 3.12 reads a response after sending it, and crashes if it was freed.
         self._recent: deque[Any] = deque(maxlen=1024)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="canvasrt-watch", daemon=True)
@@ -49,7 +48,7 @@ class AnswerModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            # One thread per request, so that any number can wait for the stream model at once.
+            # One thread per request, so that any number of requests can wait for the decoupled model.
             arrived = int(time.monotonic() * 1e6)
             threading.Thread(target=self._answer, args=(request, arrived)).start()
 
@@ -75,7 +74,7 @@ class AnswerModel:
         sender.send(response, flags=FINAL)
 
     def _ask(self, inputs: list[Any], parameters: dict[str, Any]) -> Any:
-        """Return the stream model's final event as this model's response."""
+        """Return the decoupled model's final event as this model's response."""
         tensors: dict[str, Any] = {}
         for response in self._call(parameters, inputs, ["event", *self._outputs]):
             if response.has_error():
@@ -91,7 +90,7 @@ class AnswerModel:
         )
 
     def _call(self, parameters: dict[str, Any], inputs: list[Any], outputs: list[str]) -> Any:
-        """Yield the stream model's responses."""
+        """Yield the decoupled model's responses."""
         request = pb_utils.InferenceRequest(
             model_name=STREAM_MODEL,
             requested_output_names=outputs,
@@ -103,12 +102,13 @@ class AnswerModel:
             yield response
 
     def _watch(self) -> None:
-        """Report cancelled requests to the stream model; calls between models do not pass that on."""
+        """Report cancelled requests to the decoupled model, because calls between models do not propagate
+        cancellation."""
         while not self._stopping.wait(CANCEL_INTERVAL):
             try:
                 with self._lock:
                     cancelled = [call for call, each in self._open.items() if each.is_cancelled()]
                 for call in cancelled:
                     list(self._call({CANCEL_PARAMETER: call}, [], ["event"]))
-            except Exception:  # a thread that ended would cancel nothing any more
+            except Exception:  # the thread must survive, or nothing would be cancelled any more
                 log.exception("cannot report a cancelled request")

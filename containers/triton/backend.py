@@ -1,4 +1,4 @@
-"""The decoupled model that Triton's Python backend runs: it holds the engines."""
+"""The decoupled model of Triton's Python backend, which runs the engines."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.watch import Watch
 
-__all__ = ["AnswerModel", "StreamModel"]  # packages that exist import both from here
+__all__ = ["AnswerModel", "StreamModel"]  # existing packages import both from this module
 
-_LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
+_LAST_REPLIES = 0.3  # seconds for Triton to send the last error replies
 
 
 class StreamModel:
-    """Sends a request's drafts, blocks and result as they come."""
+    """Streams a request's drafts, blocks and result."""
 
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
@@ -78,7 +78,7 @@ class StreamModel:
         models, evidence = open_all(open_one, count, options.share_passes == "auto")
         if evidence and EVIDENCE_VARIABLE in os.environ:
             Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence), "utf-8")
-        self._model = models[0]  # all have the same limits
+        self._model = models[0]  # the models of all GPUs have the same limits
         bundle = load_bundle(engines, check=False)  # open_model has checked it
         manifest = bundle.manifest
         tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
@@ -92,12 +92,12 @@ class StreamModel:
             prefixes = PrefixCache(model, options.prefix_cache * 2**20)
 
             def make() -> Generator:
-                prefixes.clear()  # what a failed pass wrote is not known
+                prefixes.clear()  # a failed pass may have corrupted saved chunks
                 return Generator(model, max_batch, prefixes)
 
             return make
 
-        # Slow preparations run here, so that other requests need not wait for them.
+        # Prepares slow requests on threads, so that others need not wait.
         self._preparing = Preparing()
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
@@ -127,11 +127,11 @@ class StreamModel:
             try:
                 with self._executing.busy():
                     self._admit(request, parameters, sink)
-            except BaseException as error:  # it would wait for ever
+            except BaseException as error:  # otherwise the caller would wait forever
                 sink.fail(error)
 
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
-        """Report the progress of passes up to `since`, unless another thread hangs."""
+        """Report progress until `since`, but not beyond the time when another thread began to hang."""
         watches = (self._executing, self._preparing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))
 
@@ -140,7 +140,7 @@ class StreamModel:
         self._worker.close()
 
     def _admit(self, request: Any, parameters: dict[str, Any], sink: ResponseSink) -> None:
-        """Give a request its ticket, and submit it: at once, or by way of the preparing threads."""
+        """Take a ticket for a request, and submit it, either immediately or through the preparing threads."""
         check_parameters(parameters, STREAM_MODEL)
         tensors = request.inputs()
         shapes = {each.name(): each.shape() for each in tensors}
@@ -172,8 +172,7 @@ class StreamModel:
         sink: ResponseSink,
         ticket: Ticket,
     ) -> None:
-        """Prepare a request and queue it, or answer it without a pass. Returns its ticket unless it
-        is queued."""
+        """Prepare a request and queue it, or answer it without a pass. Gives back its ticket unless it is queued."""
         try:
             if sink.cancelled():
                 raise CanvasError("the request was cancelled")
@@ -201,9 +200,9 @@ class StreamModel:
 
 
 def _end_process(error: EngineError) -> None:
-    """End this process, whose supervisor then ends the service.
+    """Exit this process; then the supervisor stops the server.
 
-    Without a supervisor the requests are only refused: Triton itself would stay ready.
+    Without a supervisor, do nothing: requests are refused, but Triton remains ready.
     """
     reason = os.environ.get(REASON_VARIABLE)
     if reason:

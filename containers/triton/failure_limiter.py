@@ -1,4 +1,4 @@
-"""Refuses, for a while, callers whose requests fail passes on working engines."""
+"""Temporarily refuses callers whose requests made passes fail although the engines work."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Iterable
 
 from canvasrt.runtime.prefix import share_of
 
-MOST = 3  # failed passes of a caller
+MOST = 3  # failed passes per caller
 WINDOW = 60.0  # seconds in which they count
 
 
 class FailureLimiter:
-    """Counts the failed passes of each key. May be used from several threads."""
+    """Counts the failed passes by key. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST))
 
     def count(self, owners: Iterable[str]) -> None:
-        """Count one failed pass against these callers. Callers without a key cannot be told apart."""
+        """Count one failed pass against these callers. Ignores callers without a key, who cannot be distinguished."""
         with self._lock:
             now = time.monotonic()
             for owner in {share_of(each) for each in owners} - {""}:
@@ -30,7 +30,7 @@ class FailureLimiter:
                 del self._failed[owner]
 
     def refuses(self, owner: str) -> bool:
-        """Return whether a caller's requests failed too many passes lately."""
+        """Return whether a caller's requests made too many recent passes fail."""
         with self._lock:
             times = self._failed.get(owner)
             return (

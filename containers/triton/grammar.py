@@ -1,4 +1,4 @@
-"""Grammars from a request's tensor."""
+"""Compiles the grammars of requests, and caches them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
-_KEPT = 64  # compiled grammars
-REFUSED_FOR = 60.0  # seconds: a limit of time may have been reached because the machine was busy
+_KEPT = 64  # number of compiled grammars to cache
+REFUSED_FOR = 60.0  # seconds to cache a refusal; a time limit may have been exceeded because the machine was busy
 _lock = threading.Lock()  # guards the vocabulary
 
 
 class _Refusal(NamedTuple):
-    """Why a grammar was refused, and when."""
+    """The error for a refused grammar, and the time of the refusal."""
 
     message: str
     hint: str
@@ -40,7 +40,7 @@ class _Refusal(NamedTuple):
 
 
 class _Grammars(NamedTuple):
-    """A vocabulary, the special tokens that grammars may have, and the newest grammars over it."""
+    """A vocabulary, the special tokens that grammars may contain, and the cached grammars."""
 
     vocabulary: Vocabulary
     control: frozenset[int]
@@ -50,7 +50,7 @@ class _Grammars(NamedTuple):
 def read_grammar(
     text: str, model: Model, tokenizer: Tokenizer | None, owner: str = ""
 ) -> GrammarState:
-    """Return the first state of a grammar. CanvasError names the mistake."""
+    """Return the initial state of a grammar. Raises CanvasError, which names the mistake."""
     if tokenizer is None:
         raise CanvasError(
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"
@@ -64,7 +64,7 @@ def read_grammar(
     config = model.config
     with _lock:
         grammars = _grammars(tokenizer, config.vocab_size, config.eos_token_ids, control)
-    # The order of a schema's keys matters: it is the order in answers.
+    # Do not sort keys: their order in a schema is their order in answers.
     return _compiled(json.dumps(spec), grammars, _sandbox_of(model), share_of(owner))
 
 
@@ -82,8 +82,8 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocab
 
 
 def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
-    """Do what takes seconds, and would hold up everybody, before the first grammar comes."""
-    # If the model cannot follow grammars, requests with one are refused.
+    """Build the vocabulary and the sandbox at start, because this takes seconds and would block all requests."""
+    # If the model cannot follow grammars, requests with a grammar are refused later.
     with contextlib.suppress(CanvasError):
         _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
         _sandbox_of(model)
@@ -101,14 +101,14 @@ def _sandbox(bundle: Path, size: int, ends: tuple[int, ...]) -> GrammarSandbox:
 
 
 def _compiled(text: str, grammars: _Grammars, sandbox: GrammarSandbox, share: str) -> GrammarState:
-    """Return a grammar, compiled once for all who ask for it; refusals are kept for a while, too."""
+    """Return a compiled grammar. Concurrent requests share the compilation; refusals are also cached for some time."""
 
     def work() -> GrammarState | _Refusal:
         spec = json.loads(text)
         try:
             sandbox.check(spec, grammars.control)
             return compile_grammar(spec, grammars.vocabulary, "grammar")
-        except EngineError:  # the grammar is not at fault
+        except EngineError:  # not the grammar's fault, so do not cache the error
             raise
         except CanvasError as error:
             return _Refusal(error.message, error.hint, time.monotonic())

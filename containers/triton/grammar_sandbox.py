@@ -1,6 +1,6 @@
-"""Compiles each grammar in a process of its own first, which can be ended when it takes too much.
+"""Compiles every grammar first in a separate process, which can be killed.
 
-llguidance cannot be stopped from outside, and some short grammars take it hours, or all memory.
+llguidance cannot be interrupted, and some short grammars take hours or all memory.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from canvasrt.errors import CanvasError, EngineError
 log = logging.getLogger(__name__)
 
 _MODULE = "canvasrt.containers.triton.sandbox_process"
-_LOADING = 300.0  # seconds for the vocabulary, before the first verdict
-_PATIENCE = 30.0  # seconds for a verdict, which takes one of CPU time
-_WRITTEN = 4096  # bytes that a pipe takes at once when it takes any
-# Nothing else of the server's environment is for a process that reads callers' input.
+_LOADING = 300.0  # seconds to load the vocabulary
+_PATIENCE = 30.0  # seconds for a verdict, which takes at most one second of CPU time
+_WRITTEN = 4096  # bytes that a writable pipe accepts without blocking
+# Environment variables to pass on. Others may be secret, and this process reads callers' input.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
 class GrammarSandbox:
-    """The process that tries the grammars of one model. It forks once per grammar; may be used from
-    several threads."""
+    """The process that compiles the grammars of one model on trial. It forks once per grammar. Thread-safe."""
 
     def __init__(self, bundle: Path, size: int, ends: Iterable[int]) -> None:
-        """Start the process, which takes seconds to read the vocabulary of `size` tokens."""
+        """Start the process, which takes seconds to load the vocabulary of `size` tokens."""
         model = {"bundle": str(bundle), "size": size, "ends": list(ends), "parent": os.getpid()}
         self._model = json.dumps(model)
         self._lock = threading.Lock()
@@ -46,13 +45,13 @@ class GrammarSandbox:
         self._finalizer = weakref.finalize(self, self._running.end)
 
     def check(self, spec: Mapping[str, Any], control: Iterable[int]) -> None:
-        """Raise CanvasError for a grammar that is refused, or that takes more than the limits."""
+        """Raise CanvasError for a grammar that is invalid or exceeds the limits."""
         asked = {"spec": spec, "control": sorted(control)}
         for _ in range(2):
             running = self._running
             try:
                 verdict = running.ask(asked)
-            except OSError:  # somebody has ended or stopped it
+            except OSError:  # the process was killed or stopped
                 self._replace(running)
                 continue
             if verdict:
@@ -62,12 +61,12 @@ class GrammarSandbox:
 
     @property
     def pid(self) -> int:
-        """The process's id; another one after it was replaced."""
+        """The id of the current process, which may be replaced."""
         return self._running.process.pid
 
     def _replace(self, failed: _Running) -> None:
         with self._lock:
-            if self._running is not failed:  # another thread has done it
+            if self._running is not failed:  # another thread has replaced it
                 return
             log.warning("the process that tries grammars does not answer: replacing it")
             self._finalizer()
@@ -95,7 +94,7 @@ class _Running:
         threading.Thread(target=self._read, name="canvasrt-sandbox", daemon=True).start()
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, str]:
-        """Return the verdict; OSError if the process ends, TimeoutError if it takes too long."""
+        """Return the verdict. Raises OSError if the process dies, TimeoutError if it takes too long."""
         self._loaded.result(_LOADING)
         number, future = next(self._numbers), Future[dict[str, str]]()
         line = json.dumps({**asked, "number": number}).encode() + b"\n"
@@ -114,7 +113,7 @@ class _Running:
             line = line[self.process.stdin.write(line[:_WRITTEN]) :]
 
     def end(self) -> None:
-        """End the process, and its forks with it."""
+        """Kill the process; its forks exit with it."""
         assert self.process.stdin is not None
         self.process.kill()
         self.process.wait()
@@ -139,7 +138,7 @@ class _Running:
 
 
 def _interpreter() -> str:
-    """Return the path of Python. Where it is embedded, `sys.executable` may be another program."""
+    """Return the path of Python. In an embedded interpreter, `sys.executable` may be another program."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     known = (sys.executable, f"{sys.exec_prefix}/bin/{name}", shutil.which(name))
     for path in known:

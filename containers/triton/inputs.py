@@ -1,4 +1,4 @@
-"""Decodes callers' tensors, and refuses invalid ones before allocating anything for them."""
+"""Decodes request tensors. Invalid shapes are refused before memory is allocated for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from canvasrt.containers.tensors import (
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 
-# Triton's own front ends add these to a request's parameters; all others come from the caller.
+# Request parameters that Triton's own front ends add; all others come from the caller.
 _TRITON_PARAMETERS = (
     "binary_data_output",
     "headers",
@@ -42,10 +42,10 @@ _TRITON_PARAMETERS = (
 
 
 def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
-    """Raise CanvasError for a parameter that nothing reads.
+    """Raise CanvasError for an unknown parameter.
 
-    The `generate` endpoints turn unknown JSON fields into parameters, so a misspelled option would
-    be silently ignored.
+    The `generate` endpoints convert unknown JSON fields to parameters, so a misspelled option would be ignored
+    silently.
     """
     for name in (ANSWERS, ARRIVED):
         if not isinstance(value := parameters.get(name, 0), int):
@@ -59,8 +59,8 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
 
 
 def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name of a request's caller, and the call's if the guard may cancel it; both are empty for one who did not
-    come by the front end. CanvasError for a name that somebody else gave."""
+    """Return the name of a request's caller, and the id of the call if the front end may cancel it. Both are empty if
+    the request did not come through the front end. Raises CanvasError for a name without the front end's secret."""
     given, secret = str(parameters.get(OWNER, "")), os.environ.get(CALLER_SECRET_VARIABLE, "")
     if not given:
         return "", ""
@@ -71,7 +71,7 @@ def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: int) -> None:
-    """Raise CanvasError for a tensor with too many elements, before they are decoded."""
+    """Raise CanvasError for a tensor with too many elements, before it is decoded."""
     sizes: dict[str, int] = {}
     for name, tensor in INPUTS.items():
         if name in shapes:
@@ -103,10 +103,10 @@ def _check_shape(tensor: Tensor, shape: Sequence[int]) -> None:
 
 
 def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return tensors as Python values: text as str, image files as bytes, dimensions of -1 as lists or
-    arrays of numbers, everything else as a number.
+    """Return tensors as Python values: text as str, image files as bytes, tensors of variable length as lists or
+    arrays, and others as numbers.
 
-    CanvasError names a tensor with a wrong shape, or text that is not UTF-8.
+    Raises CanvasError, which names the tensor, for a wrong shape or text that is not UTF-8.
     """
     values: dict[str, Any] = {}
     for name, tensor in INPUTS.items():
@@ -116,14 +116,15 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if name == "images":
             values[name] = [_file(item) for item in array]
         elif tensor.datatype == "INT32" and tensor.shape == ANY:
-            values[name] = np.array(array)  # a copy: Triton's memory ends with the request
+            # A copy, because Triton frees its memory with the request.
+            values[name] = np.array(array)
         else:
             values[name] = tensor.decode(array)
     return values
 
 
 def _file(item: Any) -> bytes:
-    """Return a file that came as it is, as a data URL or in base64. JSON only carries the latter."""
+    """Return an image file that was sent as raw bytes, a data URL or base64. JSON requires one of the latter two."""
     data = item.encode() if isinstance(item, str) else bytes(item)
     if not data.startswith(b"data:"):
         return _decoded(data) or data
@@ -143,8 +144,7 @@ def _decoded(data: bytes) -> bytes | None:
 
 
 def chosen_prompt(values: Mapping[str, Any]) -> str:
-    """Return which of prompt, messages and prompt_ids a request has. CanvasError unless it is
-    exactly one."""
+    """Return which of prompt, messages and prompt_ids a request has. Raises CanvasError unless it has exactly one."""
     given = [tensor.name for tensor in PROMPTS if tensor.name in values]
     names = ", ".join(tensor.name for tensor in PROMPTS)
     if not given:
@@ -155,7 +155,8 @@ def chosen_prompt(values: Mapping[str, Any]) -> str:
 
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """Return the strings of a `stop` tensor. CanvasError for an empty string, or too many."""
+    """Return the strings of a `stop` tensor. Raises CanvasError if a string is empty or too long, or if there are too
+    many."""
     if "" in stops:
         raise CanvasError("stop contains an empty string", "leave it out")
     _check_stop_count(len(stops))
@@ -173,7 +174,7 @@ def _check_stop_count(count: int) -> None:
 
 
 def read_json(name: str, text: str, hint: str) -> Any:
-    """Return the JSON value in a tensor. CanvasError, with that hint, if it holds none."""
+    """Parse the JSON value in a tensor. Raises CanvasError, with this hint, if it is not JSON."""
     try:
         return load_json(text)
     except ValueError as error:
@@ -181,7 +182,7 @@ def read_json(name: str, text: str, hint: str) -> Any:
 
 
 def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
-    """Return the JSON object in a tensor. CanvasError, with that hint, if it holds none."""
+    """Parse the JSON object in a tensor. Raises CanvasError, with this hint, if it is not one."""
     found = read_json(name, text, hint)
     if not isinstance(found, dict):
         raise CanvasError(f"{name} is not a JSON object", hint)
@@ -189,7 +190,7 @@ def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
 
 
 def read_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """Return the tokens of a `logit_bias` tensor, and their numbers. CanvasError if it has none."""
+    """Parse a `logit_bias` tensor to pairs of token and bias. Raises CanvasError if it is invalid."""
     example = 'send numbers by token id, such as {"17": -100}'
     found = read_object("logit_bias", text, example)
     if len(found) > MAX_BIASED:
@@ -199,12 +200,12 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
             raise CanvasError(f"logit_bias names {token!r}, which is not a token id", example)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CanvasError(f"logit_bias of token {token} is {value!r}", example)
-    # The order must not decide the last bits.
+    # Sorted, so that the order cannot change last bits.
     return tuple(sorted((int(token), float(value)) for token, value in found.items()))
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """Return the chat in a `messages` tensor. CanvasError names the message that is wrong."""
+    """Parse the chat in a `messages` tensor. Raises CanvasError, which names the wrong message."""
     example = '[{"role": "user", "content": "Hello"}]'
     messages = read_json("messages", text, f"send {example}")
     if not isinstance(messages, list) or not messages:
@@ -219,6 +220,5 @@ def read_messages(text: str) -> list[dict[str, Any]]:
 
 
 def read_template(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that a request has. CanvasError unless they are a JSON
-    object."""
+    """Return the request's variables for the chat template. Raises CanvasError if they are not a JSON object."""
     return read_object("template", values.get("template", "{}"), 'send {"enable_thinking": true}')

@@ -1,4 +1,4 @@
-"""The generator's counters on Triton's metrics endpoint."""
+"""Publishes the generators' counters on Triton's metrics endpoint."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.passes import Counters
 
-INTERVAL = 0.25  # seconds; each change of a metric is a call to the server's process
+INTERVAL = 0.25  # seconds between updates, because every update is a call to the server's process
 GAUGES = {
     "requests_in_flight": "Requests running or waiting",
-    # Triton passes requests on at once, so its own pending count stays 0.
+    # Triton forwards requests immediately, so its own pending count is always 0.
     "requests_waiting": "Requests waiting for a place in the batch",
     "active_canvases": "Canvases in the last denoising pass",
 }
@@ -31,7 +31,9 @@ class Metrics:
     """Gauges and counters named `canvasrt_*`. `pb_utils` is the Python backend's module."""
 
     def __init__(self, pb_utils: Any) -> None:
-        self._families: list[Any] = []  # a metric disappears when its family is collected
+        self._families: list[
+            Any
+        ] = []  # keep references: a metric disappears when its family is garbage-collected
         self._gauges = {
             name: self._metric(pb_utils, name, about, "GAUGE") for name, about in GAUGES.items()
         }
@@ -46,8 +48,8 @@ class Metrics:
         self._shown = dict.fromkeys(GAUGES, 0)
 
     def update(self, generators: Sequence[Generator], in_flight: int) -> None:
-        """Report the sums over all generators: gauges at once, since stopping waits for requests in flight, and counters at
-        intervals and when idle."""
+        """Report the sums over all generators. Gauges are updated immediately, since shutdown waits for requests in
+        flight; counters at intervals and when idle."""
         values = {
             "requests_in_flight": in_flight,
             "requests_waiting": max(0, in_flight - sum(each.max_batch for each in generators)),

@@ -1,4 +1,4 @@
-"""Options of `canvasrt serve` for the models inside Triton, passed on in their environment."""
+"""Options of `canvasrt serve` for the models inside Triton, which are passed as environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvasrt.option import limit_option, option, read_count
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of the models inside Triton, which read them from their environment."""
+    """Options of the models inside Triton, which read them from environment variables."""
 
     threads: int | None = field(
         default=None, metadata=option("Number of CPU threads.", least=1, shown="every core")
@@ -74,7 +74,8 @@ class ModelOptions:
             raise UsageError(f"--share-passes is {self.share_passes!r}", "give auto, on or off")
 
     def to_environment(self) -> dict[str, str]:
-        """Return the options as environment variables. One that is None is left as the environment has it."""
+        """Return the options as environment variables. Options that are None are omitted, so that existing variables
+        apply."""
         return {
             _variable(name): json.dumps(value)
             for name, value in asdict(self).items()
@@ -82,12 +83,12 @@ class ModelOptions:
         }
 
     def completed(self, environment: Mapping[str, str]) -> ModelOptions:
-        """Return the options as the models will read them: the environment fills in what is None here."""
+        """Return the options as the models will read them: options that are None come from `environment`."""
         return self.from_environment({**environment, **self.to_environment()})
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ModelOptions:
-        """Read the options from the variables. CanvasError for a value of the wrong type."""
+        """Read the options from environment variables. Raises CanvasError for a value of the wrong type."""
         types = get_type_hints(cls)
         found = {}
         for each in fields(cls):
@@ -98,7 +99,7 @@ class ModelOptions:
                 found[each.name] = json.loads(text)
             except ValueError:
                 found[each.name] = text
-            # To Python, true is a whole number too.
+            # In Python, bool is a subclass of int.
             if isinstance(found[each.name], bool) or not isinstance(
                 found[each.name], types[each.name]
             ):

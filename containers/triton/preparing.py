@@ -1,4 +1,4 @@
-"""Prepares long texts, images and grammars on threads, while passes run. Callers take turns."""
+"""Prepares long texts, images and grammars on threads while passes run. Callers take turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from canvasrt.watch import Watch
 log = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
-# Grammars are compiled by recursion, whose depth callers choose: 2,700 rules in a chain overflow the usual 8 MB.
+# Stack size. Grammars are compiled recursively, to a depth that callers choose: a chain of 2,700 rules overflows the
+# usual 8 MB.
 STACK = 256 * 2**20
 
 
@@ -23,8 +24,8 @@ class _Task(NamedTuple):
 
 
 class Preparing:
-    """Threads that take one task of each caller in turn. The submitting code limits how many
-    wait."""
+    """Threads that take one task of every caller in turn. The submitting code must limit the number of waiting
+    tasks."""
 
     def __init__(self, threads: int = PREPARING_THREADS) -> None:
         self.watch = Watch()
@@ -45,20 +46,20 @@ class Preparing:
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait."""
+        """Number of waiting tasks."""
         return self._waiting
 
     def submit(
         self, caller: str, run: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
-        """Queue a task; `fail` gets its exception."""
+        """Queue a task. `fail` is called with its exception."""
         with self._changed:
             self._queues.setdefault(caller, deque()).append(_Task(run, fail))
             self._waiting += 1
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop what waits, and end the threads."""
+        """Drop waiting tasks, and end the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -70,14 +71,16 @@ class Preparing:
             try:
                 with self.watch.busy():
                     task.run()
-            except BaseException as error:  # a thread that ended would leave the others waiting
+            except (
+                BaseException
+            ) as error:  # the thread must survive, or other tasks would wait forever
                 try:
                     task.fail(error)
                 except Exception:
                     log.exception("cannot fail a task")
 
     def _next(self) -> _Task | None:
-        """Return the next caller's oldest task; None once this is closed."""
+        """Return the next caller's oldest task; None after `close`."""
         with self._changed:
             while not self._queues and not self._closed:
                 self._changed.wait()
@@ -86,6 +89,6 @@ class Preparing:
             caller, queue = self._queues.popitem(last=False)
             task = queue.popleft()
             if queue:
-                self._queues[caller] = queue  # at the end of the turn
+                self._queues[caller] = queue  # the caller moves to the end of the queue
             self._waiting -= 1
             return task

@@ -1,5 +1,4 @@
-"""Turns callers' prompts into token ids: bounded first, once per prompt, and without holding up
-others."""
+"""Encodes prompts to token ids: after a length check, once per prompt, and without delaying other requests."""
 
 from __future__ import annotations
 
@@ -17,24 +16,24 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# Texts up to this many bytes are encoded at once; longer ones one after another.
+# Texts up to this many bytes are encoded immediately; longer ones one after another.
 SHORT = 1 << 16
-_MOST_COUNTED = 1 << 20  # characters whose tokens are only counted
-_KEPT = 32  # prompts
+_MOST_COUNTED = 1 << 20  # maximum characters of a text that is only tokenized
+_KEPT = 32  # number of encoded prompts to cache
 _KEPT_TOKENS = 1 << 22
 
 
 class EncodedPrompt(NamedTuple):
-    """Token ids, int32 `[n]`, and the beginning of the answer that they hold."""
+    """Token ids, int32 `[n]`, and the beginning of the answer that they contain, as text."""
 
     ids: np.ndarray
     opening: str
 
 
 class PromptEncoder:
-    """Encodes prompts of at most `max_context` tokens; `n` answers to one prompt share the result.
+    """Encodes prompts of at most `max_context` tokens. Several answers to one prompt share the result.
 
-    May be called from several threads.
+    Thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_context: int) -> None:
@@ -45,18 +44,18 @@ class PromptEncoder:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What encodes text; None if only token ids can be sent."""
+        """The tokenizer; None if callers can only send token ids."""
         return self._tokenizer
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raise CanvasError for a request with questions whose texts cannot fit the context."""
+        """Raise CanvasError if the texts of a request with questions cannot fit the context."""
         chosen = chosen_prompt(values)
         for name in (chosen, "questions"):
             if self._tokenizer is not None and isinstance(values.get(name), str):
                 self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
-        """Return a request's prompt. CanvasError names the wrong input."""
+        """Encode a request's prompt. Raises CanvasError, which names the wrong input."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
@@ -83,8 +82,7 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens, for a request that only encodes. CanvasError names the wrong
-        input."""
+        """Return a prompt's tokens for an encode-only request. Raises CanvasError, which names the wrong input."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":
@@ -92,7 +90,7 @@ class PromptEncoder:
         if tokenizer is None:
             raise CanvasError(f"the model has no tokenizer to encode {chosen}", "send prompt_ids")
         if chosen == "prompt" and values.get("raw"):
-            # It may be longer than the context: perhaps that is the question.
+            # It may exceed the context, because callers may want to find out whether it does.
             if len(values["prompt"]) > _MOST_COUNTED:
                 raise CanvasError(
                     f"prompt has {len(values['prompt'])} characters",
@@ -112,11 +110,11 @@ class PromptEncoder:
             return tokenizer.closed_chat(messages, variables)
 
     def _turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Let long texts be encoded one at a time. Short ones do not wait."""
+        """A lock with which long texts are encoded one at a time. Short texts do not wait."""
         return self._long if is_long(values) else nullcontext()
 
     def _check_length(self, chosen: str, text: str) -> None:
-        """Raise CanvasError for a text that cannot fit the context, however its tokens fall."""
+        """Raise CanvasError for a text that cannot fit the context, however it is tokenized."""
         assert self._tokenizer is not None
         most = self._max_context * self._tokenizer.longest_token
         # JSON may write a character as \uXXXX.
@@ -151,22 +149,22 @@ class PromptEncoder:
         return _made(*tokenizer.open_chat(chat, variables, prefix))
 
 
-SLOW = {"images", "grammar"}  # inputs that take long to read, however short
+SLOW = {"images", "grammar"}  # inputs that are slow to prepare even if they are short
 
 
 def is_long(values: Mapping[str, Any]) -> bool:
-    """Return whether reading a request's texts takes long enough to wait for."""
+    """Return whether a request's texts are so long that a thread must prepare them."""
     return sum(len(value) for value in values.values() if isinstance(value, str | bytes)) > SHORT
 
 
 def _made(ids: list[int], opening: str = "") -> EncodedPrompt:
     array = np.array(ids, np.int32)
-    array.flags.writeable = False  # several requests share it
+    array.flags.writeable = False  # shared by several requests
     return EncodedPrompt(array, opening)
 
 
 def _no_chat(values: Mapping[str, Any], why: str) -> None:
-    """Raise CanvasError for inputs of a chat in a request without one."""
+    """Raise CanvasError for a chat's inputs in a request without a chat."""
     for name in ("template", "prefix"):
         if name in values:
             raise CanvasError(

@@ -1,4 +1,4 @@
-"""Turns one request's events into replies: outputs of the stream model, as values by tensor name."""
+"""Converts one request's events to replies: values by name of the decoupled model's outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reply = dict[str, Any]
 
 
 class Replies(Protocol):
-    """Builds the replies to one request's events. `ended`: whether the last one was built."""
+    """Builds the replies to one request's events. `ended`: whether the last reply was built."""
 
     ended: bool
 
@@ -27,7 +27,7 @@ class Replies(Protocol):
 
 
 class JsonReply:
-    """Builds the one reply to a request whose text is JSON; `shown` turns the result into it."""
+    """Builds the single reply of a request whose text is JSON. `shown` converts the result to JSON."""
 
     def __init__(self, shown: Callable[[Any], Mapping[str, Any]]) -> None:
         self._shown = shown
@@ -42,7 +42,7 @@ class JsonReply:
 
 
 def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
-    """Return the one reply to a request whose text is JSON."""
+    """Return the single reply of a request whose text is JSON."""
     return {
         "event": "final",
         "block": 0,
@@ -59,12 +59,12 @@ def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
 
 
 class ReplyBuilder:
-    """Builds the replies to one request for text, and keeps what later ones repeat: each has all outputs,
-    apart from `canvas`, which only drafts have, and `block_scores`, which few callers ask for.
+    """Builds the replies of one request for text.
 
-    Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
-    `only_final` sends only the result. The text begins with `opening`, ends before the first of
-    `stops`, and spells control tokens out if `control`. `prompt` is the prompt's tokens.
+    A reply has all outputs, except `canvas`, which only drafts have, and `block_scores`, which must be requested.
+    Without a tokenizer, texts are empty. `drafts`: also send the canvas after every step. `only_final`: only send the
+    result. The text begins with `opening`, and is cut before the first of `stops`. `control`: keep control tokens in
+    the text. `prompt`: the prompt's tokens.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ReplyBuilder:
         self._drafts = drafts
         self._only_final = only_final
         self._steps: list[int] = []
-        self._done: list[int] = []  # the tokens that are final
+        self._done: list[int] = []  # final tokens
         self._opening = self._unsent = opening
         self._scores: list[TokenScore] = []
         self._wants_scores = params.scores
@@ -101,7 +101,7 @@ class ReplyBuilder:
     def replies(self, event: Event) -> list[Reply]:
         """Return the replies to an event.
 
-        The last one sets `ended`; with a stop string, that is before the generator has finished.
+        The last one sets `ended`. With a stop string, this happens before the generator has finished.
         """
         if isinstance(event, Finished):
             self.ended = True
@@ -137,7 +137,7 @@ class ReplyBuilder:
         return self._reply("settled", event.block, event.step, text, tokens, scores=scores)
 
     def _block(self, event: Block) -> Reply:
-        """Return the reply to a block, whose text is what its settled pieces left."""
+        """Return the reply to a block, with the text that follows its settled pieces."""
         self._steps.append(event.steps)
         self._block_scores += [event.score] if event.score else []
         rest = event.tokens[event.settled :]
@@ -148,8 +148,7 @@ class ReplyBuilder:
     def _final(
         self, ids: Sequence[int], scores: Sequence[TokenScore], last: bool
     ) -> tuple[str, list[int], Sequence[TokenScore]]:
-        """Take tokens that are final; return the text, the tokens and the scores that the answer
-        gains."""
+        """Add final tokens to the answer; return the new text, tokens and log-probabilities."""
         words = self._words(ids)
         text = self._decoder.put(words, final=last) if self._decoder else ""
         text = self._cutter.put(text, final=last)
@@ -164,7 +163,7 @@ class ReplyBuilder:
         return text, tokens, scores[: len(tokens)]
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
-        """Return the number of tokens after which the text contains the stop string."""
+        """Return the number of leading tokens whose text contains the stop string."""
         assert self._cutter.found is not None
         needed = self._given + self._cutter.found
         low, high = 1, len(words)
@@ -205,12 +204,13 @@ class ReplyBuilder:
         )
 
     def _words(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens before the one that ends the sequence, which may have a spelling."""
+        """Return the tokens before the one that ends the sequence, which may have a text but is not part of the
+        answer."""
         ends = (index for index, token in enumerate(tokens) if token in self._ends)
         return tokens[: next(ends, len(tokens))]
 
     def _spell(self, token: int) -> str:
-        """Return a token's own text, which a byte of a longer character does not have."""
+        """Return a single token's text; without meaning for a byte of a longer character."""
         if token not in self._spelt:
             self._spelt[token] = self._tokenizer.decode([token], False) if self._tokenizer else ""
         return self._spelt[token]
@@ -248,7 +248,7 @@ class ReplyBuilder:
         return made
 
     def _shown(self, scores: Sequence[TokenScore]) -> str:
-        """Return scores as JSON: token, text, logprob, step, and the likeliest tokens."""
+        """Return log-probabilities as JSON: token, text, logprob, step, and the likeliest tokens."""
         if not scores:
             return ""
         shown = [

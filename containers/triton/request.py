@@ -1,5 +1,5 @@
-"""Turns a caller's tensors into a request for the runtime: plain text, text under a grammar, an
-infill, or decisions."""
+"""Converts a request's tensors to a request for the runtime: plain text, text under a grammar, infilling, or
+decisions."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 
-# The images of `n` answers are the same.
+# Preprocessed images, which the `n` answers of a request share.
 _seen = Shared[list[Picture]](
     16, 64 * 2**20, lambda pictures: sum(each.pixels.nbytes for each in pictures)
 )
 
 
 class ServedRequest(NamedTuple):
-    """A request, and the object that turns its events into replies."""
+    """A request for the runtime, and the object that converts its events to replies."""
 
     request: Request
     replies: Replies
@@ -59,14 +59,13 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Return a caller's request. CanvasError names the tensor that is wrong, or the operator's limit.
+    """Convert tensors to a request. Raises CanvasError, which names the wrong tensor or the operator's limit.
 
-    `answers` are all those that the caller asks for together; `only_final` is for one who wants the
-    result alone.
+    `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
     """
     values = read_inputs(arrays)
     reader = _Reader(values, model, encoder, options, owner)
-    # Options before the prompt: checking them is cheap, encoding a long prompt is not.
+    # Check options before the prompt, because encoding a long prompt is expensive.
     params = reader.params()
     conditions = read_conditions_of(values)
     if "questions" in values:
@@ -79,7 +78,7 @@ def read_request(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one request of `owner`; `values` are its inputs by tensor name."""
+    """Converts one request of the caller `owner`. `values` are its inputs by tensor name."""
 
     values: Mapping[str, Any]
     model: Model
@@ -103,7 +102,7 @@ class _Reader:
     def text(
         self, params: SamplingParams, conditions: Conditions | None, only_final: bool
     ) -> ServedRequest:
-        """Return a request for text, which may have to follow a grammar."""
+        """Return a request for text, optionally under a grammar."""
         tokenizer = self.encoder.tokenizer
         stops = self._stops()
         prompt, pictures, opening = self._prompt()
@@ -133,11 +132,11 @@ class _Reader:
         return ServedRequest(request, replies)
 
     def infill(self, params: SamplingParams) -> ServedRequest:
-        """Return a request that fills a text's gaps. Its passes depend on them."""
+        """Return a request that fills a text's gaps. The gaps determine the number of passes."""
         tokenizer, options = self.encoder.tokenizer, self.options
         self._stops()
         prompt, pictures, _ = self._prompt()
-        if "grammar" in self.values:  # without effect, but not wrong either
+        if "grammar" in self.values:  # has no effect, but is allowed
             read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
         if tokenizer is None:
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
@@ -149,8 +148,7 @@ class _Reader:
         return ServedRequest(replace(request, owner=self.owner), replies)
 
     def decisions(self) -> ServedRequest:
-        """Return a request that answers closed questions. CanvasError names the path of the
-        mistake."""
+        """Return a request that answers closed questions. Raises CanvasError, which names the path of the mistake."""
         values, tokenizer = self.values, self.encoder.tokenizer
         self.encoder.check(values)
         pictures = self._pictures()
@@ -183,7 +181,7 @@ class _Reader:
         return stops
 
     def _prompt(self) -> tuple[Sequence[int] | np.ndarray, list[Picture], str]:
-        """Return the prompt with its images' tokens, the images, and how it begins the answer."""
+        """Return the prompt with expanded image tokens, the images, and the beginning of the answer in the prompt."""
         encoded, opening = self.encoder.encode(self.values, self.owner)
         pictures = self._pictures(encoded)
         if not pictures:
@@ -191,8 +189,7 @@ class _Reader:
         return insert(encoded.tolist(), pictures, self.model.config), pictures, opening
 
     def _pictures(self, prompt: np.ndarray | None = None) -> list[Picture]:
-        """Return the images as patches. What can be seen to be wrong is refused before they are
-        decoded."""
+        """Return the images as patches. Checks as much as possible before decoding."""
         files = self.values.get("images", [])
         budgets = [int(most) for most in self.values.get("image_tokens", ())] or [SOFT_TOKENS]
         if not files:
@@ -204,7 +201,7 @@ class _Reader:
                 "send one for all of them, or one for each",
             )
         budgets = budgets * len(files) if len(budgets) == 1 else budgets
-        # Most images take nearly all of their budget; the exact sum is checked once they are cut.
+        # Images usually take nearly all of their budget. The exact sum is checked after preprocessing.
         if sum(budgets) // 2 > self.model.max_context:
             raise CanvasError(
                 f"{len(files)} images exceed the context of {self.model.max_context} tokens",
@@ -221,7 +218,7 @@ class _Reader:
 
 
 def read_conditions_of(values: Mapping[str, Any]) -> Conditions | None:
-    """Return the conditions on a request's positions, if it has any."""
+    """Return the request's conditions on positions, if any."""
     if "canvas" not in values:
         return None
     for name in ("questions", "grammar", "infill"):

@@ -1,8 +1,8 @@
-"""Tries grammars, each in a fork with limits: `python -m canvasrt.containers.triton.sandbox_process MODEL`.
+"""Compiles grammars in forks with resource limits: `python -m canvasrt.containers.triton.sandbox_process MODEL`.
 
-MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the process to end with. Each
-line of the input is a grammar and its number. Each line of the output is a number and its verdict: `{}`, or a message
-and a hint.
+MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the parent, with which this
+process exits. An input line has a grammar and its number. An output line has the number and the verdict: `{}`, or a
+message and a hint.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
 
-TRIAL_SECONDS = 1.0  # of CPU time
+TRIAL_SECONDS = 1.0  # seconds of CPU time
 TRIAL_BYTES = 1 << 30
-_LONGEST = 300  # characters of a message: a line of at most 4096 bytes is written at once
+_LONGEST = (
+    300  # maximum characters of a message, since lines of at most 4096 bytes are written atomically
+)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
-    """Write `{}` once loaded, then answer until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
+    """Write `{}` after loading, then answer until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes
     given = json.loads(sys.argv[1])
     if not signal_at_death_of(given["parent"], signal.SIGKILL):
         return
     tokenizer = Tokenizer.load(load_bundle(Path(given["bundle"]), check=False))
     vocabulary = Vocabulary(tokenizer, given["size"], tuple(given["ends"]))
-    gc.freeze()  # so that forks share these pages
+    gc.freeze()  # keeps the garbage collector from copying pages that forks share
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    forks: dict[int, int] = {}  # numbers of grammars, by process
+    forks: dict[int, int] = {}  # process → number of its grammar
     _say({})
     unread = b""
     while True:
@@ -63,9 +65,9 @@ def main() -> None:
 
 
 def fork(spec: dict[str, Any], vocabulary: Vocabulary, number: int, out: int = 1) -> int:
-    """Start a process that compiles a grammar, and writes its verdict to `out` if it gets that far.
+    """Fork a process that compiles a grammar and writes the verdict to `out`, unless it dies.
 
-    Return its id.
+    Return the process id.
     """
     parent = os.getpid()
     child = os.fork()
@@ -80,7 +82,7 @@ def fork(spec: dict[str, Any], vocabulary: Vocabulary, number: int, out: int = 1
 
 
 def _reap(forks: dict[int, int]) -> None:
-    """Say what became of forks that ended without a verdict."""
+    """Write verdicts for forks that died without one."""
     while forks:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
@@ -91,7 +93,7 @@ def _reap(forks: dict[int, int]) -> None:
 
 
 def verdict_of(status: int) -> dict[str, str]:
-    """Return the verdict on a grammar whose process ended so, without one."""
+    """Return the verdict on a grammar whose process exited with this status."""
     why = f"takes more than {TRIAL_SECONDS:g} s of CPU time to compile"
     if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGPROF:
         why = f"takes more than {TRIAL_BYTES >> 30} GiB of memory to compile, or ends the compiler"
@@ -99,16 +101,16 @@ def verdict_of(status: int) -> dict[str, str]:
 
 
 def _say(told: dict[str, Any], out: int = 1) -> None:
-    """Write a line at once: forks write to the same pipe."""
+    """Write a line atomically, because all forks write to the same pipe."""
     os.write(out, json.dumps(told).encode() + b"\n")
 
 
 def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None:
-    """Return the verdict on a grammar, under limits that stay with this process; None if it has none,
-    because memory ran out or the compiler panicked."""
+    """Compile a grammar under limits, which remain set for this process. Return the verdict; None if memory ran out or
+    the compiler panicked."""
     _limit()
     found: list[dict[str, str]] = []
-    threading.stack_size(STACK)  # as the server has
+    threading.stack_size(STACK)  # the server's stack size
     thread = threading.Thread(target=_try, args=(spec, vocabulary, found))
     thread.start()
     thread.join()
@@ -116,7 +118,7 @@ def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None
 
 
 def _limit() -> None:
-    """Limit this process's resources. Past its time it gets SIGPROF, which ends it."""
+    """Limit this process's resources. When its CPU time is used up, SIGPROF ends it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * _PAGE + STACK + TRIAL_BYTES
@@ -130,7 +132,7 @@ def _try(spec: dict[str, Any], vocabulary: Vocabulary, found: list[dict[str, str
         found.append({})
     except CanvasError as error:
         found.append({"message": error.message[:_LONGEST], "hint": error.hint[:_LONGEST]})
-    except BaseException:  # no memory, or a panic
+    except BaseException:  # out of memory, or a panic of the compiler
         return
 
 

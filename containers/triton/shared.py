@@ -12,17 +12,17 @@ Value = TypeVar("Value")
 
 
 class Shared(Generic[Value]):
-    """The newest results by key. May be used from several threads."""
+    """A thread-safe cache of the newest results, by key."""
 
     def __init__(self, kept: int, most: int, size: Callable[[Value], int]) -> None:
-        """Keep `kept` results, and of those at most `most` in `size`."""
+        """Keep at most `kept` results, whose `size`s sum to at most `most`."""
         self._kept, self._most, self._size = kept, most, size
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Future[Value]] = OrderedDict()
 
     def get(self, key: bytes, work: Callable[[], Value]) -> Value:
-        """Return the result of `work`, which runs once for all concurrent callers. Its exception is
-        raised for all of them, and then forgotten."""
+        """Return the result of `work`, which runs once for all concurrent callers. An exception is raised in all of
+        them, and not cached."""
         with self._lock:
             future = self._known.get(key)
             mine = future is None
@@ -32,13 +32,13 @@ class Shared(Generic[Value]):
         if mine:
             try:
                 future.set_result(work())
-            except BaseException as error:  # others wait for it
+            except BaseException as error:  # so that other callers do not wait forever
                 future.set_exception(error)
             self._forget()
         return future.result()
 
     def drop(self, key: bytes, value: Value) -> None:
-        """Forget a result, unless there is another one by now."""
+        """Remove a result, unless it was already replaced."""
         with self._lock:
             future = self._known.get(key)
             if future is not None and future.done() and future.result() is value:

@@ -1,4 +1,4 @@
-"""Replies to one request through Triton's Python backend."""
+"""Sends one request's replies through Triton's Python backend."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,
 from canvasrt.containers.tensors import ERROR_EVENT, OUTPUTS
 from canvasrt.containers.triton.tickets import describe
 
-if TYPE_CHECKING:  # the answer model's process needs no engines
+if TYPE_CHECKING:  # not imported at run time, because the answer model's process needs no engines
     from canvasrt.containers.triton.replies import Replies, Reply
     from canvasrt.runtime.request import Event
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# The answer model adds this parameter to its calls to the stream model. A failed call between models loses its error
-# code, so the error comes back as an event.
+# The answer model adds this parameter to its calls of the decoupled model. Calls between models lose error codes, so
+# errors are returned as events.
 CALL_PARAMETER = "triton_canvasrt_call"
 
 
 class ResponseSink:
-    """Sends one request's events through its response sender."""
+    """Sends one request's replies through its response sender."""
 
     def __init__(self, sender: Any, error_events: bool) -> None:
         """`error_events` sends an error as an event with its code."""
@@ -38,7 +38,7 @@ class ResponseSink:
 
     def event(self, event: Event) -> None:
         assert self.replies is not None
-        if self._ended:  # by a stop string, before the generator finished
+        if self._ended:  # a stop string ended the answer before the generator did
             return
         replies = self.replies.replies(event)
         if self.replies.ended and not self._end():
@@ -49,7 +49,7 @@ class ResponseSink:
             self._sender.send(flags=FINAL)
 
     def answer(self, reply: Reply) -> None:
-        """Send the one reply to a request that no pass is needed for."""
+        """Send the single reply of a request that needs no pass."""
         if self._end():
             self._send(reply, final=True)
 
@@ -65,7 +65,7 @@ class ResponseSink:
             self._sender.send(error_response(code, message), flags=FINAL)
 
     def cancelled(self) -> bool:
-        """Return whether nobody waits for more events."""
+        """Return whether the caller no longer waits for events."""
         told = self.cancel is not None and self.cancel.is_set()
         return self._ended or self._sender.is_cancelled() or told
 
@@ -76,8 +76,8 @@ class ResponseSink:
         self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
 
     def _end(self) -> bool:
-        """Return whether this call is what ends the request: its time may be over while it is being
-        prepared."""
+        """End the request once. Return whether this call did it, since a timeout may end the request on another
+        thread."""
         with self._ending:
             if self._ended:
                 return False
@@ -89,7 +89,7 @@ class ResponseSink:
 def error_response(code: str, message: str) -> Any:
     """Return an error reply."""
     codes = pb_utils.TritonError
-    # Triton has none of its own for these two.
+    # Triton has no codes for these two.
     code = {"RESOURCE_EXHAUSTED": "UNAVAILABLE", "DEADLINE_EXCEEDED": "CANCELLED"}.get(code, code)
     return pb_utils.InferenceResponse(
         error=pb_utils.TritonError(message, getattr(codes, code, codes.INTERNAL))

@@ -1,4 +1,4 @@
-"""Opens a model on each GPU that serves, and decides for all of them whether requests share passes."""
+"""Opens a model on every GPU, and decides for all GPUs whether requests share passes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ log = logging.getLogger(__name__)
 def open_all(
     open_one: Callable[[int], Model], count: int, proves: bool
 ) -> tuple[list[Model], dict[str, Any]]:
-    """Open a model on each of `count` GPUs, and run every shape of its passes.
+    """Open a model on each of `count` GPUs, and warm it up.
 
-    With `proves`, requests share passes if that changes no bit on any GPU. The second result is what was found.
+    With `proves`, requests share passes if this changes no bits on any GPU. The second result is the test's `Evidence`
+    as a dictionary; empty without a test.
     """
     models, found = [], []
     for number in range(count):
         models.append(open_one(number))
-        # Before the next one is opened, which then reads what this one compiled and kept.
+        # Warm up before opening the next model, so that it can load the compiled kernels.
         found.append(_warmed_up(models[-1], proves))
     why = next((each["why"] for each in found if each and not each["shared"]), "")
     if not why:
@@ -35,8 +36,8 @@ def open_all(
 
 
 def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
-    """Run every shape of a model's passes. On a GPU that takes several requests, and with `proves`, find out whether they may
-    share passes; return what was found."""
+    """Warm up a model. With `proves`, on a GPU with several requests per batch, also test whether requests may share
+    passes; return the evidence."""
     found = None
     if proves and model.rows_apart and (model.max_batch or 1) > 1:
         from canvasrt.runtime.gpu.device_model import DeviceModel
@@ -50,6 +51,6 @@ def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
 
 
 def _withdraw(opened: Any) -> None:
-    """Give requests passes of their own again."""
+    """Let requests run in separate passes again."""
     opened.share_passes(False)
     opened.warm_up()

@@ -1,4 +1,4 @@
-"""Cuts a growing text before a stop string, and holds back what may be the beginning of one."""
+"""Cuts a growing text before a stop string, and holds back a possible beginning of one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class StopCutter:
-    """Takes a text in pieces and returns what certainly belongs to the answer.
+    """Takes a text in pieces and returns the part that certainly belongs to the answer.
 
-    The stop string that is complete first ends the text; of several, the longest. A possible
-    beginning of one is held back until more text decides, so the result does not depend on how the
-    text was split.
+    The first complete stop string ends the text; if several are complete at the same place, the longest. A possible
+    beginning of a stop string is held back until more text decides, so the result does not depend on how the text is
+    split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -20,8 +20,8 @@ class StopCutter:
         self.found: str | None = None
 
     def put(self, piece: str, final: bool = False) -> str:
-        """Return what can be shown now. Once `found` is set to the stop string that ended the text,
-        it is empty."""
+        """Return the text that can be shown now. A stop string that ends the text is stored in `found`; from then on,
+        return an empty string."""
         if self.found is not None:
             return ""
         text = self._kept + piece
@@ -49,7 +49,7 @@ def _borders(stop: str) -> list[int]:
 
 
 def _overlap(text: str, stop: str, borders: Sequence[int]) -> int:
-    """Return how many characters at the end of `text`, which lacks `stop`, begin `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`. `text` does not contain `stop`."""
     length = 0
     for character in text[max(0, len(text) - len(stop) + 1) :]:
         while length and character != stop[length]:

@@ -1,4 +1,5 @@
-"""Tickets: every request holds one, with caller and deadline, from its arrival to its end."""
+"""Tickets: a request has one, with caller and deadline, from its arrival to its end. They limit the number of
+requests."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-# Seconds between questions whether a request was cancelled. Triton takes about 0.1 ms to answer one, too long to ask at
-# each step.
+# Seconds between checks for cancelled requests. A check takes about 0.1 ms in Triton, too long for every step.
 CANCEL_INTERVAL = 0.05
 
 
 class Sink(Protocol):
-    """Receives one request's events. `fail` is called from several threads, and only the first call
-    counts; the rest is called on the worker's thread alone."""
+    """Receives one request's events. `fail` may be called from several threads, and only the first call counts. Other
+    methods are only called on the worker's thread."""
 
     def event(self, event: Event) -> None: ...
 
@@ -36,19 +36,19 @@ class Sink(Protocol):
 
 
 class Overloaded(CanvasError):
-    """The server cannot take the request now; nothing is wrong with it."""
+    """The server cannot accept the request now, although the request is valid."""
 
 
 class Busy(Overloaded):
-    """A limit on what waits was reached."""
+    """A limit on waiting requests was reached."""
 
 
 class Late(CanvasError):
-    """A request took longer than the operator allows."""
+    """The request took longer than the operator allows."""
 
 
 class Ticket:
-    """Counts one request, from before it is prepared until it has ended."""
+    """Counts one request, from before its preparation to its end."""
 
     def __init__(self, tickets: Tickets, owner: str, sink: Sink, begin: float) -> None:
         self.owner, self.sink, self.begin = owner, sink, begin
@@ -58,24 +58,24 @@ class Ticket:
         self._tickets = tickets
 
     def take_tokens(self, count: int) -> None:
-        """Count the tokens of a request that is prepared. Busy when there are too many."""
+        """Count the tokens of a prepared request. Raises Busy if all requests together have too many."""
         self._tickets.count_tokens(self, count)
 
     def check_late(self) -> None:
-        """Raise Late if the request's time is over."""
+        """Raise Late if the request's deadline has passed."""
         self._tickets.check_late(self.begin)
 
     def leave(self) -> None:
-        """Give the ticket back; once more does no harm."""
+        """Give the ticket back. May be called more than once."""
         self._tickets.remove(self)
 
 
 class Tickets:
-    """Everybody's tickets. May be used from several threads."""
+    """The tickets of all requests. Thread-safe."""
 
     def __init__(self, most: int, max_tokens: int | None, timeout: float | None) -> None:
-        """most: requests of all callers; one key may have half of them. max_tokens: of all requests
-        together, prompts and new ones. timeout: seconds that one request may take."""
+        """most: maximum number of requests; one key may have half of them. max_tokens: maximum tokens of all requests
+        together, prompts plus new tokens. timeout: maximum seconds per request."""
         self._most, self._max_tokens, self._timeout = most, max_tokens, timeout
         self._lock = threading.Lock()
         self._taken: dict[Ticket, None] = {}
@@ -86,7 +86,7 @@ class Tickets:
         return len(self._taken)
 
     def take(self, owner: str, sink: Sink, begin: float) -> Ticket:
-        """Return a ticket for a request that came at `begin`. Busy when too many are taken."""
+        """Return a ticket for a request that arrived at `begin`. Raises Busy if there are too many requests."""
         ticket = Ticket(self, owner, sink, begin)
         with self._lock:
             if len(self._taken) >= self._most:
@@ -98,9 +98,9 @@ class Tickets:
         return ticket
 
     def count_tokens(self, ticket: Ticket, count: int) -> None:
-        """Count a request's tokens. Busy when all of them together are too many."""
+        """Count a request's tokens. Raises Busy if all requests together have too many."""
         with self._lock:
-            # One request alone is let in, however long.
+            # A single request is admitted, however long it is.
             if self._max_tokens and self.tokens and self.tokens + count > self._max_tokens:
                 raise Busy(
                     f"requests with {self.tokens} tokens are waiting, of {self._max_tokens} at most",
@@ -127,7 +127,7 @@ class Tickets:
             return sum(each.owner == owner and each.worker is worker for each in self._taken)
 
     def check_late(self, begin: float, now: float | None = None) -> None:
-        """Raise Late for a request that came at `begin`, if its time is over."""
+        """Raise Late if the deadline of a request that arrived at `begin` has passed."""
         now = time.monotonic() if now is None else now
         if self._timeout is not None and now - begin > self._timeout:
             raise Late(
@@ -135,9 +135,9 @@ class Tickets:
             )
 
     def end_late(self) -> list[Ticket]:
-        """Fail the requests whose time is over, at whatever stage; return their tickets.
+        """Fail all requests whose deadline has passed, at any stage; return their tickets.
 
-        The code that holds such a request gives the ticket back.
+        The code that processes such a request gives the ticket back.
         """
         if self._timeout is None:
             return []
@@ -155,7 +155,7 @@ class Tickets:
 
 
 def fail(sink: Sink, error: BaseException) -> None:
-    """Fail one request; its errors must not reach the others."""
+    """Fail one request. Suppresses exceptions of the sink, so that other requests are not affected."""
     try:
         sink.fail(error)
     except Exception:
@@ -163,7 +163,7 @@ def fail(sink: Sink, error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Return Triton's code for an error, and a message with its hint."""
+    """Return Triton's code for an error, and the message with the hint."""
     if isinstance(error, EngineError):
         return "INTERNAL", error.message
     if isinstance(error, CanvasError):

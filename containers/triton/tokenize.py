@@ -1,4 +1,4 @@
-"""Encodes or decodes a prompt, without an answer."""
+"""Encodes or decodes a prompt without generating an answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OPTIONS = ("add_special_tokens", "add_generation_prompt", "spell")
 def tokenized(
     values: Mapping[str, Any], encoder: PromptEncoder, vocab_size: int, owner: str = ""
 ) -> Reply:
-    """Return the one reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
+    """Return the single reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
 
-    The text decodes the tokens, special ones included; `spell` adds every token's own text.
-    CanvasError names the wrong input.
+    The text includes special tokens. The option `spell` adds every token's text. Raises CanvasError, which names the
+    wrong input.
     """
     options = _options(values["tokenize"])
     ids = encoder.tokens(values, owner=owner, **{name: options[name] for name in _OPTIONS[:2]})

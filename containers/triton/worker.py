@@ -27,23 +27,24 @@ from canvasrt.runtime.request import Event, Finished, Request
 
 log = logging.getLogger(__name__)
 
-CANCEL_CHECKS = 16  # waiting requests that are asked about each time
-ADMITTED = 16  # requests that join between two steps: each may have a long prompt
-MAX_FAILURES = 3  # failed passes in a row, after each of which the probe fails, too
+CANCEL_CHECKS = 16  # waiting requests to check for cancellation per turn
+ADMITTED = (
+    16  # maximum number of requests to admit between two steps, since their prompts may be long
+)
+MAX_FAILURES = 3  # consecutive failed passes with failed probes
 IDLE_BEAT = 0.5  # seconds
 _STOPPING = ("the server is stopping", "send the request to another server")
 
 
 class Worker:
-    """Runs a generator in a thread of its own.
+    """Runs a generator on a separate thread.
 
-    `make` returns the generator. It is called again after a failed pass, whose requests all get an
-    EngineError. A probe, a short request of the worker's own, then says whether the engines work: if
-    they do, the failure is counted against the callers whose requests had just begun. `observe` is
-    called around each step, with the generator and the number of requests in flight; `beat` whenever there is progress, and now and then while idle.
+    `make` creates the generator. After a failed pass, all of its requests get an EngineError, and `make` is called
+    again. Then a probe, a short request of the worker, tests the engines. If they work, the failure is counted against
+    the callers whose requests had just begun. `observe` is called around every step with the generator and the number
+    of requests in flight; `beat` is called at all progress, and regularly while idle.
 
-    When no pass can succeed any more, every request is failed and refused, and `lost` is called
-    with the reason.
+    If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Worker:
         timeout: float | None = None,
         peers: Sequence[Worker] = (),
     ) -> None:
-        """max_tokens, timeout: see `Tickets`. peers: other workers, with the same tickets and counted failures. They get what
-        finds no place here."""
+        """max_tokens, timeout: see `Tickets`. peers: other workers, with which this one shares tickets and failure counts, and
+        which get requests that wait here."""
         first = peers[0] if peers else None
         own = Tickets(MAX_WAITING, max_tokens, timeout)
         self.tickets: Tickets = first.tickets if first else own
@@ -68,12 +69,12 @@ class Worker:
         self._observe = observe
         self._beat = beat
         self._lost = lost
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._refusal: Overloaded | None = None
         self._generator = make()
         self._arrived: queue.SimpleQueue[_Known | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
-        self._known: dict[int, _Known] = {}  # by id
+        self._known: dict[int, _Known] = {}  # by the request's id
         self._closing = False
         self._cancel_check = 0.0
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
@@ -81,7 +82,7 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """How many requests it has or will take."""
+        """Number of running and waiting requests."""
         return len(self._known) + self._arrived.qsize()
 
     @property
@@ -95,8 +96,8 @@ class Worker:
         return self.tickets.count_of(owner, self)
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
-        """Return a ticket for a request that came at `begin`, by default now: before it is prepared, if
-        that takes long. Overloaded when too many wait."""
+        """Return a ticket for a request that arrived at `begin`, by default now. Call it before slow preparation.
+        Raises Overloaded if too many requests wait."""
         if self._refusal is not None:
             raise self._refusal
         if self._limiter.refuses(owner):
@@ -106,9 +107,8 @@ class Worker:
         return self.tickets.take(owner, sink, time.monotonic() if begin is None else begin)
 
     def submit(self, request: Request, ticket: Ticket) -> None:
-        """Queue a request. Its ticket is returned when it ends. Raises
-        Overloaded and returns the ticket if it is not queued. The sink gets the error of a request
-        that cannot run."""
+        """Queue a request. Its ticket is given back at its end. If it cannot be queued, gives the ticket back and
+        raises Overloaded. If the request can never run, its sink gets the error."""
         try:
             ticket.check_late()
             self._generator.check(request)
@@ -128,12 +128,12 @@ class Worker:
     def _queue(self, known: _Known) -> None:
         known.ticket.worker = self
         self._arrived.put(known)
-        # The worker may have stopped since the ticket was taken; nobody would answer.
+        # The worker may have stopped since the ticket was taken. Then the request must be failed here.
         if self._refusal is not None or self._closing:
             self._fail_arrived(self._refusal or Overloaded(*_STOPPING))
 
     def close(self) -> None:
-        """Fail the requests that are still running, and end the thread."""
+        """Fail the remaining requests, and end the thread."""
         self._closing = True
         self._arrived.put(None)
         self._thread.join()
@@ -141,7 +141,7 @@ class Worker:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # nobody would answer what waits
+        except BaseException as error:  # otherwise waiting requests would get no answer
             log.exception("the worker failed")
             self._give_up(_engine_error(error))
 
@@ -150,7 +150,7 @@ class Worker:
             self._admit()
             self._hand_over()
             self._beat()
-            self._report()  # before a caller can hear of a request that is not counted yet
+            self._report()  # update metrics before a caller gets a reply
             self._drop_cancelled()
             idle = self._generator.idle
             try:
@@ -177,7 +177,7 @@ class Worker:
                 log.exception("cannot update the metrics")
 
     def _admit(self) -> None:
-        """Admit some of the requests that have arrived; wait for one when idle."""
+        """Admit some of the arrived requests. When idle, wait for one."""
         wait, left = self._generator.idle, ADMITTED
         while left and not self._closing and (wait or not self._arrived.empty()):
             self._beat()
@@ -219,7 +219,7 @@ class Worker:
             return
         self._cancel_check = now + CANCEL_INTERVAL
         self._drop_late()
-        # Waiting requests cost nothing, so only some are checked per turn.
+        # Waiting requests use no resources, so only some are checked per turn.
         running = self._generator.running
         waiting = [id for id in self._sinks if id not in running]
         begin = self._next_check % max(1, len(waiting))
@@ -245,7 +245,7 @@ class Worker:
             return
         try:
             sink.event(event)
-        except Exception:  # nobody takes its events any more
+        except Exception:  # the sink does not accept events any more
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
 
@@ -254,7 +254,7 @@ class Worker:
             self._known.pop(id).ticket.leave()
 
     def _restart(self, error: EngineError) -> None:
-        """Take a new generator after a failed pass, or give up."""
+        """Create a new generator after a failed pass, or give up."""
         self._generator.model.counters.failed_passes += 1
         self._failures += 1
         if self._failures >= MAX_FAILURES and not error.fatal:
@@ -280,7 +280,7 @@ class Worker:
             self._beat()
 
     def _take_untouched(self) -> list[_Known]:
-        """Remove and return the generator's requests that were in no pass yet."""
+        """Remove and return the generator's requests that were in no pass so far."""
         running = self._generator.running
         untouched = [
             id
@@ -292,8 +292,8 @@ class Worker:
         return [self._known.pop(id) for id in untouched]
 
     def _replace_generator(self, suspects: list[_Known]) -> None:
-        """Take a new generator. If the engines work in it, count the failure against the callers whose
-        requests had just begun."""
+        """Create a new generator. If the engines work, count the failure against the callers whose requests had just
+        begun."""
         self._generator.abandon()
         self._generator = self._make()
         if self._probe():
@@ -305,13 +305,13 @@ class Worker:
             self._generator = self._make()
 
     def _probe(self) -> bool:
-        """Return whether the engines can run a short request of the server's own."""
+        """Return whether the engines can run the probe."""
         try:
             self._generator.probe()
         except Exception as error:
             if isinstance(error, EngineError) and error.fatal:
                 raise
-            log.exception("the probe failed, too")
+            log.exception("the probe also failed")
             return False
         return True
 
@@ -342,7 +342,7 @@ class Worker:
 
 @dataclass
 class _Known:
-    """A request that is prepared. `begun`: whether it has had an event."""
+    """A prepared request. `begun`: whether it had an event."""
 
     request: Request
     ticket: Ticket
@@ -360,7 +360,7 @@ def _refused() -> Busy:
 
 
 def _engine_error(error: BaseException) -> EngineError:
-    """Return the error of a pass as one of the engines: its requests were checked beforehand."""
+    """Convert a pass's error to an EngineError, since requests were checked before."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, CanvasError):

@@ -1,4 +1,4 @@
-"""One queue for the workers of several GPUs."""
+"""Distributes requests over the workers of several GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Observe = Callable[[Sequence[Generator], int], None]
 
 
 class Workers:
-    """Gives each request to a worker. Callers' limits are those of all together.
+    """Submits each request to a worker. Callers' limits apply to all workers together.
 
-    Of workers with a free place, the one with the fewest requests gets it. Else it waits where fewest of its caller's are:
-    callers are spread evenly, so that turns which are fair on each GPU are fair on all. A worker hands what waits to one that
-    has a place by then; a request that has begun stays.
+    Of workers with a free place, the one with the fewest requests gets it. Otherwise it waits where fewest of its caller's
+    requests are: turns that are fair on each GPU are then fair on all. A worker hands requests that wait to one with a free
+    place; a request that has begun stays.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Workers:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """makes: the generators of each GPU. observe, beat: as a worker's, of all generators; a beat is that of the worker
-        that has been silent longest. lost, max_tokens, timeout: a worker's."""
+        """makes: the `make` of every GPU's worker. observe: called with all generators. beat: called with the time of
+        the oldest of the workers' last beats. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
         self._beats = [time.monotonic()] * len(makes)

@@ -1,1 +1,1 @@
-"""Quantization: calibration, low-precision formats, and the forms in which TensorRT keeps them."""
+"""Quantization: calibration, low-precision formats, and their forms in graphs."""

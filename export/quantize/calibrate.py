@@ -1,7 +1,7 @@
-"""Calibration: the model generates from real prompts, and the largest activations are observed.
+"""Calibration: the model generates from real prompts while the largest activations are recorded.
 
-Prefill, commits and denoising at every noise level run as in use, with self-conditioning and the runtime's own
-generator. The network runs a layer at a time, so memory depends neither on the model's depth nor on the number of prompts.
+Prefill, commits and denoising at every noise level run as in serving, with self-conditioning and the runtime's
+generator. The network runs layer by layer, so memory depends neither on the model's depth nor on the number of prompts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Calibration:
-    """The observed maxima and routing.
+    """The result of a calibration: maxima of activations, and routing.
 
     Attributes:
-        amax: the largest magnitude of each weight's input, by the weight's global name. The experts
-            of a layer share one.
-        cache: the same for cached values, by `layers.<i>.key` and `layers.<i>.value`; empty without
-            an FP8 cache.
-        routed: per layer, the tokens given to each expert.
-        steps: denoising passes at each step of the schedule, from the first, noisiest one on.
-        prompts: how many there were; sha256: of their file.
+        amax: by a weight's global name, the largest magnitude of its input. The experts of a layer share one value.
+        cache: the same for cached numbers, by `layers.<i>.key` and `layers.<i>.value`; empty without an FP8 cache.
+        routed: by layer, the number of tokens per expert.
+        steps: number of denoising passes by step of the schedule, starting with the first, noisiest step.
+        prompts: number of prompts. sha256: their file's.
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -45,7 +43,7 @@ class Calibration:
 
     @property
     def idle_experts(self) -> dict[int, list[int]]:
-        """The experts that got no token, by layer."""
+        """By layer, the experts to which no token was routed."""
         idle = {
             layer: [expert for expert, count in enumerate(counts) if not count]
             for layer, counts in self.routed.items()
@@ -68,9 +66,9 @@ class Calibration:
 def calibrate(
     weights: WeightSource, recipe: Recipe, prompts: CalibrationPrompts, room: Path
 ) -> Calibration:
-    """Generate from `prompts` and observe the inputs of the recipe's weights. Products are computed in fp32.
+    """Generate from `prompts` and record the inputs of the recipe's weights. Products are computed in fp32.
 
-    room: a folder that keeps what an interrupted calibration has done.
+    room: a folder for the progress of an interrupted calibration.
 
     Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, and for weights
     and activations that are not finite, by name.
@@ -82,7 +80,7 @@ def calibrate(
     formats = recipe.formats(config)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
     work = prompts.check()
-    # It has what the generator asks of a `Model`, for requests without pictures.
+    # Implements what the generator needs of a `Model`, for requests without images.
     saved = SavedSweeps(room / "sweeps", device_here())
     network: Any = StreamedNetwork(weights, work.together, saved)
     steps = _generate(network, prompts, work)
@@ -100,18 +98,18 @@ def calibrate(
 
 
 def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[int]:
-    """Run all prompts, `work.together` at a time; return the passes at each step of the schedule."""
+    """Run all prompts, `work.together` at a time. Return the number of passes by step of the schedule."""
     generator = Generator(network, work.together)
     steps: list[int] = []
     waiting = iter(prompts)
-    left: dict[int, int] = {}  # passes of the running requests, if none stops early
+    left: dict[int, int] = {}  # remaining passes of the running requests if none stops early
     done = 0
     while True:
         while len(left) < generator.max_batch and (request := next(waiting, None)) is not None:
             left[generator.add(request)] = most_passes(request, generator.model.config)
         if not left:
             return steps
-        # Repeated sweeps take no time: the time left would be too short if they counted.
+        # Repeated sweeps take no time, so counting them would make the estimate too short.
         if not network.is_repeating:
             report("calibrating", done, work.passes)
         for event in generator.step():

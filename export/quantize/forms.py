@@ -1,4 +1,5 @@
-"""Writes quantized weights into an exported graph, in the forms that TensorRT keeps packed during the product.
+"""Rewrites weights in an exported graph to quantized forms that TensorRT multiplies without dequantizing them in
+memory.
 
 Each `weight → Transpose → MatMul` becomes the following, with T the graph's dtype, and scales in float32 if not in T:
 
@@ -63,16 +64,14 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
-    """Rewrite `model` in place with the quantized forms of its weights; `forms` has them by
-    initializer name.
+    """Rewrite `model` in place to quantized weights. `forms` are the forms by initializer name.
 
     A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and, if the
-    form has them, `w.block_scales` and `w.factor`. They have no data yet: see `stored`. If several
-    weights of one format share an input, it is quantized once, by the first one's `input_scale`.
-    Raises `CanvasError` for a name that is not the weight of a single matrix product, and for
-    another shape.
+    form has them, `w.block_scales` and `w.factor`. They have no data; see `stored_parts`. If several weights of one
+    format share an input, it is quantized once, with the first weight's `input_scale`.
+    Raises `CanvasError` for a name that is not the weight of exactly one matrix product, and for a wrong shape.
 
-    A table that keeps its rows in 16 bits stays, and its products multiply by `projection` instead.
+    A table with 16-bit rows is kept for lookups; its products use `projection` instead.
     """
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
@@ -87,11 +86,11 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
 
 
 def quantize_cache(model: ir.Model) -> list[str]:
-    """Rewrite a body graph in place so that cached keys and values are E4M3, in and out. Return
-    their scales' names.
+    """Rewrite a body graph in place so that cached keys and values are E4M3, as inputs and outputs. Return the scales'
+    names.
 
-    For the layer at place k in this graph, `layers.<k>.attention.key_scale` and `value_scale` are
-    new initializers without data. A call attends to its own keys and values unrounded.
+    For layer k of this graph, `layers.<k>.attention.key_scale` and `value_scale` are new initializers without data. A
+    call's own keys and values are not rounded in its attention.
     """
     graph = model.graph
     layers = [
@@ -108,7 +107,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
 
 
 def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
-    """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
+    """Yield the parts of a quantized weight `name` in a rewritten graph, to be written as external data."""
     format = FORMATS[packed.format]
     block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT32
     name = PROJECTION if name == TABLE and format.projects else name
@@ -137,8 +136,8 @@ def quantized_items(
     pack: Callable[[ItemT], Packed],
     cache_scales: Mapping[str, float] | None = None,
 ) -> Iterator[ItemT | Stored]:
-    """Rewrite `model` when the first item is taken; yield its weights to write, with the parts of quantized ones in their
-    place.
+    """Rewrite `model` when iteration starts. Yield the weights to write, in which quantized weights are replaced by
+    their parts.
 
     Args:
         forms: by initializer name.
@@ -153,7 +152,7 @@ def quantized_items(
         if item.name not in forms:
             yield item
             continue
-        if item.name in model.graph.initializers:  # the table, whose rows stay
+        if item.name in model.graph.initializers:  # the table's rows are kept
             yield item
         packed = pack(item)
         if packed.form != forms[item.name]:
@@ -174,8 +173,8 @@ def quantize_file(
     """Quantize the graph file `source` to `out`, with its weights next to it under the suffix `.bin`; arguments as in
     `quantized_items`.
 
-    Weights in a file of their own, which other graphs share, stay there unless they are quantized: the
-    caller links that file. Quantized ones get a file of the same name next to `out`.
+    Weights in separate files, which graphs share, are not copied unless they are quantized; the caller links these
+    files. Quantized weights get a file of the same name next to `out`.
     """
     model, items, apart = graph_items(source)
     written = quantized_items(model, items, forms, lambda item: pack(item.name), cache_scales)
@@ -183,9 +182,9 @@ def quantize_file(
 
 
 def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
-    """Load a graph. Return it, its weights in file order, and the files of those that it shares with other graphs.
+    """Load a graph. Return it, its weights in file order, and the files of weights that it shares with other graphs.
 
-    If it has weights in files, numbers inside the graph are constants, and stay there.
+    If weights are in files, initializers inside the graph are constants, and stay there.
     """
     model = ir.load(source)
     own = source.with_suffix(".bin").name
@@ -197,7 +196,7 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
 
 
 def _place(value: ir.Value) -> tuple[str, int]:
-    """Return where an initializer is: its file, empty for the graph's, and its offset."""
+    """Return an initializer's location: file (empty for the graph itself) and offset."""
     tensor = value.const_value
     return str(getattr(tensor, "location", "")), int(getattr(tensor, "offset", 0) or 0)
 
@@ -210,7 +209,7 @@ class _Product(Quantized):
         self.node = self._find()
 
     def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
-        """Replace the product by the quantized form. `inputs` caches inputs that are quantized already."""
+        """Replace the product by the quantized form. `inputs` caches inputs that are already quantized."""
         x = self.node.inputs[0]
         assert x is not None
         rank = len(self.form.shape)
@@ -271,7 +270,7 @@ class _Product(Quantized):
             return self._add("DequantizeLinear", [values, scale], "weight", output_dtype=wide)
         blocks = (*rows, last // self.form.block)
         if block_scales is None:
-            # In any other dtype, TensorRT would write out the whole widened weight.
+            # In any other dtype, TensorRT would write the whole dequantized weight to memory.
             scales = self._initializer(BLOCK_SCALES, self.dtype, blocks)
             each = {"axis": -1, "block_size": self.form.block}
             return self._add("DequantizeLinear", [values, scales], "weight", **each)
@@ -281,8 +280,7 @@ class _Product(Quantized):
         return self._widen(values, scales, "weight")
 
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-        """Cast to the graph's dtype: TensorRT dequantizes E2M1 to float32 only, and the cast costs
-        nothing."""
+        """Cast to the graph's dtype. TensorRT only dequantizes E2M1 to float32; the cast is free."""
         wide = self._add(
             "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=self.form.block
         )
@@ -293,8 +291,8 @@ class _Product(Quantized):
     def _scale_outputs(self, product: ir.Value, old: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Multiply by the scales per output. Return the result, and the value that it replaces.
 
-        Scales inside the DequantizeLinear would make TensorRT write the product in float32. A reshape to heads moves before the
-        multiplication: between multiplication and norm, it would keep them from becoming one kernel.
+        With scales inside the DequantizeLinear, TensorRT would write the product in float32. A reshape to heads is
+        moved before the multiplication, because between multiplication and norm it would prevent fusion.
         """
         scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
         where, users = self.node, old.consumers()
@@ -342,7 +340,7 @@ class _Product(Quantized):
 
 
 def _last_size(node: ir.Node) -> int | None:
-    """Return the last size that a Reshape gives, if it is a constant; None for other nodes."""
+    """Return the last size of a Reshape's result if it is constant; None for other nodes."""
     shape = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] else None
     last = shape.inputs[-1] if shape is not None and shape.op_type == "Concat" else None
     size = None if last is None else ir.convenience.get_const_tensor(last)
@@ -358,7 +356,7 @@ def _is_plain_gemm(node: ir.Node) -> bool:
 
 
 def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
-    """Turn the graph's input `name` into E4M3, and let its readers read the dequantized form."""
+    """Change the graph's input `name` to E4M3, and connect its readers to the dequantized value."""
     value = next(each for each in graph.inputs if each.name == name)
     assert value.dtype is not None
     node = ir.node(
@@ -372,7 +370,7 @@ def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
 
 
 def _write_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
-    """Turn the graph's output `name` into E4M3."""
+    """Change the graph's output `name` to E4M3."""
     index, value = next((i, v) for i, v in enumerate(graph.outputs) if v.name == name)
     node = ir.node(
         "QuantizeLinear", [value, scale], {"output_dtype": int(FLOAT8)}, name=f"{name}/bits"

@@ -1,7 +1,7 @@
 """The network with the weights of one layer in memory at a time.
 
-All requests' tokens run through a layer before the next layer is read: one sweep over the weights is one pass of every
-request.
+The tokens of all requests run through a layer before the next layer is read. So one sweep over the weights is one pass
+of every request.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import segments
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# Tokens that run through a layer together: enough to give every expert many, in a few hundred MB at most.
+# Tokens that run through a layer together: enough for many tokens per expert, in at most a few hundred MB.
 _TOGETHER = 4096
 
 
 class StreamedNetwork:
-    """The model that `canvasrt.runtime.generator` needs. Observes its activations.
+    """A model for `canvasrt.runtime.generator` that records activations.
 
-    Encoding waits for the next denoising step, so that one sweep does both.
+    Encoding is delayed until the next denoising step, so that one sweep does both.
     """
 
-    quantum = sys.maxsize  # no request makes room for another before its end
+    quantum = sys.maxsize  # requests are never parked
 
     def __init__(self, weights: WeightSource, max_batch: int, saved: SavedSweeps) -> None:
         self.config, self.sampler = weights.config, weights.sampler
@@ -61,13 +61,12 @@ class StreamedNetwork:
         )
         self._encoding: list[Call] = []
         self._saved = saved
-        # The outputs of every sweep so far, except the hidden states; those of an earlier start are
-        # included.
+        # The outputs of all sweeps so far, including those of an earlier start, without hidden states.
         self._outputs: list[list[dict[str, Tensor]]] = []
         self._earlier: list[Any] = saved.state.get("outputs", [])
         self._rows: dict[int, CachedRow] = {}
         self._started = 0
-        self._changed: set[int] = set()  # rows, since the last save
+        self._changed: set[int] = set()  # rows that changed since the last save
 
     @property
     def canvas_length(self) -> int:
@@ -75,11 +74,11 @@ class StreamedNetwork:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the next sweep is one that an earlier start has done."""
+        """Whether an earlier start has already done the next sweep."""
         return self.sweeps < len(self._earlier)
 
     def check_canvas(self, length: int) -> None:
-        """Accept any canvas: nothing here depends on its length."""
+        """Accept any canvas length."""
 
     def new_row(self) -> CachedRow:
         """Return the empty state of a new request."""
@@ -96,7 +95,7 @@ class StreamedNetwork:
         del self._rows[row.number]
 
     def first_hidden(self, canvas: np.ndarray) -> Tensor:
-        """Return the hidden states `[canvas, D]` of a block's first canvas, before any signal."""
+        """Return the hidden states `[canvas, D]` of a block's first canvas, without self-conditioning."""
         return rms_norm(self._embed(canvas), self.config.rms_norm_eps)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
@@ -110,12 +109,12 @@ class StreamedNetwork:
     def denoise_each(
         self, inputs: Iterable[DenoiseInput], count: int
     ) -> Generator[DenoiseOutput, None, None]:
-        """Run one step of each of `count` requests; yield the outputs in order."""
+        """Run one step of `count` requests; yield the outputs in order."""
         yield from self.denoise(list(inputs))
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Encode all waiting tokens and run one step of each request, in one sweep. A sweep that an earlier start saved is not
-        run again."""
+        """Encode all waiting tokens and run one step of every request, in one sweep. If an earlier start saved this
+        sweep, return its outputs."""
         if self.is_repeating:
             outputs = self._again()
         else:
@@ -143,7 +142,8 @@ class StreamedNetwork:
         return outputs
 
     def _again(self) -> list[DenoiseOutput]:
-        """Return an earlier start's outputs. The last ones also restore the state that the next sweep needs."""
+        """Return an earlier start's outputs. The last of these sweeps also restores the state that the next sweep
+        needs."""
         found = [
             {name: each.numpy() for name, each in output.items()}
             for output in self._earlier[self.sweeps]
@@ -177,7 +177,7 @@ class StreamedNetwork:
         return self._weights.embeddings(tokens) * self.config.hidden_size**0.5
 
     def _run_layer(self, segment: Any, calls: Sequence[Call]) -> None:
-        """Run one layer over calls side by side: only attention tells them apart."""
+        """Run one layer over concatenated calls, which only attention distinguishes."""
         lengths = [each.length for each in calls]
         x = torch.cat([each.hidden for each in calls], 1).to(self._device)
         causal = torch.cat([torch.full((each.length,), each.is_causal) for each in calls])
@@ -199,12 +199,12 @@ class StreamedNetwork:
 
 
 def device_here() -> str:
-    """Return the kind of device that networks run on here."""
+    """Return the device on which networks run: `cuda` or `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:
-    """Cut the calls into groups of about `_TOGETHER` tokens, in order."""
+    """Divide the calls, in order, into groups of about `_TOGETHER` tokens."""
     group: list[Call] = []
     for call in calls:
         if group and sum(each.length for each in group) + call.length > _TOGETHER:

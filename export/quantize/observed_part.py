@@ -1,7 +1,7 @@
-"""Layers and the head in float32, which observe the inputs of their products with weights.
+"""Layers and the head in float32, which record the inputs of their products with weights.
 
-The modules are those that graphs are traced from, with two exceptions: experts run one after another, and attention runs one
-request after another.
+The modules are the ones that are traced to graphs, with two exceptions: experts run one after another, and attention
+runs one request after another.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from canvasrt.export.moe import Experts
 from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import SegmentModule
 
-# Rows of the table in float32 at a time.
+# Rows of the table to hold in float32 at a time.
 _ROWS = 16_384
 
 
 @dataclass
 class Observed:
-    """The largest magnitudes so far, by weight (of its input) and by `layers.<i>.key` or `.value` (of cached numbers),
-    and the tokens given to each expert, by layer."""
+    """The records so far: largest magnitudes of inputs by weight, and of cached numbers by `layers.<i>.key` or
+    `.value`; and by layer, the number of tokens per expert."""
 
     amax: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor] = field(default_factory=dict)
 
     def note(self, name: str, x: Tensor) -> None:
-        """Note a tensor's largest magnitude; a NaN stays."""
+        """Record a tensor's largest magnitude; NaN is kept."""
         least, most = torch.aminmax(x)
         largest = torch.maximum(-least, most)
         before = self.amax.get(name)
         self.amax[name] = largest if before is None else torch.maximum(before, largest)
 
     def check(self) -> None:
-        """Raise CanvasError if something was not finite."""
+        """Raise CanvasError if a recorded magnitude is not finite."""
         values = torch.stack(list(self.amax.values()))
         if torch.isfinite(values).all():
             return
@@ -65,7 +65,8 @@ class CachedRow:
 
 @dataclass
 class Call:
-    """The tokens of one request in a sweep, from position `start` on. `hidden` `[1, L, D]` goes from layer to layer."""
+    """The tokens of one request in a sweep, from position `start` on. `hidden` `[1, L, D]` is updated by every
+    layer."""
 
     row: CachedRow
     start: int
@@ -78,7 +79,7 @@ class Call:
 
 
 class ObservedPart:
-    """A layer or the head. Its weights are in memory from one `load` to the next one of any part."""
+    """A layer or the head. Its weights stay in memory until `load` of any part is called."""
 
     def __init__(self, part: SegmentModule, observed: Observed) -> None:
         self.module: Any = part.module
@@ -104,14 +105,14 @@ class ObservedPart:
             layer.attention = _RowsApart(part.module, part.layers[0], observed)
 
     def bytes(self, weights: WeightSource) -> int:
-        """The bytes of its weights in memory."""
+        """The bytes of the weights in memory."""
         shapes = ((name, shape) for name, (_, _, shape) in self._weights.items())
         return sum(
             _padded(shape.numel() * self._dtype(name, weights).itemsize) for name, shape in shapes
         )
 
     def load(self, weights: WeightSource, room: Tensor, check: bool) -> None:
-        """Read the weights into `room`. With `check`, raise CanvasError for one that is not finite, by its name."""
+        """Read the weights into the buffer `room`. With `check`, raise CanvasError for a weight that is not finite."""
         begin = 0
         for name, (module, own, shape) in self._weights.items():
             dtype = self._dtype(name, weights)
@@ -126,12 +127,13 @@ class ObservedPart:
             module._parameters[own] = nn.Parameter(place.view(shape), requires_grad=False)
 
     def _dtype(self, name: str, weights: WeightSource) -> torch.dtype:
-        """Experts and the table stay as they are stored, and are widened a piece at a time."""
+        """Return a weight's dtype in memory: experts and the table keep the stored dtype, and are converted piece by
+        piece."""
         return weights.dtype if name.endswith((GATE_UP, DOWN, TABLE)) else torch.float32
 
 
 class PiecewiseHead(Head):
-    """The head over a table in any dtype, which is widened some rows at a time."""
+    """The head over a table in any dtype. Some rows at a time are converted to float32."""
 
     def project(self, x: Tensor) -> Tensor:
         parts = self.table.split(_ROWS)
@@ -195,7 +197,7 @@ class _RowsApart(nn.Module):
     def forward(
         self, x: Tensor, calls: Sequence[Call], mask: None, key: None, value: None
     ) -> tuple[Tensor, None, None]:
-        """Map `x` `[1, T, D]`, the tokens of `calls` in turn, to attended `[1, T, D]`."""
+        """Map `x` `[1, T, D]`, the concatenated tokens of `calls`, to the attention's output `[1, T, D]`."""
         parts = x.split([each.length for each in calls], 1)
         attended = [self._attend(part, call) for part, call in zip(parts, calls, strict=True)]
         return torch.cat(attended, 1), None, None
@@ -203,7 +205,7 @@ class _RowsApart(nn.Module):
     def _attend(self, x: Tensor, call: Call) -> Tensor:
         keys, values = (each.to(x.device) for each in call.row.caches[self._index])
         known = torch.arange(call.start - keys.shape[2], call.start)[None]
-        if not keys.shape[2]:  # attention in primitives needs a past, if only an empty one
+        if not keys.shape[2]:  # attention in primitives needs a past, which may be empty
             keys, values = (
                 each.new_zeros(*each.shape[:2], 1, each.shape[3]) for each in (keys, values)
             )
@@ -223,7 +225,7 @@ class _RowsApart(nn.Module):
         return out
 
     def _kept(self, past: Tensor, new: Tensor, known: Tensor) -> Tensor:
-        """Return the past and the new numbers, cut to those that a later token sees."""
+        """Return the past and the new numbers, without those that no later token attends to."""
         joined = torch.cat([past, new], 2)[:, :, int((known < 0).sum()) :]
         if self._window is not None:
             joined = joined[:, :, -(self._window - 1) :]
@@ -241,5 +243,5 @@ def _note_output(
 
 
 def _padded(size: int) -> int:
-    """Return a size in bytes such that what follows is aligned."""
+    """Round a size in bytes up, so that the next tensor is aligned."""
     return -(-size // 64) * 64

@@ -1,4 +1,4 @@
-"""A quantized weight: its form in the graph, and its numbers."""
+"""A quantized weight: its form in a graph, and its numbers."""
 
 from __future__ import annotations
 

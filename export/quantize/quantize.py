@@ -1,4 +1,4 @@
-"""Quantizes weights by a recipe on their way into graphs: from a checkpoint, or from a bundle of plain graphs."""
+"""Quantizes weights by a recipe while graphs are written, from a checkpoint or from a bundle of plain graphs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from canvasrt.types import Json
 
 CALIBRATION_FILE = "calibration.json"
 PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir")
-# Rows of a matrix in float32 at a time.
+# Rows of a matrix to hold in float32 at a time.
 _ROWS = 16_384
 
 
@@ -77,7 +77,7 @@ class Quantizer:
         return {"calibration": sha256} if sha256 else {}
 
     def options(self, base: str) -> Json:
-        """Return the quantization's part of the manifest's options; `base` is the plain precision."""
+        """Return the quantization's part of the manifest's options. `base` is the precision of unquantized weights."""
         return {
             "precision": self._recipe.precision,
             "base_precision": base,
@@ -85,21 +85,21 @@ class Quantizer:
         }
 
     def formats(self, part: Part) -> dict[str, str]:
-        """Return the format of each weight that is quantized in a graph, by global name."""
+        """Return the formats of weights that are quantized in a graph, by global name."""
         return {name: self._choices[name].format for name in self._local(part)}
 
     def changes(self, part: Part) -> bool:
-        """Return whether a graph has anything to quantize."""
+        """Return whether any weight or cache of a graph is quantized."""
         return bool(self._local(part) or self._cache_scales(part))
 
     def holds_table(self) -> bool:
-        """Return whether the table's rows are quantized, and not only its products."""
+        """Return whether the table itself is quantized, and not only its products."""
         return TABLE in self._choices and FORMATS[self._choices[TABLE].format].of_table
 
     def rewrite(
         self, part: Part, model: ir.Model, items: Iterable[Weight | Stored]
     ) -> Iterator[Weight | Stored]:
-        """Put the quantized forms into a graph; yield its weights to write, each quantized when it is its turn."""
+        """Rewrite a graph to the quantized forms. Yield the weights to write, which are quantized one after another."""
         names = {local: name for name, local in self._local(part).items()}
         stored = model.graph.initializers
         dtype = torch.bfloat16 if _narrow(stored) else torch.float32
@@ -117,7 +117,7 @@ class Quantizer:
         )
 
     def write_calibration(self, folder: Path) -> None:
-        """Write what the calibration observed."""
+        """Write the calibration's results."""
         text = json.dumps(self._calibration.to_json(), indent=2) + "\n"
         (folder / CALIBRATION_FILE).write_text(text, encoding="utf-8")
 
@@ -167,9 +167,9 @@ def quantize_graphs(
 
     Args:
         graphs: a bundle that `canvasrt export` wrote, bf16 for GPUs, or fp32.
-        recipe: one of canvasrt's by name, a file, or a loaded one.
+        recipe: the name of one of canvasrt's, a file, or a loaded recipe.
         calibration_file: prompts as JSONL; by default those that come with canvasrt.
-        calibration: an earlier result, to skip the run. Recipes that only quantize weights need none.
+        calibration: an earlier result, which replaces the run. Recipes that only quantize weights need none.
 
     Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
     if `out` is not empty. What an interrupted call has done stays in the cache, and another one goes on from there.
@@ -201,7 +201,8 @@ def quantize_graphs(
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization and all that decides it, to find what an interrupted one has done."""
+    """Return the kind of a quantization and all inputs that determine it, by which an interrupted one is found
+    again."""
     made_from = {
         **source,
         "recipe": recipe.to_json(),
@@ -212,7 +213,7 @@ def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) ->
 
 
 def read_calibration(bundle: Bundle) -> dict[str, Any]:
-    """Return the observations of a quantized bundle's calibration: `Calibration.to_json`."""
+    """Return the calibration results of a quantized bundle, as in `Calibration.to_json`."""
     return json.loads(bundle.file(CALIBRATION_FILE).read_text(encoding="utf-8"))
 
 
@@ -249,8 +250,8 @@ class _Entry(NamedTuple):
 
 
 def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
-    """Write every file of the bundle except its manifest: graphs with quantized weights anew, the
-    rest as links."""
+    """Write every file of the bundle except the manifest. Graphs with quantized weights are new files; others are
+    links."""
     files = graphs.manifest.files
     changed = [entry for entry in graphs.manifest.segments if quantizer.changes(_Entry.of(entry))]
     data = {str(Path(entry["file"]).with_suffix(".bin")) for entry in changed}
@@ -274,7 +275,7 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
 
 
 def counted(items: Iterable[ItemT], advance: Callable[[int], None]) -> Iterator[ItemT]:
-    """Yield weights; `advance` gets the number of elements of each that has been written."""
+    """Yield weights. After a weight was written, call `advance` with its number of elements."""
     for item in items:
         yield item
         advance(math.prod(item.shape))
@@ -285,7 +286,8 @@ def _narrow(stored: Mapping[str, ir.Value]) -> bool:
 
 
 def _matrices(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
-    """Yield one expert's matrix `[out, in]` at a time, or some rows of another weight, in float32."""
+    """Yield a weight in float32 in pieces: one expert's matrix `[out, in]`, or some rows of another weight, at a
+    time."""
     *_, width = shape = item.shape
     size = width * (shape[-2] if len(shape) == 3 else min(shape[0], _ROWS))
     rest = np.empty(0, np.float32)
@@ -301,7 +303,7 @@ def _matrices(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]
 def _wide(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
     """Yield a weight's numbers, rounded to `dtype`, in float32."""
     if isinstance(item, Weight):
-        for part in item.read(dtype, check=True):
+        for part in item.read(dtype):
             yield part.to(torch.float32).numpy().reshape(-1)
         return
     for piece in item.read():

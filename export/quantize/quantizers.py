@@ -21,7 +21,7 @@ from canvasrt.graphs.lowbits import Bytes, Floats
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The search for a block's scale starts at this share of its largest magnitude; smaller shares never won.
+# The search for a block's scale starts at this share of its largest magnitude. Smaller shares were never the best.
 _LEAST_REACH = 0.7
 
 
@@ -85,7 +85,7 @@ def quantize_weight(
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
-    # A power of two and bfloat16 factors: nothing is lost, whatever the product's dtype.
+    # A power of two and bfloat16 factors lose no bits in any dtype of the product.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = (scales / scale).reshape(len(quantized), 1, -1)
     return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)
@@ -94,9 +94,10 @@ def quantize_weight(
 def quantize_in_parts(
     parts: Callable[[], Iterable[np.ndarray]], format: str, input_amax: float, name: str
 ) -> Packed:
-    """Quantize a matrix too large for memory, with one scale that reaches its largest number.
+    """Quantize a matrix that does not fit in memory, with one scale that covers its largest number.
 
-    parts: returns the rows in order, float32 `[…, in]`, and is called twice. The rest is as in `quantize_weight`.
+    parts: returns the rows in order, float32 `[…, in]`; it is called twice. Other arguments are as in
+    `quantize_weight`.
     """
     amax = max(float(np.abs(part).max()) for part in parts())
     scale = np.float32(max(amax, 2.0**-60) / FORMATS[format].largest)
@@ -110,7 +111,7 @@ def quantize_in_parts(
 
 
 def _input_scale(format: str, amax: float | None, name: str) -> np.float32:
-    """Return the scale of a product's input. Raises CanvasError if it was never seen, or is not finite."""
+    """Return the scale of a product's input. Raises CanvasError if no input was recorded, or if it is not finite."""
     if amax is None or not (math.isfinite(amax) and amax > 0):
         raise CanvasError(
             f"{name}: its input's largest magnitude is {amax}", "calibrate with more prompts"

@@ -1,1 +1,1 @@
-"""Answers that a program can use: probabilities of labels, constrained text, scores."""
+"""Structured answers: probabilities of labels, and text under a grammar or with gaps to fill."""

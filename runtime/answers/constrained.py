@@ -1,4 +1,4 @@
-"""Generation under a grammar: every canvas is the likeliest string that the grammar allows."""
+"""Generation under a grammar: in every step, a beam search finds a likely string that the grammar allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from canvasrt.runtime.request_state import RequestState
 
 log = logging.getLogger(__name__)
 
-# Searches run on threads of their own, so that one request's grammar does not delay another's step.
+# Searches run on separate threads, so that one request's grammar does not delay other requests' steps.
 _SEARCHERS = ThreadPoolExecutor(2, "canvasrt-grammar")
 
 
@@ -31,11 +31,15 @@ _SEARCHERS = ThreadPoolExecutor(2, "canvasrt-grammar")
 class ConstrainedRequest(Request):
     """A request whose answer follows a grammar.
 
-    start: the grammar's first state. end: the token that ends the answer.
+    start: the grammar's initial state. end: the token that ends the answer.
     """
 
     start: GrammarState
     end: int
+
+    def check(self, model: Model) -> None:
+        super().check(model)
+        _ = model.host_head  # of which bundles of early versions have no weights
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
@@ -49,8 +53,8 @@ class ConstrainedState(RequestState):
         super().__init__(id, request, model, added)
         self._end, self._state = request.end, request.start
         self._near = near(request.start)
-        self._found: Found | None = None  # the string of the last step
-        # An entropy of 0 means that the grammar leaves no choice.
+        self._found: Found | None = None  # the last step's string
+        # An entropy of 0 means that the grammar allows only one token.
         self._early = EarlyStopping(request.params, when_certain=True)
 
     def collect(self) -> list[Event]:
@@ -61,7 +65,7 @@ class ConstrainedState(RequestState):
             result = job.result()
         except CanvasError:
             return self._give_up("grammar")
-        except BaseException:  # a failed search must not fail the pass, which other requests share
+        except BaseException:  # raising would fail every request of the generator
             log.exception("a search failed")
             return self._give_up("grammar")
         if result is None:
@@ -84,13 +88,14 @@ class ConstrainedState(RequestState):
         return canvas
 
     def _sample(self, output: DenoiseOutput) -> None:
-        """Start the step's search; `collect` takes its result."""
+        """Start the step's search. `collect` continues with its result."""
         assert output.hidden is not None
         self.job_began = time.monotonic()
         self.job = _SEARCHERS.submit(self._search, output.hidden)
 
     def _search(self, hidden: np.ndarray) -> tuple[Found, DenoiseOutput] | None:
-        """Run the sampler over what the grammar allows. None if no answer ends within the budget."""
+        """Search the best string and run the sampler over the tokens that the grammar allows. None if no answer fits
+        the budget."""
         head, config, params = self._model.host_head, self._model.config, self._params
         length, pad = len(hidden), config.pad_token_id
         logits = biased(head.logits(hidden), params)
@@ -129,6 +134,6 @@ class ConstrainedState(RequestState):
         return self._commit_block(block, canvas)
 
     def _give_up(self, reason: FinishReason) -> list[Event]:
-        """End the request without a whole answer."""
+        """End the request without a complete answer."""
         block = Block(self.id, len(self._steps), self._step, [], reason)
         return self._commit_block(block, np.empty(0, np.int64))

@@ -1,4 +1,4 @@
-"""Decisions: one or a few denoising steps over a template give the probabilities of labels."""
+"""Decisions: the probabilities of labels, from one or a few denoising steps over a template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fork:
-    """A place where labels differ: their common prefix, and the tokens that may follow it."""
+    """A node of the labels' prefix tree: a common prefix, and the tokens that may follow it."""
 
     prefix: TokenIds
     children: TokenIds  # ascending
@@ -31,7 +31,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of one question as tokens: distinct, and all of one length."""
+    """The labels of one question as distinct token sequences of equal length."""
 
     tokens: tuple[TokenIds, ...]
 
@@ -41,7 +41,7 @@ class Labels:
 
     @cached_property
     def forks(self) -> tuple[Fork, ...]:
-        """Every fork of the tree of labels, the shallowest first."""
+        """The forks of the labels' prefix tree, shallowest first."""
         followers: dict[TokenIds, set[int]] = {}
         for label in self.tokens:
             for depth, token in enumerate(label):
@@ -54,14 +54,14 @@ class Labels:
         return tuple(sorted(found, key=lambda fork: (len(fork.prefix), fork.prefix)))
 
     def allowed(self, prefix: TokenIds, offset: int) -> TokenIds:
-        """Return the tokens at `offset` of the labels with this prefix, ascending."""
+        """Return the tokens, ascending, that labels with this prefix have at `offset`."""
         fitting = (label for label in self.tokens if label[: len(prefix)] == prefix)
         return tuple(sorted({label[offset] for label in fitting}))
 
     def log_probabilities(self, forks: Sequence[np.ndarray]) -> np.ndarray:
         """Return the labels' log-probabilities `[labels]` by the chain rule.
 
-        forks: per fork, in order, the log-probabilities of its children.
+        forks: the log-probabilities of every fork's children, in the order of `self.forks`.
         """
         total = np.zeros(len(self.tokens))
         for number, label in enumerate(self.tokens):
@@ -74,7 +74,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Blank:
-    """The place of one question's labels on a canvas."""
+    """The positions of one question's label on a canvas."""
 
     question: int
     begin: int
@@ -90,14 +90,15 @@ class Template:
 
     @property
     def rounds(self) -> int:
-        """The passes per draw and step: as many as the largest tree of labels has forks."""
+        """Number of rounds: the largest number of forks in a blank's labels. Every round is a pass per sample and
+        step."""
         return max(len(blank.labels.forks) for blank in self.blanks)
 
 
 def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
-    """Pad labels to one length: if their lengths differ, every label ends with `end`, then `filler`.
+    """Pad labels to equal length. If their lengths differ, append `end` to every label, then `filler`.
 
-    CanvasError, which names `path`, for an empty label or two labels with the same tokens.
+    Raises CanvasError, which names `path`, for an empty label or two labels with the same tokens.
     """
     seen: dict[TokenIds, int] = {}
     for number, label in enumerate(map(tuple, labels)):
@@ -121,8 +122,8 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 class DecisionRequest(Request):
     """A prompt, and the templates whose labels are read after it.
 
-    samples: draws of noise; each reads every template. params: its seed, its temperatures, its
-    entropy bound and, as `max_denoising_steps`, how many steps lead to the labels.
+    samples: number of noise samples; every sample reads all templates. params: of these, the seed, the temperatures,
+    the entropy bound and `max_denoising_steps`, the number of steps per read, apply.
     """
 
     templates: tuple[Template, ...]
@@ -142,7 +143,7 @@ class DecisionRequest(Request):
         self.check_prompt(config, max_context, room, f"a canvas of {room}")
 
     def check_limits(self, max_steps: int | None, max_passes: int | None) -> None:
-        """Raise CanvasError for more steps or passes than an operator allows; None is no limit."""
+        """Raise CanvasError for more steps or passes than the operator allows. None is no limit."""
         steps = self.params.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"steps is {steps}", f"this server allows {max_steps}")
@@ -163,20 +164,20 @@ class DecisionResult(Result):
 
 
 class DecisionState(RequestState):
-    """The state of one such request between passes.
+    """The state of one decision request between passes.
 
-    Every question is read at its first fork in the first round, at its second fork in the second,
-    and so on, with the fork's prefix in place. Other positions of the blanks hold noise.
+    Round n reads the n-th fork of every question, with the fork's prefix on the canvas. The blanks' other positions
+    hold noise.
     """
 
     shows_drafts = False
 
     def __init__(self, id: int, request: DecisionRequest, model: Model, added: float) -> None:
-        # Every canvas takes all its steps.
+        # Canvases never stop early.
         request = replace(request, params=replace(request.params, early_stop=False))
         super().__init__(id, request, model, added)
         self._request = request
-        # The draw, the template and the round of every canvas.
+        # The sample, template and round of every canvas.
         self._canvases = [
             (draw, template, round)
             for draw, template in product(range(request.samples), request.templates)
@@ -185,7 +186,7 @@ class DecisionState(RequestState):
         self._logs: dict[tuple[int, int, int], np.ndarray] = {}
 
     def result(self, reason: FinishReason) -> DecisionResult:
-        """Return the result so far: no probabilities before the end."""
+        """Return the result so far. It has no probabilities before the end."""
         common = vars(super().result(reason)) | {"steps": [sum(self._steps) + self._step]}
         return DecisionResult(**common, draws=self._draws() if reason == "stop" else [])
 
@@ -207,8 +208,8 @@ class DecisionState(RequestState):
         return canvas
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        # All templates and rounds of a draw share their noise, so an answer does not depend on the
-        # questions on other canvases.
+        # All templates and rounds of a sample share their noise, so an answer does not depend on questions on other
+        # canvases.
         draw, template, _ = self._canvases[len(self._steps)]
         length, size = len(template.tokens), self._model.config.vocab_size
         return step_noise(self._params.seed, draw, step, length, size)

@@ -33,19 +33,20 @@ LIMITS = {
     "max_lexer_states": 50_000,
 }
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
-MAX_PATTERNS = 8192  # bytes of all regular expressions in a schema: their cost is quadratic
-MAX_PATTERN_KEYS = 64  # of all `patternProperties`, since each one excludes the others
-# The largest least common multiple of all `multipleOf`, without decimal points: the automaton has that many states.
+MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; the cost is quadratic
+MAX_PATTERN_KEYS = 64  # number of `patternProperties`, each of which excludes the others
+# Limit on the least common multiple of all `multipleOf`, without decimal points. The automaton has this number of
+# states.
 MAX_MULTIPLE = 10_000
-# The most tokens of a grammar's shortest answer. A longer one cannot be told from one without an
-# end.
+# Maximum tokens of a grammar's shortest answer. Longer ones cannot be distinguished from grammars without a finite
+# answer.
 MAX_SHORTEST = 2048
 # CPU seconds to find the shortest answer of a grammar, and to search one canvas.
 MAX_SECONDS, SEARCH_SECONDS = 1.0, 5.0
 
 
 class Vocabulary:
-    """The tokens' bytes for llguidance. Building a large one takes seconds, during which no other thread runs."""
+    """The tokens' bytes for llguidance. Building a large vocabulary takes seconds and holds the interpreter's lock."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Vocabulary:
         ends: tuple[int, ...],
         control: frozenset[int] = frozenset(),
     ) -> None:
-        """`control` are the special tokens that grammars may have."""
+        """`control` are the special tokens that grammars may contain."""
         llguidance = require("llguidance", "serve")
         if not ends:
             raise CanvasError(
@@ -68,20 +69,20 @@ class Vocabulary:
         wrapped = _Wrapped(ends[0], names, self.special, tokenizer)
         inner = llguidance.TokenizerWrapper(wrapped)
         self.tokenizer = llguidance.LLTokenizer(inner, n_vocab=size)
-        # Searching all tokens for a way to end an answer would take milliseconds per token.
+        # The few tokens that `shortest` tries: searching all tokens would take milliseconds per token.
         self._spelling = spelling_of(
             [b"" if token in ends else text for token, text in enumerate(found)]
         )
         self._allow(control)
 
     def with_control(self, control: frozenset[int]) -> Vocabulary:
-        """Return the same tokens for grammars that may have these special ones."""
+        """Return the same vocabulary for grammars that may contain these special tokens."""
         other = copy.copy(self)
         other._allow(control)
         return other
 
     def _allow(self, control: frozenset[int]) -> None:
-        # A grammar's strings never match special tokens; `<[id]>` does.
+        # In a grammar, only `<[id]>` matches a special token; strings never do.
         self.masked = [token for token in self.special if token not in control]
         self.spelling = self._spelling.with_special(control.difference(self.ends))
 
@@ -104,16 +105,16 @@ class SlowGrammarError(CanvasError):
 
 
 class Allowance:
-    """A limit on the CPU time of the thread that creates it, unless `stopped` ends it earlier.
+    """A limit on the CPU time of the thread that creates it. `stopped` ends it early.
 
-    It does not count waiting, so a busy machine refuses no more than an idle one.
+    Waiting does not count, so a busy machine refuses no more grammars than an idle one.
     """
 
     def __init__(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
         self._end, self._seconds, self._stopped = time.thread_time() + seconds, seconds, stopped
 
     def check(self) -> None:
-        """Raise SlowGrammarError once it is used up."""
+        """Raise SlowGrammarError if the CPU time is used up."""
         if self._stopped() or time.thread_time() > self._end:
             raise SlowGrammarError(
                 f"its shortest answer was not found within {self._seconds:g} s", "simplify it"
@@ -121,10 +122,10 @@ class Allowance:
 
 
 class GrammarState:
-    """A place in a grammar. Immutable: `advanced` returns another one."""
+    """A parser state of a grammar. Immutable: `advanced` returns a new state."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
-        """least: the tokens of the shortest answer, for the first state of a grammar."""
+        """least: number of tokens of the shortest answer; only known for a grammar's initial state."""
         self._matcher, self._vocabulary, self.least = matcher, vocabulary, least
         self._allowed: np.ndarray | None = None
 
@@ -134,7 +135,8 @@ class GrammarState:
         return bool(self._matcher.is_accepting())
 
     def allowed(self) -> np.ndarray:
-        """Return the tokens that may follow, int64, without the end. CanvasError past a limit."""
+        """Return the tokens that may follow, int64, without the token that ends the answer. Raises CanvasError if
+        llguidance exceeds a limit."""
         if self._allowed is None:
             self._allowed = self._compute_allowed()
         return self._allowed
@@ -151,11 +153,11 @@ class GrammarState:
         return np.flatnonzero(mask)
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow."""
+        """Return the tokens that the grammar requires next, as far as there is no choice."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
     def advanced(self, token: int) -> GrammarState:
-        """Return the state after a token that is allowed."""
+        """Return the state after an allowed token."""
         matcher = self._matcher.deep_copy()
         matcher.consume_token(int(token))
         following = GrammarState(matcher, self._vocabulary)
@@ -171,21 +173,23 @@ class GrammarState:
         return bool(matcher.is_accepting())
 
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
-        """Return at most that many tokens after which the answer may end; None if the search fails.
+        """Return at most `most` tokens after which the answer may end; None if the search finds none.
 
-        It is not always the shortest ending: the search tries a few tokens only, those that close
-        something first, then the least used. SlowGrammarError if that takes too long.
+        The ending may not be the shortest: the search only tries a few tokens, first closing ones, then the least
+        used. Raises SlowGrammarError if it takes too long.
         """
-        wrong: dict[tuple[int, ...], set[int]] = {}  # tokens that lead nowhere, by what precedes
+        wrong: dict[
+            tuple[int, ...], set[int]
+        ] = {}  # tokens that led to dead ends, by the tokens before them
         while True:
             path: list[int] = []
-            chosen: list[int] = []  # places of the path where there was a choice
+            chosen: list[int] = []  # indices in `path` where other tokens were possible
             try:
                 return self._spelled(path, chosen, wrong, most, allowance)
             except SlowGrammarError:
                 raise
             except CanvasError:
-                # The vocabulary may be unable to spell what must follow a choice.
+                # The vocabulary may lack tokens for what must follow. Backtrack to the last choice.
                 if not chosen:
                     raise
                 wrong.setdefault(tuple(path[: chosen[-1]]), set()).add(path[chosen[-1]])
@@ -198,7 +202,7 @@ class GrammarState:
         most: int,
         allowance: Allowance,
     ) -> list[int] | None:
-        """Return `path`, extended to an end, and note in `chosen` where other tokens could follow."""
+        """Extend `path` to an ending and return it. Add the indices of free choices to `chosen`."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         speller = Speller(self._vocabulary.spelling)
@@ -216,8 +220,7 @@ class GrammarState:
                 continue
             if len(path) >= most:
                 return None
-            # Asks about one token at a time: for some grammars, computing all allowed tokens takes
-            # 30 ms.
+            # Tests single tokens, because computing all allowed tokens takes 30 ms for some grammars.
             bad = wrong.get(tuple(path), set())
             token = speller.next(partial(_follows, matcher, bad))
             if token is None:
@@ -243,9 +246,10 @@ def _follows(matcher: Any, bad: Collection[int], token: int) -> bool:
 
 
 def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> GrammarState:
-    """Return the first state of a grammar: `{"type": …}` with `schema`, `regex` or `grammar`.
+    """Return the initial state of a grammar: `{"type": …}` with `schema`, `regex` or `grammar`.
 
-    CanvasError, which names `path`, for one that is wrong, too large, unsatisfiable or endless.
+    Raises CanvasError, which names `path`, for a grammar that is wrong, too large, unsatisfiable or without finite
+    answers.
     """
     llguidance = require("llguidance", "serve")
     path, source = check_grammar(spec, path)
@@ -283,14 +287,14 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
 
 
 def check_grammar(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
-    """Return a grammar's own path and text or schema. CanvasError for one of the wrong form or size,
-    which nothing needs to compile."""
+    """Return the path of a grammar's content, and the content: text or schema. Raises CanvasError if form or size is
+    wrong; does not compile."""
     kind = spec.get("type")
     if kind not in GRAMMAR_TYPES:
         raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
     path, source = _source(spec, path)
     _check_size(source, path, kind)
-    # What it is rewritten to has the same limit.
+    # The rewritten grammar has the same limit.
     if kind == "json_schema":
         source = without_unique(source, path)
     elif kind == "grammar":
@@ -309,7 +313,7 @@ def _check_size(source: Any, path: str, kind: str) -> None:
 
 
 def _check_schemas(source: Any, path: str) -> None:
-    """Raise CanvasError for many patterns and large divisors, which take llguidance long even in a short schema."""
+    """Raise CanvasError for many patterns or large divisors, which are slow to compile even in a short schema."""
     patterns = keys = 0
     multiple = 1
     left: list[Any] = [source] if isinstance(source, dict) else _schemas_in(source)
@@ -339,7 +343,7 @@ def _check_schemas(source: Any, path: str) -> None:
 
 
 def _schemas_in(text: str) -> list[Any]:
-    """Return the JSON schemas in a Lark grammar; llguidance names those that cannot be read."""
+    """Return the JSON schemas in a Lark grammar. Skips unreadable ones, which llguidance reports."""
     found, decoder = [], json.JSONDecoder()
     for match in re.finditer(r"%json\s*", text):
         with contextlib.suppress(ValueError, RecursionError):
@@ -348,7 +352,7 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point; 1 for anything else, which llguidance refuses."""
+    """Return a number without its decimal point; 1 for other values, which llguidance refuses."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()
@@ -358,7 +362,7 @@ def _divisor(value: Any) -> int:
 
 
 def _source(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
-    """Return the grammar's own path and text or schema."""
+    """Return the path of a grammar's content, and the content: text or schema."""
     kind = spec["type"]
     if kind == "json_object":
         return path, {"type": "object"}

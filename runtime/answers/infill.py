@@ -24,14 +24,14 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 MAX_VARIANTS = 16
-_DIGITS = 4  # the most digits of a gap's length
+_DIGITS = 4  # maximum digits of a gap's length
 _GAP_LENGTH = 2 * _DIGITS + 3  # characters
 _GAP = re.compile(r"\{(\d+)(?:-(\d+))?\}")
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A place to fill, of `least` to `most` tokens."""
+    """A gap of `least` to `most` tokens."""
 
     least: int
     most: int
@@ -64,20 +64,20 @@ def read_gaps(text: str) -> list[str | Gap]:
 
 
 def default_prompt(text: str) -> str:
-    """Return the prompt for a caller who sends only a text with gaps."""
+    """Return the default prompt for a text with gaps."""
     return "Fill in the gaps: " + _GAP.sub("____", text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfillRequest(Request):
-    """A prompt, and the canvases to fill: one per combination of the gaps' lengths.
+    """A prompt, and the canvases to fill: one per combination of gap lengths.
 
-    canvases: tokens, with −1 in the gaps. words: the tokens that may stand in a gap, int64.
+    canvases: tokens, with −1 in the gaps. words: the tokens that gaps may contain, int64.
     """
 
     canvases: tuple[tuple[int, ...], ...]
     words: np.ndarray
-    end: int  # the last of these tokens ends the text
+    end: int  # the last token ends the text
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
@@ -92,12 +92,10 @@ def infill_request(
     tokenizer: Tokenizer,
     pictures: Sequence[Picture] = (),
 ) -> InfillRequest:
-    """Return the request that fills the gaps in `text`. CanvasError if it does not fit a canvas."""
+    """Return the request that fills the gaps in `text`. Raises CanvasError if the text does not fit a canvas."""
     most = model.canvas_length * (tokenizer.longest_token + _GAP_LENGTH)
     if len(text) > most:
-        raise CanvasError(
-            f"infill has {len(text)} characters", f"no canvas has room for more than {most}"
-        )
+        raise CanvasError(f"infill has {len(text)} characters", f"no canvas holds more than {most}")
     parts = [
         part if isinstance(part, Gap) else tokenizer.encode_text(part) for part in read_gaps(text)
     ]
@@ -109,8 +107,8 @@ def infill_request(
     ways = math.prod(gap.most - gap.least + 1 for gap in gaps)
     if ways > MAX_VARIANTS:
         raise CanvasError(
-            f"infill leaves {ways} ways to choose the gaps' lengths",
-            f"narrow the ranges to at most {MAX_VARIANTS} ways",
+            f"infill has {ways} combinations of gap lengths",
+            f"narrow the ranges to at most {MAX_VARIANTS} combinations",
         )
     end = config.eos_token_ids[-1]
     canvases = []
@@ -129,7 +127,7 @@ def infill_request(
 
 @lru_cache(maxsize=2)
 def _words(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> np.ndarray:
-    """Return the tokens that may stand in a gap. For 262,144 tokens, that takes half a second."""
+    """Return the tokens that gaps may contain. This takes half a second for 262,144 tokens."""
     words = [token for token in range(size) if tokenizer.token_bytes(token) and token not in ends]
     found = np.array(words, np.int64)
     found.flags.writeable = False
@@ -137,7 +135,7 @@ def _words(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> np.ndarray
 
 
 def _check_length(tokens: int, room: int) -> None:
-    """Raise CanvasError if the text with its gaps does not fit a canvas of `room` positions."""
+    """Raise CanvasError if the text with its longest gaps exceeds a canvas of `room` positions."""
     if tokens + 1 > room:
         raise CanvasError(
             f"infill has {tokens} tokens",
@@ -147,14 +145,14 @@ def _check_length(tokens: int, room: int) -> None:
 
 @dataclass(frozen=True)
 class InfillResult(Result):
-    """The filled text's tokens, and each gap's; `logprob` is the gaps' mean log-probability."""
+    """The tokens of the filled text and of every gap. `logprob` is the mean log-probability of the gaps' tokens."""
 
     gaps: list[list[int]] = field(default_factory=list)
     logprob: float = 0.0
 
 
 def filled(result: InfillResult, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a result for the caller: the whole text, the gaps' texts, and the score."""
+    """Return a result as JSON: the whole text, the gaps' texts, and the score."""
     return {
         "text": tokenizer.decode(result.token_ids, False),
         "gaps": [tokenizer.decode(gap, False) for gap in result.gaps],
@@ -163,8 +161,8 @@ def filled(result: InfillResult, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class InfillState(RequestState):
-    """The state of one infill between passes. Canvases are filled one after another, and the one
-    whose gaps are likeliest per token is kept."""
+    """The state of one infill request between passes. It fills one canvas after another, and keeps the one with the
+    highest mean log-probability in its gaps."""
 
     shows_drafts = False
 
@@ -194,7 +192,7 @@ class InfillState(RequestState):
 
     @property
     def _gaps(self) -> np.ndarray:
-        """The places to fill, int64."""
+        """The positions to fill, int64."""
         return np.flatnonzero(np.array(self._canvases[len(self._done)]) < 0)
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:
@@ -206,7 +204,7 @@ class InfillState(RequestState):
     def _sample(self, output: DenoiseOutput) -> DenoiseOutput:
         step = super()._sample(output)
         assert step is not None
-        # Only the gaps count: the other positions are pinned, and their entropy is 0.
+        # Only the gaps count. Other positions are pinned, so their entropy is 0.
         return replace(step, entropy=step.entropy[self._gaps])
 
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Lays questions out: the prompt that asks them, and the canvases of their answers."""
+"""Lays out questions: builds their prompt and the templates of their answers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ LAYOUTS = ("letters", "bare")
 _ASK = "Answer each with one letter."
 _FIELDS = ("questions", "samples", "steps", "layout", "temperatures")
 _COLDEST, _HOTTEST = 0.01, 100.0
-_SMALLEST = 32  # positions of a canvas; a smaller one would save nothing
+_SMALLEST = 32  # minimum positions of a canvas; fewer would save nothing
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Questions, and how to read them. `letters` lists all questions with lettered options in the
-    prompt and reads several letters from one canvas. `bare` leaves the prompt unchanged and reads
-    whole options, one canvas per question. `temperatures` by type of question divide the
-    log-probabilities of options; 1 leaves them alone."""
+    """Questions, and how to read their answers.
+
+    The layout `letters` lists all questions with lettered options in the prompt, and reads several letters from one
+    canvas. `bare` leaves the prompt unchanged, and reads whole options from one canvas per question. `temperatures`,
+    by type of question, divide the log-probabilities of options."""
 
     questions: tuple[Question, ...]
     samples: int = 1
@@ -40,7 +41,7 @@ class Ask:
 
     @classmethod
     def from_json(cls, data: Any) -> Ask:
-        """Read the fields of a request. CanvasError names the path of the mistake."""
+        """Read the fields of a request. Raises CanvasError, which names the wrong field's path."""
         if not isinstance(data, Mapping):
             raise CanvasError("questions is not an object", "give a list as its field questions")
         for name in data:
@@ -64,8 +65,8 @@ class Ask:
         seed: int,
         pictures: Sequence[Picture] = (),
     ) -> DecisionRequest:
-        """Return the request that answers the questions about a chat with these images. CanvasError
-        if some label or template does not fit."""
+        """Return the request that answers the questions about a chat with these images. Raises CanvasError if a label
+        or template does not fit a canvas."""
         make = _letters if self.layout == "letters" else _bare
         templates = make(self.questions, model, tokenizer)
         chat = messages if self.layout == "bare" else with_questions(messages, self.questions)
@@ -78,7 +79,7 @@ class Ask:
         return DecisionRequest(ids, params, pictures, templates=templates, samples=self.samples)
 
     def answers(self, draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-        """Return every question's answer, in order, from probabilities `[samples, options]` each."""
+        """Return the questions' answers in order. Every result has probabilities `[samples, options]`."""
         return [
             question.answer(tempered(each, self.temperatures.get(question.type, 1.0)))
             for question, each in zip(self.questions, draws, strict=True)
@@ -86,7 +87,7 @@ class Ask:
 
 
 def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -> list[Message]:
-    """Return the chat with the questions appended to its last user message, or as a new one."""
+    """Append the questions to the chat's last user message, or add one with them."""
     text = "\n".join([_ASK, *(_asked(n, q) for n, q in enumerate(questions, 1))])
     *before, last = messages
     if last["role"] != "user":
@@ -95,7 +96,7 @@ def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -
 
 
 def _followed(content: Any, text: str) -> Any:
-    """Return a message's content with `text` at its end, after an empty line."""
+    """Return a message's content with `text` appended after an empty line."""
     if isinstance(content, str):
         return f"{content}\n\n{text}"
     *parts, last = content
@@ -131,7 +132,7 @@ def _asked(number: int, question: Question) -> str:
 
 
 def letters(count: int) -> list[str]:
-    """Return the names of `count` options: A to Z, or AA, AB, … when there are more."""
+    """Return the letters of `count` options: A to Z, or AA, AB, … for more than 26."""
     alphabet = string.ascii_uppercase
     if count <= len(alphabet):
         return list(alphabet[:count])
@@ -141,7 +142,7 @@ def letters(count: int) -> list[str]:
 def _letters(
     questions: Sequence[Question], model: Model, tokenizer: Tokenizer
 ) -> tuple[Template, ...]:
-    """Return canvases with a line per question: numbered if one canvas then holds all of them."""
+    """Return templates with a line per question. Lines are numbered if one canvas can hold all of them."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     newline = tuple(tokenizer.encode_text("\n"))
     _check_distinct(questions, tokenizer)
@@ -169,13 +170,13 @@ def _letters(
 def _bare(
     questions: Sequence[Question], model: Model, tokenizer: Tokenizer
 ) -> tuple[Template, ...]:
-    """Return a canvas per question, on which one of its options is the whole answer."""
+    """Return a template per question. The whole answer on it is one option."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     made = []
     for number, question in enumerate(questions):
         texts = [tokenizer.encode_text(option.text) for option in question.options]
         labels = labels_of(texts, end, filler, question.options_path)
-        # Labels of different lengths include the token that ends the answer.
+        # Labels of different lengths already include the token that ends the answer.
         last = (end,) if len({len(text) for text in texts}) == 1 else ()
         size = labels.width + len(last)
         if size > model.canvas_length:
@@ -188,16 +189,16 @@ def _bare(
 
 
 def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None:
-    """Refuse options that the model cannot tell apart when it reads them."""
+    """Raise CanvasError for options whose tokens are equal or empty."""
     for question in questions:
         texts = [tokenizer.encode_text(option.text) for option in question.options]
         labels_of(texts, -1, -1, question.options_path)
 
 
 def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
-    """Return the token that ends an answer: the one that closes a turn, if the model has it.
+    """Return the token that ends an answer: preferably the one that closes a turn.
 
-    CanvasError for a model without either.
+    Raises CanvasError if the model has no token that ends an answer.
     """
     ids = model.config.eos_token_ids
     turn = [] if tokenizer is None else tokenizer.encode("<turn|>", False)
@@ -214,7 +215,7 @@ def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
 def _packed(
     pieces: Sequence[tuple[tuple[int, ...], Labels]], gap: int, room: int
 ) -> list[list[int]]:
-    """Group questions, in order, into canvases of `room` tokens, one of which ends the answer."""
+    """Group questions, in order, into canvases of `room` tokens. One of these tokens ends the answer."""
     groups: list[list[int]] = []
     used = room
     for number, (lead, labels) in enumerate(pieces):
@@ -239,7 +240,7 @@ def _template(
     filler: int,
     model: Model,
 ) -> Template:
-    """Return the canvas of some questions: number, lead and labels of each."""
+    """Return the template of questions, given as number, text before the label, and labels."""
     tokens: list[int] = []
     blanks = []
     for question, lead, labels in parts:

@@ -35,19 +35,19 @@ class Option:
 
 @dataclass(frozen=True)
 class Question:
-    """One question. The options of a predicate are yes and no, those of a score are its levels."""
+    """One question. A predicate's options are yes and no; a score's options are its levels."""
 
     type: str
     instructions: str
     options: tuple[Option, ...]
     name: str | None = None
-    options_path: str = ""  # their path in the request, for messages
+    options_path: str = ""  # the options' path in the request, for messages
 
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
-        """Return the answer as OpenAI's API shows it, from probabilities `[samples, options]`.
+        """Return the answer in the form of OpenAI's API, from probabilities `[samples, options]`.
 
-        Every probability is the mean over the draws. `standard_error` belongs to the number next to
-        it; it is null for a single draw.
+        Probabilities are means over the samples. `standard_error` is that of the number beside it; null for a single
+        sample.
         """
         mean = draws.mean(axis=0)
         best = int(mean.argmax())
@@ -71,7 +71,7 @@ class Question:
 
 
 def read_questions(data: Any) -> list[Question]:
-    """Return the questions in a JSON list. CanvasError names the path of a wrong one."""
+    """Parse a JSON list of questions. Raises CanvasError, which names the wrong question's path."""
     if not isinstance(data, list) or not data:
         raise CanvasError(
             "questions is not a list, or is empty", f"give 1 to {MAX_QUESTIONS} questions"
@@ -126,7 +126,7 @@ def _option(data: Any, key: str, path: str) -> Option:
 
 
 def text_of(content: Any, path: str) -> str:
-    """Return the text of a string, or of a list of text and JSON parts. CanvasError for others."""
+    """Return the text of a string, or of a list of text and JSON parts. Raises CanvasError for anything else."""
     if isinstance(content, str) and content.strip():
         return content
     if isinstance(content, list) and content:
@@ -143,21 +143,21 @@ def _part(part: Any, path: str) -> str:
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if kind in ("input_image", "image_url"):
-        raise CanvasError(f"{path} is an image, and only input takes them", "send text")
+        raise CanvasError(f"{path} is an image; only input may have images", "send text")
     raise CanvasError(f"{path} is not a part of a text", "give input_text or input_json")
 
 
 def _error(draws: np.ndarray) -> float | None:
-    """Return the standard error of the draws' mean."""
+    """Return the standard error of the mean over the samples."""
     count = len(draws)
     return None if count < 2 else float(draws.std(ddof=1) / count**0.5)
 
 
 def tempered(draws: np.ndarray, temperature: float) -> np.ndarray:
-    """Return probabilities `[..., options]` with their logarithms divided by a temperature."""
+    """Apply a temperature to probabilities `[..., options]`: divide their logarithms, and normalize."""
     if temperature == 1:
         return draws
-    # A probability of zero stays zero.
+    # Probabilities of zero stay zero.
     with np.errstate(divide="ignore"):
         logs = np.log(draws) / temperature
     shares = np.exp(logs - logs.max(axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What llguidance does not read, in terms that it does: GBNF, and arrays of unique elements."""
+"""Rewrites what llguidance does not support: GBNF, and arrays of unique elements."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-MAX_ARRAYS, MAX_BYTES = 400, 32_768  # that one `uniqueItems` may stand for
+# Arrays that one `uniqueItems` may expand to, and their bytes of JSON.
+MAX_ARRAYS, MAX_BYTES = 400, 32_768
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
 _ABOUT = ("title", "description", "default", "examples")
 
 
 def lark_of(text: str, path: str) -> str:
-    """Return a grammar in Lark; one in GBNF, whose rules are `name ::= …`, is translated. CanvasError for one that cannot
-    be."""
+    """Return a grammar in Lark. GBNF, whose rules are `name ::= …`, is translated; raises CanvasError if that fails."""
     if "::=" not in text:
         return text
-    from llguidance.gbnf_to_lark import any_to_lark  # only servers have it
+    from llguidance.gbnf_to_lark import any_to_lark  # installed with the extra `serve` only
 
     try:
         return any_to_lark(text)
-    except Exception as error:  # of many types, such as IndexError and RecursionError
+    except (
+        Exception
+    ) as error:  # the parser raises many types, such as IndexError and RecursionError
         raise CanvasError(f"{path} is not a grammar: {error}"[:300], "correct it") from None
 
 
 def without_unique(schema: Any, path: str, root: Any = None, names: bool = False) -> Any:
-    """Return a schema that lists all arrays of every `uniqueItems`. names: the keys are those of properties or
-    definitions.
+    """Return a schema in which every `uniqueItems` is replaced by an enum of all possible arrays.
 
-    CanvasError, which begins with `path`, where they are not a few values.
+    names: the keys of `schema` are names of properties or definitions, not keywords. Raises CanvasError, whose
+    message begins with `path`, if the possible arrays are too many or unknown.
     """
     root = schema if root is None else root
     if isinstance(schema, list):
@@ -72,7 +74,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
     least, most = schema.get("minItems", 0), schema.get("maxItems", len(values))
     if not (isinstance(least, int) and isinstance(most, int)):
         raise CanvasError(f"{path} has minItems or maxItems that is no whole number", "correct it")
-    # More values than that are too many even in arrays of one, and their permutations take long to count.
+    # So many values are too many even in arrays of one element; counting their permutations would be slow.
     few = values[: MAX_ARRAYS + 1]
     sizes = range(max(least, 0), min(most, len(few)) + 1)
     count = sum(math.perm(len(few), size) for size in sizes)

@@ -10,17 +10,16 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import Allowance, GrammarState, SlowGrammarError
 
 BEAM, CHOICES = 4, 4
-_TOP = 64  # candidates of a position that are looked at before all others
-# Only this close to the budget's end does the search check that the answer can still end.
+_TOP = 64  # most likely tokens of a position, which are tried first
+# The search only checks that the answer can still end when so few tokens are left: at least _NEAR, at most _FARTHEST.
 _NEAR, _FARTHEST = 32, 192
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best string: its tokens, the allowed tokens at each place, and the grammar's state after
-    it.
+    """The best string: its tokens, the allowed tokens at every position, and the grammar's state after it.
 
-    `ended`: the string ends the answer with its last token. Padding is not part of it.
+    `ended`: the last token ends the answer. Padding is not included.
     """
 
     tokens: list[int]
@@ -34,13 +33,15 @@ class _Path:
     score: float
     tokens: tuple[int, ...]
     states: tuple[GrammarState, ...]
-    close: tuple[int, ...] | None = None  # tokens that end the answer, once the search checks that
+    close: tuple[int, ...] | None = (
+        None  # tokens that would end the answer; only known near the budget's end
+    )
     ended: bool = False
 
 
 def near(start: GrammarState) -> int:
-    """Return how many tokens before the budget's end the search begins to check that the answer can
-    end: twice the length of the shortest answer from `start`, the grammar's first state."""
+    """Return the number of remaining tokens from which on the search checks that the answer can end: twice the length
+    of the shortest answer, within limits. `start` is the grammar's initial state."""
     return min(_FARTHEST, max(_NEAR, 2 * start.least))
 
 
@@ -57,12 +58,12 @@ def search(
     """Return the best string of at most `length` tokens, by beam search from left to right.
 
     Args:
-        scores: log-probabilities `[canvas, V]` of every token at every place.
-        room: the tokens left for the answer, including the one that ends it.
-        near: from how many left tokens on the search checks that the answer can still end.
-        end, pad: the token that ends the answer, and the one after it.
+        scores: log-probabilities `[canvas, V]` of every token at every position.
+        room: the number of tokens left for the answer, including the one that ends it.
+        near: with at most so many tokens left, check that the answer can still end.
+        end, pad: the token that ends the answer, and the padding token.
 
-    Returns None if the answer cannot end within `room`. SlowGrammarError when the allowance is used up.
+    Returns None if the answer cannot end within `room`. Raises SlowGrammarError when the allowance is used up.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
     paths = [_Path(0.0, (), (start,), _close(start, (), room, near, allowance))]
@@ -85,7 +86,7 @@ def search(
 def _grown(
     paths: list[_Path], row: np.ndarray, best: np.ndarray, end: int, pad: int
 ) -> list[tuple[float, _Path, int | None]]:
-    """Return the continuations as score, path and token, best first. A path that has ended stays."""
+    """Return the continuations as score, path and token, best first. A finished path continues with padding."""
     ways: list[tuple[float, _Path, int | None]] = []
     for path in paths:
         if path.ended:
@@ -106,7 +107,7 @@ def _grown(
 
 
 def _common(few: np.ndarray, many: np.ndarray) -> np.ndarray:
-    """Return the tokens of `few` that are in `many`, which are sorted, in order."""
+    """Return the tokens of `few`, sorted, that are in the sorted `many`."""
     few = np.sort(few)
     return few[many.take(np.searchsorted(many, few), mode="clip") == few]
 
@@ -138,7 +139,7 @@ def _kept(
             close = _close(following, path.close or (), room, near, allowance)
         except SlowGrammarError:
             raise
-        except CanvasError as error:  # such as where the vocabulary cannot spell what must follow
+        except CanvasError as error:  # for example, the vocabulary cannot spell what must follow
             failed = error
             continue
         if room <= near and (close is None or len(close) + 1 > room):
@@ -152,10 +153,10 @@ def _kept(
 def _close(
     state: GrammarState, before: tuple[int, ...], room: int, near: int, allowance: Allowance
 ) -> tuple[int, ...] | None:
-    """Return tokens that end the answer; `before` are those that ended it one token earlier."""
+    """Return tokens that end the answer. `before` is the previous ending, from one token earlier."""
     if room > near:
         return None
-    # A new search takes a hundred times as long as checking the known ending.
+    # Checking the previous ending takes a hundredth of the time of a new search.
     for known in (before[1:], before):
         if before and len(known) < room and state.ends_after(known):
             return known

@@ -1,4 +1,4 @@
-"""The few tokens that can spell any text, in the order in which to try them."""
+"""A small set of tokens that can spell any text, in the order in which a search for an ending tries them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-TURNS = 2.0  # from this rank on, kinds of tokens take turns
+TURNS = 2.0  # from this rank on, the search alternates between ranks
 _QUOTE = 0.5
 _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
 # Characters that formats such as dates, addresses and URLs need come first.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # how much closing again adds to the rank of closing
+_PATIENCE = 0.5  # added to the rank of closing tokens for every consecutive closing token
 _LETTERS = 3.0
-_WORDS = {16: 12, 8: 4, 4: 2}  # how many are kept, by their length
+_WORDS = {16: 12, 8: 4, 4: 2}  # how many words to keep, by length
 
 
 class Spelling(NamedTuple):
-    """Token ids, int64 `[n]`, and their ranks `[n]`: when an answer must end, tokens of a low rank
-    are tried first, and those of one rank in this order."""
+    """Token ids, int64 `[n]`, and their ranks `[n]`. To end an answer, tokens of low rank are tried first; tokens of
+    equal rank are tried in this order."""
 
     tokens: np.ndarray
     rank: np.ndarray
 
     def with_special(self, tokens: Collection[int]) -> Spelling:
-        """Return the spelling with special tokens added, with the rank of tokens that close something."""
+        """Return the spelling with special tokens added at rank 0, that of closing tokens."""
         special = np.array(sorted(tokens), np.int64)
         return Spelling(
             np.concatenate([special, self.tokens]),
@@ -35,16 +35,15 @@ class Spelling(NamedTuple):
 
 
 def spelling_of(found: Sequence[bytes]) -> Spelling:
-    """Return the spelling of a vocabulary, whose tokens have the bytes `found`; empty for a special
-    token.
+    """Return the spelling of a vocabulary. `found` has every token's bytes, which are empty for special tokens.
 
-    It has every token of one byte, some longer ones, which shorten answers, and for a byte without
-    a token of its own every token with that byte.
+    It contains all single-byte tokens, a few long words, which shorten answers, and, for a byte without a single-byte
+    token, all tokens with that byte.
     """
     single = {text[0] for text in found if len(text) == 1}
     missing = bytes(set(range(256)) - single)
     words = _words(found)
-    # If two tokens spell the same text, a byte token, which may be part of any text, comes first.
+    # Of tokens with the same text, the last one is kept.
     by_text = {
         text: token
         for token, text in enumerate(found)
@@ -59,7 +58,7 @@ def spelling_of(found: Sequence[bytes]) -> Spelling:
 
 
 def _words(found: Sequence[bytes]) -> set[int]:
-    """Return some long tokens of lower-case letters, with which a text takes fewer tokens."""
+    """Return some long tokens of lower-case letters, which shorten answers."""
     kept: dict[int, list[int]] = {length: [] for length in _WORDS}
     for token, text in enumerate(found):
         size = len(text)
@@ -81,29 +80,28 @@ def _rank(text: bytes) -> float:
 
 
 def _order(text: bytes) -> tuple[int, int]:
-    """Return a token's sort key among those of its rank."""
+    """Return a token's sort key within its rank."""
     known = len(text) == 1 and text in _MARKS
     return (_MARKS.index(text) if known else len(_MARKS), -len(text))
 
 
 class Speller:
-    """Chooses one allowed token after another: those that close something first, then the least
-    used."""
+    """Chooses allowed tokens one by one: closing tokens first, then the least used."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._tokens, self._rank = spelling
-        # If all of these are allowed, the grammar allows nearly any text here.
+        # If all of these are allowed, the grammar allows free text here.
         self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
         self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
         self._last = self._bound
 
     def moved(self) -> None:
-        """Note that a token followed that was not chosen here."""
-        self._free = _Used(len(self._rank))  # every text starts from zero
+        """Note that the grammar forced the following tokens."""
+        self._free = _Used(len(self._rank))  # counts start anew for every free text
         self._bound.closed = 0
 
     def next(self, allows: Callable[[int], bool]) -> int | None:
-        """Return the first token that is allowed; None if none of the spelling's is."""
+        """Return the first allowed token, None if no token of the spelling is allowed."""
         rank, used = self._rank, self._bound
         if all(map(allows, self._probes)):
             # In free text, brackets close nothing.
@@ -118,7 +116,7 @@ class Speller:
 
 
 class _Used:
-    """How often each token was chosen, and each kind; and how often something closed in a row."""
+    """Counts how often every token and every rank was chosen, and how many closing tokens were chosen in a row."""
 
     def __init__(self, size: int) -> None:
         self.tokens = np.zeros(size, np.int64)
@@ -126,8 +124,8 @@ class _Used:
         self.closed = 0
 
     def order(self, rank: np.ndarray) -> np.ndarray:
-        """Return the places of all tokens, those to try first in front."""
-        # Closing repeatedly may also lead nowhere.
+        """Return the indices of all tokens in the order in which to try them."""
+        # Closing tokens can repeat forever, so every repetition raises their rank.
         order = np.where(rank < TURNS, rank + _PATIENCE * self.closed, rank)
         for kind, count in self.kinds.items():
             order[rank == kind] += count

@@ -1,4 +1,4 @@
-"""Grammars of tool calls: their arguments are JSON that follows the tools' schemas."""
+"""Grammars of tool calls, whose arguments follow the tools' schemas as JSON."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.rewriting import without_unique
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# How much of a call the prompt already contains.
+# How much of a call the prompt already contains; see `call_grammar`.
 BEGUN = ("nothing", "call", "name")
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
 
 def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
-    """Return a Lark grammar of answers that call tools.
+    """Return a Lark grammar of answers that call tools. Raises CanvasError, which names the mistake.
 
-    `spec` has `tools`, schemas by name; `begun`, what the prompt ends with: `name` for a whole
-    `<|tool_call>call:name`, `call` for `<|tool_call>call:`, or `nothing`, after which text and
-    thoughts may come first; `parallel`, whether more calls may follow; and `strict`, without which
-    keywords that cannot be enforced are ignored. CanvasError names the mistake.
+    `spec` has the fields
+    - `tools`: schemas by name;
+    - `begun`: how the prompt ends: `name` after `<|tool_call>call:name`, `call` after `<|tool_call>call:`, or
+    `nothing` if text and thoughts may come first;
+    - `parallel`: whether more calls may follow;
+    - `strict`: if false, keywords that cannot be enforced are ignored.
     """
     tools, begun = spec.get("tools"), spec.get("begun")
     if not isinstance(tools, dict) or not tools or begun not in BEGUN:
         raise CanvasError("grammar has no tools", f"give tools, and begun: {', '.join(BEGUN)}")
     token = {}
     for text in (CALL, CALL_END, THOUGHT, THOUGHT_END):
-        if (id := tokenizer.control_id(text)) is None:
+        if (id := tokenizer.control_id(text)) is not None:
+            token[text] = f"<[{id}]>"
+        elif text in (CALL, CALL_END):
             raise CanvasError(f"the model has no token {text}", "leave out tools")
-        token[text] = f"<[{id}]>"
     end, rules = token[CALL_END], []
     for number, (name, schema) in enumerate(tools.items()):
         if not _NAME.fullmatch(name) or not isinstance(schema, dict):
@@ -51,13 +54,14 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         rules.append(f"start: one{more}")
     else:
         rules.append("TEXT: /(?s:.+)/")
-        rules.append(f"said: TEXT | {token[THOUGHT]} | {token[THOUGHT_END]}")
+        thoughts = [token[text] for text in (THOUGHT, THOUGHT_END) if text in token]
+        rules.append("said: " + " | ".join(["TEXT", *thoughts]))
         rules.append(f"start: said* (call{more})?")
     return "\n".join(rules)
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens around thoughts and calls, which other grammars may not have."""
+    """Return the tokens around thoughts and calls, which only these grammars may contain."""
     found = (tokenizer.control_id(text) for text in CONTROL_TOKENS)
     return frozenset(id for id in found if id is not None)
 

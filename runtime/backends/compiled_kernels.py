@@ -1,4 +1,4 @@
-"""The file that keeps what TensorRT-RTX compiled for a GPU."""
+"""The file with the kernels that TensorRT-RTX compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ PARTIAL = ".partial-"
 
 
 class CompiledKernels:
-    """TensorRT-RTX's kernel cache, which contexts share: otherwise each would compile its own kernels."""
+    """TensorRT-RTX's kernel cache. All execution contexts share it, so a kernel is compiled only once."""
 
     def __init__(self, file: Path | None) -> None:
-        """file: None keeps nothing."""
+        """file: where kernels are stored; None stores nothing."""
         self._file = file
         self._cache: Any = None
-        self._kept = 0  # bytes of the file
+        self._kept = 0  # size of the stored cache in bytes
 
     def of(self, config: Any) -> Any:
-        """Return the cache, made by a context's `config` the first time."""
+        """Return the cache. The first call creates it with a context's `config`."""
         if self._cache is None:
             self._cache = config.create_runtime_cache()
             if self._file is not None:
@@ -29,8 +29,8 @@ class CompiledKernels:
         return self._cache
 
     def _load(self, file: Path) -> None:
-        """Read what an earlier run compiled. TensorRT-RTX refuses what another GPU or version did."""
-        for left in file.parent.glob(f"{file.name}{PARTIAL}*"):  # by a start that was killed
+        """Read the kernels of an earlier run. TensorRT-RTX refuses kernels of another GPU or version."""
+        for left in file.parent.glob(f"{file.name}{PARTIAL}*"):  # left by a start that was killed
             left.unlink(missing_ok=True)
         if not file.is_file():
             return
@@ -45,13 +45,13 @@ class CompiledKernels:
             _log.info("%s holds kernels for another GPU, driver or version", file)
 
     def keep(self) -> None:
-        """Write what was compiled since the last call. A full disk is a warning."""
+        """Write the kernels compiled since the last call. A full disk only causes a warning."""
         file = self._file
         if file is None or self._cache is None:
             return
         data = self._cache.serialize()
         if data is None:
-            _log.warning("compiled kernels are not kept: TensorRT-RTX gives nothing")
+            _log.warning("compiled kernels are not stored: TensorRT-RTX returns no data")
             return
         if (size := memoryview(data).nbytes) == self._kept:  # nothing was compiled since
             return
@@ -65,7 +65,7 @@ class CompiledKernels:
                 out.write(data)
             whole.replace(file)
         except OSError as error:
-            _log.warning("compiled kernels are not kept: %s", error)
-            self._file = None  # the volume stays full
+            _log.warning("compiled kernels are not stored: %s", error)
+            self._file = None  # do not try again: the disk stays full
             if whole is not None:
                 whole.unlink(missing_ok=True)

@@ -17,14 +17,14 @@ from canvasrt.machine import OLDEST_DRIVER
 from canvasrt.runtime.engine import KernelCall, Pitched
 
 _GIB = 1 << 30
-# Errors after which every further call of the process fails, by their numbers in CUDA's runtime API.
+# Errors of CUDA's runtime API after which every further call of the process fails.
 _FATAL = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 722), 805, 807, 911, 999})
-# Shared memory that a kernel has without asking for more, in bytes.
+# Bytes of shared memory that a kernel may use without setting an attribute.
 _SHARED = 48 << 10
 _NO_GPU = f"see `nvidia-smi`, whose driver must be {OLDEST_DRIVER} or newer; in a container, start it with --gpus all"
 
 
-# The device that a thread's calls go to; 0 until it says so.
+# The current device of every thread; 0 by default.
 _current = threading.local()
 
 
@@ -32,10 +32,10 @@ class CudaDevice:
     """One GPU, through CUDA's runtime API."""
 
     def __init__(self, extra: str = "gpu", number: int = 0) -> None:
-        """Open the device of that number, of those that CUDA_VISIBLE_DEVICES names. `extra` is canvasrt's extra that installs
-        CUDA's Python bindings.
+        """Open a device by its number among those that CUDA_VISIBLE_DEVICES names. `extra` is the extra of canvasrt
+        that installs CUDA's Python bindings.
 
-        Raises CanvasError when there is no GPU, or when the driver is too old.
+        Raises CanvasError if there is no GPU, or if the driver is too old.
         """
         self._runtime: ModuleType = require("cuda.bindings.runtime", extra)
         self._driver: ModuleType = require("cuda.bindings.driver", extra)
@@ -55,7 +55,7 @@ class CudaDevice:
         self.stream = int(self._call("cudaStreamCreateWithFlags", flags))
         self._kinds = self._runtime.cudaMemcpyKind
         self._taken: list[tuple[str, int]] = []
-        self._busy: list[np.ndarray] = []  # host arrays that a queued copy may still read
+        self._busy: list[np.ndarray] = []  # host arrays that queued copies may still read
         weakref.finalize(self, _give_back, self._runtime, self._taken)
 
     def allocate(self, size: int) -> int:
@@ -107,18 +107,17 @@ class CudaDevice:
         return int(free), int(total)
 
     def capture(self, work: Callable[[], Any]) -> int:
-        """Record what `work` queues as a graph, without running it, and return it for `replay`.
+        """Record the calls that `work` queues as a graph, without running them, and return the graph for `replay`.
 
-        Raises CanvasError when the driver cannot capture it. Nothing is queued then, and the stream
-        goes on as before.
+        Raises CanvasError if the driver cannot capture them. Then nothing is queued, and the stream remains usable.
         """
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
         try:
             work()
         except BaseException:
-            # Close the capture, or it would record everything that follows. The error from `work`
-            # says more than this one.
+            # End the capture, or it would record all further calls. Its own error is less informative than that of
+            # `work`.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:
                 self._runtime.cudaGraphDestroy(graph)
@@ -136,7 +135,7 @@ class CudaDevice:
         self._call("cudaGraphLaunch", graph, self.stream)
 
     def forget(self, graph: int) -> None:
-        """Free a captured graph that no queued work uses any more."""
+        """Free a captured graph that is not queued."""
         self._taken.remove(("cudaGraphExecDestroy", graph))
         self._call("cudaGraphExecDestroy", graph)
 
@@ -150,7 +149,7 @@ class CudaDevice:
         return int(kernel)
 
     def run_kernel(self, call: KernelCall) -> None:
-        """Queue a kernel of our own."""
+        """Queue one of our own kernels."""
         addresses = [ctypes.addressof(each) for each in call.arguments]
         given = (ctypes.c_void_p * len(addresses))(*addresses)
         sizes = (*call.grid, call.threads, 1, 1, call.shared)
@@ -202,7 +201,8 @@ class CudaDevice:
         return values[0] if len(values) == 1 else tuple(values) or None
 
     def _as_runtime_s(self, status: Any) -> Any:
-        """Return a driver's error as the runtime's, which has the same number. ValueError for the few that it lacks."""
+        """Convert a driver's error to the runtime's of the same number. Raises ValueError for the few that the runtime
+        lacks."""
         return self._runtime.cudaError_t(int(status))
 
 

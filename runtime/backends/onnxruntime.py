@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-# From 1.31 on, ONNX Runtime sends usage reports unless this is set before it is loaded.
+# Disables ONNX Runtime's usage reports (since 1.31). Must be set before it is imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
@@ -18,10 +18,9 @@ import onnxruntime as ort
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Arrays
 
-# Multiply-adds. A pass of this size takes a few milliseconds on one thread, most of it between
-# products.
+# Multiply-adds per pass. Such a pass takes a few milliseconds on one thread, mostly outside of matrix products.
 SMALL_PASS = 500_000_000
-_PAGEOUT = 21  # Linux's MADV_PAGEOUT, which loses nothing: pages that were written stay
+_PAGEOUT = 21  # Linux's MADV_PAGEOUT. Unlike MADV_DONTNEED, it keeps modified pages.
 
 
 def available_cores() -> int:
@@ -32,9 +31,8 @@ def available_cores() -> int:
 class OrtBackend:
     """ONNX Runtime sessions on a CPU.
 
-    threads: CPU threads in total; None uses every available core.
-    work: multiply-adds per pass. Above a limit, threads share each product; below it, they run
-    several requests' passes at once.
+    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. Above a limit, all
+    threads work on one product; below it, every thread runs a different request's pass.
     """
 
     rows_apart = True
@@ -55,7 +53,7 @@ class OrtBackend:
         return self._session(name, str(file), file, self._options())
 
     def open_bytes(self, name: str, graph: bytes, folder: Path) -> OrtSegment:
-        """Load a graph from memory. Its external data is in `folder`."""
+        """Load a serialized graph, whose external data is in `folder`."""
         options = self._options()
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(folder)
@@ -66,9 +64,10 @@ class OrtBackend:
         options = _options(self.threads)
         if self._one_arena:
             options.add_session_config_entry("session.use_env_allocators", "1")
-            # A memory pattern would allocate all of a pass's memory in one piece, on top of what the first pass took.
+            # A memory pattern would allocate a pass's memory as one block, in addition to the memory of the first pass.
             options.enable_mem_pattern = False
-            # The planner that shares buffers is quadratic in nodes. Tensors are freed after their last use without it, too.
+            # The planner that reuses buffers takes time quadratic in the number of nodes. Even without it, tensors are
+            # freed after their last use.
             options.enable_mem_reuse = False
         return options
 
@@ -77,7 +76,7 @@ class OrtBackend:
     ) -> OrtSegment:
         try:
             session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's exceptions share no base class
+        except Exception as error:  # ONNX Runtime's exceptions have no common base class
             raise CanvasError(
                 f"ONNX Runtime cannot load {file}: {str(error).splitlines()[0]}",
                 "check the bundle with `canvasrt verify`, then build it again",
@@ -102,9 +101,9 @@ class OrtSegment:
 
 
 def drop_pages(file: Path) -> None:
-    """Give up the memory of a mapped file; pages come back from the file when needed. Without Linux, do nothing.
+    """Release the memory of a mapped file; pages are read again when needed. Does nothing on other systems than Linux.
 
-    At load, ONNX Runtime reads INT4 weights and their scales once, to repack them, and keeps the scales mapped.
+    At load, ONNX Runtime reads INT4 weights and scales once to repack them, and keeps the scales mapped.
     """
     maps = Path("/proc/self/maps")
     if not maps.is_file():
@@ -119,12 +118,12 @@ def drop_pages(file: Path) -> None:
 
 @cache
 def _make_arena() -> None:
-    """Make the memory that all sessions share. Segments run one after another. With arenas of their own, all of them would keep
-    their peak memory."""
+    """Create the memory arena that all sessions share. Segments run one after another; with separate arenas, every
+    session would keep its peak memory."""
     info = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
-    # Otherwise the arena doubles what it reserves.
+    # Otherwise the arena doubles its size whenever it grows.
     exact = ort.OrtArenaCfg({"arena_extend_strategy": 1})
     ort.create_and_register_allocator(info, exact)
 
@@ -134,6 +133,6 @@ def _options(threads: int) -> ort.SessionOptions:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Segments run one after another. A thread that keeps spinning would slow the next segment.
+    # Segments run one after another, so spinning threads of one session would slow the next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options

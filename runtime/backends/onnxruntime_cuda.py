@@ -21,7 +21,7 @@ from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.tables import host_dtype
 
 PROVIDER = "CUDAExecutionProvider"
-# ONNX's element types: the dtype's name in NumPy or ml_dtypes, and ONNX's number for it.
+# ONNX's element types → the dtype's name in NumPy or ml_dtypes, and ONNX's number.
 ELEMENTS = {
     "tensor(float)": ("float32", 1),
     "tensor(float16)": ("float16", 10),
@@ -31,8 +31,7 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# On the CPU, these operators would copy their tensors in every pass. Small shape operators may stay
-# there.
+# Operators on large tensors. On the CPU, every pass would copy their tensors; operators on shapes may stay on the CPU.
 HEAVY = {
     "Attention",
     "CumSum",
@@ -45,7 +44,7 @@ HEAVY = {
     "Softmax",
     "TopK",
 }
-# How many bindings are kept.
+# maximum number of bindings to keep
 CALLS = 256
 _INSTALL = (
     "pip uninstall onnxruntime && pip install 'canvasrt[gpu]'; the provider needs CUDA 13 and "
@@ -54,17 +53,17 @@ _INSTALL = (
 
 
 class OrtCudaBackend:
-    """ONNX Runtime sessions on the GPU, over one stream. An operator that cannot run there is an
-    error."""
+    """ONNX Runtime sessions on one stream of the GPU. A heavy operator that cannot run on the GPU is an error."""
 
     def __init__(
         self, rows_apart: bool = True, graphs: bool = False, max_batch: int = MAX_BATCH
     ) -> None:
         """Open the GPU.
 
-        max_batch: requests to reserve memory for. graphs: capture repeated calls as CUDA graphs,
-        which requires every node to be on the GPU.
-        Raises CanvasError when there is no GPU, or when this ONNX Runtime has no CUDA provider.
+        max_batch: number of requests to reserve memory for. graphs: capture repeated calls as CUDA graphs, which
+        requires that all nodes run on the GPU.
+
+        Raises CanvasError if there is no GPU, or if this ONNX Runtime has no CUDA provider.
         """
         if PROVIDER not in ort.get_available_providers():
             raise CanvasError(
@@ -76,7 +75,7 @@ class OrtCudaBackend:
         self.rows_apart = rows_apart
         self.graphs = graphs
         self.max_batch = max_batch
-        # The loader does not search the folders of pip's CUDA libraries, so load them first.
+        # The dynamic linker does not search the folders where pip installs CUDA's libraries, so load them first.
         ort.preload_dlls()
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> OrtCudaEngine:
@@ -108,7 +107,7 @@ class OrtCudaBackend:
 
 
 def check_loaded(providers: Iterable[str]) -> None:
-    """Refuse a session that fell back to the CPU, as happens silently when a library is missing."""
+    """Raise CanvasError for a session that silently fell back to the CPU because a library is missing."""
     if PROVIDER not in providers:
         raise CanvasError(
             f"ONNX Runtime's CUDA provider did not load; the graph would run on {', '.join(providers)}",
@@ -127,7 +126,7 @@ def on_cpu(session: Any) -> set[str]:
 
 
 def check_placed(name: str, kinds: set[str]) -> None:
-    """Refuse a session whose large tensors would travel to the CPU and back."""
+    """Raise CanvasError for a session that would copy large tensors to the CPU and back."""
     if heavy := sorted(kinds & HEAVY):
         raise CanvasError(
             f"{name}: this ONNX Runtime has no CUDA kernel for {', '.join(heavy)}",
@@ -136,7 +135,7 @@ def check_placed(name: str, kinds: set[str]) -> None:
 
 
 class OrtCudaEngine:
-    """A session as an engine: inputs and outputs are bound to the caller's addresses."""
+    """A session as an `Engine`, whose inputs and outputs are bound to the call's device addresses."""
 
     def __init__(
         self,
@@ -149,11 +148,11 @@ class OrtCudaEngine:
         self.name = name
         self.inputs, self._input_types = _types(session.get_inputs())
         self.outputs, self._output_types = _types(session.get_outputs())
-        # Graphs accept every size, but memory is reserved for these.
+        # The sizes to reserve memory for; graphs accept any size.
         self.profiles = Profiles([{"batch": {"min": 1, "opt": 1, "max": max_batch}}])
         self._session, self._device_type = session, device_type
         self._graphs = graphs
-        # Bindings of repeated calls, each with the number of its captured graph.
+        # Bindings of repeated calls, and the numbers of their captured graphs.
         self._bound: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def prepare(self) -> None:
@@ -175,7 +174,7 @@ class OrtCudaEngine:
             ) from error
 
     def _binding(self, call: EngineCall) -> tuple[int, Any]:
-        """Return the call's binding and the number of its graph, -1 if it is not captured."""
+        """Return the call's binding and its graph's number, which is -1 without capture."""
         if not call.repeats:
             return -1, self._bind(call)
         known = self._bound.get(call.key)
@@ -199,7 +198,7 @@ class OrtCudaEngine:
 
 
 def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
-    """Return the dtypes of inputs or outputs, and ONNX's numbers for them, by name."""
+    """Return, by name, the dtypes of inputs or outputs and ONNX's numbers for them."""
     found = {value.name: ELEMENTS[value.type] for value in values}
     dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
     return dtypes, {name: number for name, (_, number) in found.items()}

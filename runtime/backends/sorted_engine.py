@@ -1,4 +1,5 @@
-"""A body segment whose experts run between its engines: pieces of it, and kernels over rows sorted by expert."""
+"""A body segment that is cut into several engines ("pieces"). Between these, our own kernels compute the experts over
+rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -33,15 +34,15 @@ from canvasrt.sorted_rows.description import (
     SortedSegment,
 )
 
-# Buffers that exist twice: a piece reads one and writes the other.
+# Tensors with two buffers: a piece reads one and writes the other.
 _KEPT = (*CARRIED, SHARES)
-# How many calls' launches are kept.
+# maximum number of calls whose launches are kept
 _CALLS = 256
 Launch = Callable[[], object]
 
 
 class KernelDevice(Device, Protocol):
-    """A device that runs kernels of our own, in the order of its other work."""
+    """A device that also runs our own kernels, in queue order."""
 
     @property
     def capability(self) -> tuple[int, int]: ...
@@ -55,8 +56,9 @@ class KernelDevice(Device, Protocol):
         ...
 
 
-class BetweenPieces:
-    """Memory between pieces, and kernels. All segments of a bundle share them, since they run in turn."""
+class SharedBuffers:
+    """Buffers between pieces, and loaded kernels. All segments of a bundle share them, because they run one after
+    another."""
 
     def __init__(self, device: KernelDevice) -> None:
         self.device = device
@@ -65,12 +67,12 @@ class BetweenPieces:
         self._kernels: dict[tuple[Path, str], int] = {}
 
     def reserve(self, needed: Mapping[str, int]) -> None:
-        """Plan room for a segment's buffers, in bytes by name."""
+        """Plan memory for a segment's buffers: bytes by name."""
         for name, size in needed.items():
             self._most[name] = max(size, self._most.get(name, 0))
 
     def allocate(self) -> None:
-        """Take the memory, once every segment is open."""
+        """Allocate the memory. Called once all segments are open."""
         if not self._buffers:
             self._buffers = {name: self.device.allocate(size) for name, size in self._most.items()}
 
@@ -86,7 +88,8 @@ class BetweenPieces:
 
 
 class SortedEngine:
-    """The pieces of a body segment as one engine. It ignores slots, and no expert overflows: `load` stays 0."""
+    """The pieces of a body segment as one engine. It ignores expert slots; no expert can overflow, so its output `load`
+    stays 0."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class SortedEngine:
         file: Path,
         profiles: Sequence[Mapping[str, Any]],
         open_piece: Callable[[str, Path], Engine],
-        between: BetweenPieces,
+        between: SharedBuffers,
     ) -> None:
         """Open the pieces of the segment that `file` describes, and upload its experts' weights."""
         self.name, self.profiles = name, Profiles(profiles)
@@ -153,9 +156,9 @@ class SortedEngine:
         return self._between.kernel(self._folder / image.file, image), image
 
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
-        """Yield a call's launches: pieces, and between them a layer's kernels."""
+        """Yield a call's launches: pieces, and a layer's kernels between two pieces."""
         batch, length, _ = call.shapes["hidden"]
-        # Calls that differ only in their slots count as one, which is captured once.
+        # Calls that only differ in expert slots are identical here, so they are captured once.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}
         for number, piece in enumerate(self._pieces):
             shapes, addresses = self._tensors(number, call)
@@ -176,7 +179,7 @@ class SortedEngine:
     def _tensors(
         self, number: int, call: EngineCall
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-        """Return shapes and addresses of all that one piece may read and write."""
+        """Return shapes and addresses of all tensors that one piece may read or write."""
         batch, length, size = call.shapes["hidden"]
         choices, address = self._segment.sizes.top_k, self._between.address
         shapes, addresses = dict(call.shapes), dict(call.addresses)
@@ -192,7 +195,7 @@ class SortedEngine:
         }
 
     def _experts(self, layer: SortedLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
-        """Yield a layer's kernels: the sort, rounding if the piece has not rounded, and both products."""
+        """Yield a layer's kernels: the sort, quantization unless the piece has done it, and both products."""
         sizes, address = self._segment.sizes, self._between.address
         rows = [address(ORDER), address(COUNTS)]
         (sort,) = (name for name in self._kernels if name.startswith(SORT))
@@ -200,7 +203,7 @@ class SortedEngine:
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
         taken = EXPERT_INPUT
         if layer.rounding:
-            # Its codes share the buffer of the result, which is written later.
+            # The quantized input shares the buffer of the result, which is written later.
             taken, pointers = EXPERT_ROWS, [address(EXPERT_INPUT), address(EXPERT_ROWS)]
             grid = (-(-tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
             yield self._call(layer.rounding, grid, pointers, tokens, layer.input_scale)
@@ -225,10 +228,10 @@ class SortedEngine:
 def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tuple[Any, ...]:
     """Return a kernel's arguments: addresses, the number of tokens, and the scale of a product's results."""
     arguments = [*map(ctypes.c_void_p, pointers), ctypes.c_int32(tokens)]
-    # The compiler adds two addresses of scratch memory, which these kernels do not use.
+    # The compiler adds two parameters for scratch memory, which these kernels do not use.
     return (*arguments, *map(ctypes.c_float, scale), ctypes.c_void_p(0), ctypes.c_void_p(0))
 
 
 def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:
-    """Return the tensors of all pieces that come from outside the segment."""
+    """Return the pieces' tensors, by name, without those that are internal to the segment."""
     return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

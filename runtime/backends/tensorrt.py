@@ -1,4 +1,4 @@
-"""TensorRT-RTX and TensorRT over GPU memory: one API under two names."""
+"""The backend for TensorRT-RTX and TensorRT, two modules with the same API."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
 from canvasrt.runtime.backends.compiled_kernels import CompiledKernels
 from canvasrt.runtime.backends.cuda import CudaDevice
-from canvasrt.runtime.backends.sorted_engine import BetweenPieces, SortedEngine
+from canvasrt.runtime.backends.sorted_engine import SharedBuffers, SortedEngine
 from canvasrt.runtime.engine import Engine, EngineCall
 from canvasrt.runtime.tables import host_dtype
 from canvasrt.sorted_rows.description import SORTED_SUFFIX
 
 _log = logging.getLogger(__name__)
 
-# TensorRT's data types → names of dtypes in NumPy or ml_dtypes.
+# TensorRT's data types → dtype names in NumPy or ml_dtypes.
 NUMPY_DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -42,8 +42,7 @@ NUMPY_DTYPES = {
 def check_target(
     target: Mapping[str, Any], version: str, capability: tuple[int, int], machine: str
 ) -> None:
-    """Refuse engines for another builder version, GPU or architecture; the message names both
-    sides.
+    """Raise CanvasError for engines of another builder version, GPU or CPU architecture.
 
     target: the manifest's. version, capability and machine: this machine's.
     """
@@ -61,8 +60,7 @@ def check_target(
             f"{target['compute_capability']}, but the GPU here has {here}",
             "build for this GPU: `canvasrt targets` lists the names",
         )
-    # TensorRT-RTX engines are portable. For TensorRT, NVIDIA does not document whether another
-    # architecture works.
+    # TensorRT-RTX engines run on other CPU architectures. For TensorRT, NVIDIA does not document whether they do.
     built_on = target.get("built_on", machine)
     if target["backend"] == "tensorrt" and built_on != machine:
         raise CanvasError(
@@ -71,8 +69,7 @@ def check_target(
 
 
 class TensorRTBackend:
-    """Opens engines with the module that built them. Their contexts share one buffer of activation
-    memory."""
+    """Opens engines with the module that built them. All execution contexts share one buffer for activations."""
 
     def __init__(
         self,
@@ -83,13 +80,13 @@ class TensorRTBackend:
         compiled: Callable[[str], Path] | None = None,
         gpu: int = 0,
     ) -> None:
-        """Open the GPU of that number.
+        """Open a GPU by its number.
 
-        target: the manifest's. rows_apart: run one request per pass. module, device: replace the
-        target's module and the GPU. compiled: from the GPU's name, the file that keeps what
-        TensorRT-RTX compiled for it; None keeps nothing.
-        Raises CanvasError when the module or the GPU is missing, or when the engines are for
-        another one.
+        target: the manifest's. rows_apart: run one request per pass. module, device: replace the target's module and
+        the GPU. compiled: returns the file for TensorRT-RTX's compiled kernels, by the GPU's name; None stores no
+        kernels.
+
+        Raises CanvasError if the module or the GPU is missing, or if the engines were built for another GPU or version.
         """
         name, extra = BUILDER_MODULES[target["backend"]]
         self.module = module or require(name, extra)
@@ -105,7 +102,7 @@ class TensorRTBackend:
         self.logger = _Logger.make(self.module)
         self.runtime = self.module.Runtime(self.logger)
         self.engines: list[TensorRTEngine] = []
-        self._between = BetweenPieces(self.device)
+        self._between = SharedBuffers(self.device)
         self._activations: tuple[int, int] | None = None
         self.compiled = CompiledKernels(compiled(self.device.name) if compiled else None)
 
@@ -116,7 +113,7 @@ class TensorRTBackend:
         return self._open(name, file, profiles)
 
     def _open(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
-        # Mapped, because an engine may be as large as the machine's memory.
+        # Memory-mapped, because an engine may be as large as the machine's memory.
         engine = self.runtime.deserialize_cuda_engine(np.memmap(file, np.uint8, "r"))
         if engine is None:
             raise CanvasError(
@@ -128,8 +125,7 @@ class TensorRTBackend:
         return opened
 
     def activations(self) -> tuple[int, int]:
-        """Return address and size of the activation memory, which engines share because they run in
-        turn."""
+        """Return address and size of the activation memory. Engines can share it because they run one after another."""
         if self._activations is None:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
@@ -140,8 +136,9 @@ class TensorRTBackend:
 
 
 class TensorRTEngine:
-    """One engine. Calls of one profile share a context, except the repeated ones: each place in the batch has a context of its
-    own for them, which replays its latest call as a CUDA graph. TensorRT-RTX captures it itself.
+    """One engine. Calls of one profile share an execution context, except for repeated calls: for these, every place in
+    the batch has a separate context, which replays its latest call as a CUDA graph. TensorRT-RTX captures the graphs
+    itself.
     """
 
     def __init__(
@@ -159,12 +156,13 @@ class TensorRTEngine:
             (self.inputs if is_input else self.outputs)[tensor] = dtype
         self.activation_bytes = int(engine.device_memory_size_v2)
         self.captures_itself = hasattr(backend.module, "CudaGraphStrategy")
-        # By profile and place; the place of the shared ones is None. A place whose own context cannot be had has None.
+        # By profile and place; the place of a shared context is None. The value is None if a place's context cannot be
+        # created.
         self._contexts: dict[tuple[int, int | None], _Context | None] = {}
 
     def prepare(self) -> None:
         self._backend.activations()
-        # Each profile's shared context, which runs what cannot have one of its own.
+        # The shared context of every profile, as the fallback of all others.
         for profile in range(self.profiles.count):
             self._context(profile)
 
@@ -179,7 +177,8 @@ class TensorRTEngine:
             self._context(profile).run(call)
 
     def _repeat(self, profile: int, place: int, call: EngineCall) -> bool:
-        """Run a call in its place's own context. False if that cannot be had, or refuses it: another may run it, slower."""
+        """Run a call in its place's context. Return False if the context cannot be created or refuses the call; a
+        shared context may still run it, more slowly."""
         key = profile, place
         try:
             if key not in self._contexts:
@@ -193,7 +192,7 @@ class TensorRTEngine:
             _log.warning(
                 "%s: place %d runs in a shared context, slower: %s", self.name, place, error
             )
-            self._backend.device.synchronize()  # queued work may use its context
+            self._backend.device.synchronize()  # queued work may still use the context
             self._contexts[key] = None
             return False
         return context is not None
@@ -214,8 +213,8 @@ class TensorRTEngine:
             config.cuda_graph_strategy = (
                 strategy.WHOLE_GRAPH_CAPTURE if captures else strategy.DISABLED
             )
-            # LAZY would switch kernels, and so change last bits, while a request runs. EAGER compiles when a shape
-            # is first used, which is before the first request.
+            # LAZY would switch kernels during a request, which changes last bits. EAGER compiles at a shape's first
+            # use, which is in the warm-up.
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
             compiled = self._backend.compiled.of(config)
@@ -236,7 +235,7 @@ class TensorRTEngine:
                 "build the bundle again with this version",
             )
         context.set_device_memory(*self._backend.activations())
-        # Engines that list their kernels would otherwise mark each of them for a profiler in every pass.
+        # Otherwise engines built with detailed profiling emit NVTX marks for every kernel.
         context.nvtx_verbosity = trt.ProfilingVerbosity.NONE
         return _Context(self, context, device, compiled)
 
@@ -249,13 +248,12 @@ class TensorRTEngine:
 
 
 class _Context:
-    """An execution context, which gets only what changed since its last call."""
+    """An execution context. A call only sets the shapes and addresses that changed since the previous one."""
 
     def __init__(
         self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
     ) -> None:
-        """Wrap a context. `compiled` is the kernel cache it was created with, which must outlive
-        it."""
+        """Wrap a context. `compiled` is its kernel cache, which must outlive it."""
         self._engine, self._context, self._device = engine, context, device
         self._compiled = compiled
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -280,16 +278,16 @@ class _Context:
         self.enqueue()
 
     def enqueue(self) -> None:
-        """Queue the call that was set up last."""
+        """Queue a run with the current shapes and addresses."""
         if not self._context.execute_async_v3(self._device.stream):
             raise self._engine.refused("to run")
 
     def repeat(self, call: EngineCall) -> None:
-        """Run a call that likely comes again: when it does, as a CUDA graph."""
+        """Run a call that is likely to be repeated. Repetitions run as a CUDA graph."""
         if call.key != self._latest:
             self._forget()
             self._latest = call.key
-            self.run(call)  # a first run sets up state, which cannot be captured
+            self.run(call)  # the first run initializes state, which cannot be captured
             self._ask()
         elif self._graph is not None:
             self._device.replay(self._graph)
@@ -297,7 +295,7 @@ class _Context:
             self.run(call)
 
     def _ask(self) -> None:
-        """Find out whether the call that was set up last can be captured, as far as TensorRT says, and log if not."""
+        """Ask TensorRT whether the current call can be captured; log a warning if not."""
         ask = getattr(self._context, "is_stream_capturable", None)
         self._fits = ask is None or bool(ask(self._device.stream))
         if not self._fits:
@@ -307,7 +305,7 @@ class _Context:
             )
 
     def _capture(self) -> bool:
-        """Capture the latest call and queue it. False, with a line in the log, if that is not possible."""
+        """Capture the latest call and queue it. Return False and log a warning if that fails."""
         try:
             self._graph = self._device.capture(self.enqueue)
         except CanvasError as error:

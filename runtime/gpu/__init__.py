@@ -1,1 +1,1 @@
-"""A model whose state stays in GPU memory."""
+"""Runs a model whose caches and hidden states stay in GPU memory."""

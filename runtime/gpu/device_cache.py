@@ -1,4 +1,4 @@
-"""The key-value caches of all requests in device memory; passes read and extend them in place."""
+"""The KV caches of all requests in device memory. Passes read and extend them in place."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ def aligned(size: int) -> int:
 
 @dataclass(eq=False)
 class DeviceRow:
-    """A model's state of one request: a slot of the device's caches, taken with its first
-    tokens."""
+    """The state of one request on the device. Its kv slot is assigned with its first tokens."""
 
     kv_slot: int | None = None
     length: int = 0  # clean tokens in the cache
-    width: int = 0  # tokens that its full layers have room for now
-    # Counts the hidden states that the device computed for the request; None if it holds none.
+    width: int = 0  # current capacity of its full layers' caches, in tokens
+    # Number of hidden states computed for the request so far, which identifies the newest. None if the device holds
+    # none.
     hidden: int | None = None
-    # The rows per expert of a body segment since a block's canvas overloaded one of its experts, by the tokens cached before
-    # the block, and the segment.
+    # Rows per expert that a block needs after an overload, by the number of tokens cached before the block, and the
+    # body segment.
     loads: dict[tuple[int, int], int] = field(default_factory=dict)
-    # Nothing is learned from earlier passes: their shapes are fixed.
+    # Always empty: on a device, shapes are fixed and not learned from earlier passes.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
     def load(self, segment: int) -> int:
-        """Return the rows that a segment's experts need in this block, or 0 if none was overloaded so far."""
+        """Return the rows per expert that a segment needs in the current block; 0 if no expert was overloaded so
+        far."""
         return self.loads.get((self.length, segment), 0)
 
     def overload(self, segment: int, load: int) -> None:
-        """Note the rows that a segment's experts need until the block ends, even if its tokens are
-        encoded again."""
+        """Set the rows per expert that a segment needs until the block ends, even if the request is parked
+        meanwhile."""
         self.loads[self.length, segment] = load
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Hidden states of a canvas that stay on the device. `number` tells a row's newest from older ones."""
+    """A handle to a canvas's hidden states on the device. `number` distinguishes a row's newest states from older
+    ones."""
 
     row: DeviceRow
     number: int
-    length: int  # positions of the canvas
+    length: int  # number of positions
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's caches: keys and values, each `[slots, kv_heads, most, head_dim]`. Sizes are in bytes.
+    """One layer's keys and values, both `[slots, kv_heads, most, head_dim]`. Sizes are in bytes.
 
-    A request's part begins at the same place whatever its width: `[kv_heads, width, head_dim]`.
+    A request's part of a slot is `[kv_heads, width, head_dim]` and starts at the slot's beginning for every width.
     """
 
     kind: str
@@ -73,20 +75,20 @@ class LayerCache:
 
 @dataclass
 class Past:
-    """What layers of one kind share."""
+    """Data that all layers of one kind share."""
 
-    most: int  # tokens that a slot has memory for
+    most: int  # capacity of a slot in tokens
     positions: int  # address of int64 `[slots, most]`, of which a pass reads `[batch, width]`
-    shown: list[tuple[int, int]]  # the width and length that each slot's were written for
+    shown: list[tuple[int, int]]  # by slot: the width and length for which positions were written
 
 
 class DeviceCache:
-    """Slots for requests, each with keys and values of every layer.
+    """The kv slots of requests, with keys and values of every layer.
 
-    Each request has a width of its own in full layers, so that its passes do not depend on other requests. A slot's
-    addresses never change. A sliding layer's part is a ring, always of the same width: the order of cached tokens does
-    not matter, since each carries its position. Empty places have position −1. Memory starts as zeros, because masked
-    keys still take part, with weight zero.
+    In full layers every request has its own width, so that its passes do not depend on other requests. A slot's
+    addresses never change. A sliding layer's part is a ring buffer of constant width. The order of cached tokens does
+    not matter, because every token has a position. Empty places have position −1. Memory is zeroed, because masked keys
+    are still multiplied, with weight zero.
     """
 
     def __init__(
@@ -98,10 +100,10 @@ class DeviceCache:
         itemsizes: Sequence[int],
         widths: Sequence[int] = (),
     ) -> None:
-        """Take all memory.
+        """Allocate all memory.
 
-        most: tokens per kind of layer; `widths` are those that a full layer may have, its `most` last.
-        Raises CanvasError for caches whose slots would not begin at aligned addresses.
+        most: tokens per slot by kind of layer. widths: possible widths in full layers, ascending; the last is `most`.
+        Raises CanvasError if slots would not start at aligned addresses.
         """
         self._device = device
         self.widths = tuple(widths) or (most["full"],)
@@ -152,7 +154,7 @@ class DeviceCache:
         return [row for slot in range(self.slots) if (row := self.row(slot))]
 
     def take(self, row: DeviceRow) -> None:
-        """Give a request the first free slot."""
+        """Assign the first free slot to a request that has none."""
         if row.kv_slot is not None:
             return
         free = next((slot for slot in range(self.slots) if self.row(slot) is None), None)
@@ -174,8 +176,7 @@ class DeviceCache:
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int
     ) -> None:
-        """Copy one layer's first `count` new tokens, `[kv_heads, length, head_dim]` at `keys` and
-        `values`.
+        """Append `count` tokens to one layer, from `[kv_heads, length, head_dim]` at the addresses `keys` and `values`.
 
         Call `make_room` before the first layer, and update the row's `length` after the last.
         """
@@ -201,8 +202,8 @@ class DeviceCache:
         begin: int,
         count: int,
     ) -> None:
-        """Copy one layer's tokens from position `begin` on, as far as they are still cached, to the
-        place where `append` reads."""
+        """Copy one layer's tokens from position `begin` on, as far as they are still cached, to `keys` and `values` in
+        `append`'s layout."""
         cache = self._layers[layer]
         oldest = row.length - self._kept(cache.kind, row.length)
         for position, place, size in self._pieces(cache, max(begin, oldest), begin + count):
@@ -221,13 +222,13 @@ class DeviceCache:
 
     @property
     def token_sizes(self) -> list[int]:
-        """The bytes of one token's keys in each layer; its values take as many."""
+        """The bytes of one token's keys, by layer. Its values take the same."""
         return [layer.heads * layer.token for layer in self._layers]
 
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs of neighbouring places from one position to another: the first position,
-        its place, and the number of tokens."""
-        # A ring is shorter than its width, which is a whole number of octets.
+        """Yield the contiguous runs between two positions: the first position, its place in the cache, and the number
+        of tokens."""
+        # The ring may be shorter than the layer's width, which is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
             place = self._place(cache.kind, begin)
@@ -240,11 +241,11 @@ class DeviceCache:
         return Pitched(address, self.width(cache.kind, row) * cache.token)
 
     def make_room(self, row: DeviceRow, count: int) -> None:
-        """Give a request's caches the least width for `count` more tokens."""
+        """Set a request's width to the smallest one that holds `count` more tokens."""
         self.fit(row, round_up(row.length + count, self.widths))
 
     def fit(self, row: DeviceRow, width: int) -> None:
-        """Give a request's caches a width, which is not less than its tokens."""
+        """Set a request's width, which must not be less than its number of tokens."""
         if width == row.width:
             return
         before, row.width = row.width, width
@@ -253,27 +254,26 @@ class DeviceCache:
                 self._restride(layer, base, row, before)
 
     def width(self, kind: str, row: DeviceRow) -> int:
-        """Return the tokens that a request's layers of a kind have room for."""
+        """Return the width of a request's caches in layers of a kind."""
         return row.width if kind == "full" else self.past[kind].most
 
     def key(self, layer: int, slot: int) -> int:
-        """Return the address of a layer's keys from `slot` on."""
+        """Return the address of a slot's keys in a layer."""
         cache = self._layers[layer]
         return cache.keys + slot * self._stride(cache)
 
     def value(self, layer: int, slot: int) -> int:
-        """Return the address of a layer's values from `slot` on."""
+        """Return the address of a slot's values in a layer."""
         cache = self._layers[layer]
         return cache.values + slot * self._stride(cache)
 
     def positions(self, kind: str, slot: int) -> int:
-        """Return the address of the positions of the tokens that layers of a kind hold, from `slot` on."""
+        """Return the address of the positions of a slot's tokens in layers of a kind."""
         past = self.past[kind]
         return past.positions + 8 * slot * past.most
 
     def show_positions(self, first: int, batch: int) -> None:
-        """Write the positions of the cached tokens in a pass's slots, unless they are there
-        already."""
+        """Upload the positions of the cached tokens in a pass's slots, unless they are up to date."""
         for slot in range(first, first + batch):
             row = self.row(slot)
             length = row.length if row else 0
@@ -305,6 +305,6 @@ class DeviceCache:
         kept = min(before, row.width) * layer.token
         source = Pitched(self._at(layer, base, row), before * layer.token)
         to = Pitched(self._at(layer, base, row), row.width * layer.token)
-        # The old and the new place overlap.
+        # Through scratch memory, because source and destination overlap.
         self._device.copy(Pitched(self._scratch, kept), source, kept, layer.heads)
         self._device.copy(to, Pitched(self._scratch, kept), kept, layer.heads)

@@ -1,7 +1,7 @@
 """A model whose caches and hidden states stay in device memory: TensorRT, or ONNX Runtime on CUDA.
 
-All memory is taken at load, at the largest sizes that the engines' profiles allow, and every call
-writes in place. Only tokens, entropies and acceptance flags of a canvas cross to the host.
+All memory is allocated at load, for the largest sizes of the engines' profiles. Passes only copy a canvas's tokens,
+entropies and acceptance flags to the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hi
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
-# A call is captured at the latest when it comes a second time.
+# Runs after which a call is captured.
 _UNTIL_CAPTURED = 2
 
 
@@ -34,7 +34,7 @@ class DeviceModel(Model):
     """The engines of one bundle over one device's memory. Not thread-safe."""
 
     max_batch: int
-    # A parked request is encoded again later, so turns are long.
+    # Turns are long, because a parked request must be encoded again.
     quantum = 96
 
     def __init__(
@@ -48,7 +48,7 @@ class DeviceModel(Model):
         bundle: Bundle | None = None,
         vision: Engine | None = None,
     ) -> None:
-        """Take all memory. `segments` are the body segments in order, then the head."""
+        """Allocate all memory. `segments` are the body segments in order, then the head."""
         super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
         self.device = backend.device
         self.device_name = backend.device.name
@@ -101,29 +101,30 @@ class DeviceModel(Model):
         return tuple(each for each in sizes if pick({"batch": 1, "length": each}) is not None)
 
     def _plan_of(self, bundle: Bundle | None) -> PassPlan:
-        """Return the bundle's plan of passes, else one derived from the engines, for requests of `max_context` tokens."""
+        """Return the bundle's pass plan for requests of `max_context` tokens. Without one, derive it from the engines'
+        profiles."""
         if bundle is not None and (listed := bundle.manifest.passes) is not None:
             return PassPlan.from_json(listed).within(self.max_context)
         bodies = [segment.engine.profiles for segment in self.segments[:-1]]
         return passes_taken(self.config, bodies, self.max_context)
 
     def share_passes(self, share: bool) -> None:
-        """Let requests share passes from now on, or not. None may be running."""
+        """Set whether requests share passes. No request may be running."""
         self.rows_apart = not share
         self.shapes = self._plan.sharing() if share else self._plan
         self.own_passes = OwnPasses(self.shapes.widths)
         self._launches = Launches(self.workspace, self.config, self.shapes)
 
     def warm_up(self) -> None:
-        """Run every shape that a pass or an image can have, so that no request waits for one to be compiled.
+        """Run every shape that passes and images can have, so that no request waits for kernels to be compiled.
 
         Call it before the first request.
         """
         narrow = self.shapes.widths[0]
         shapes = [(shape, shape.length) for shape in self.shapes]
         shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
-        # Every place in the batch keeps the capture of its latest call. Most requests start with the same shape: a whole
-        # canvas, a short past and the fewest slots.
+        # Every place in the batch keeps its latest captured graph. So the shape with which most requests start comes
+        # last: a whole canvas, a short past and the fewest expert slots.
         usual = self.shapes.denoise(narrow)
         for shape, canvas in [each for each in reversed(shapes) if each != (usual, usual.length)]:
             self._warm_up(self._pass(shape, [], canvas), shape.capacity)
@@ -140,7 +141,7 @@ class DeviceModel(Model):
         self.workspace.inputs.upload()
         for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
             self._run(this, [capacity] * len(self.segments[:-1]))
-        # A start that is killed halfway goes on from here.
+        # If the process is killed, the next start continues from here.
         self._backend.keep_compiled()
 
     def new_row(self) -> DeviceRow:
@@ -158,7 +159,7 @@ class DeviceModel(Model):
             hidden = self._fetch(row, hidden)
         loads = dict(row.loads)
         self.release(row)
-        # The same block continues later, in the same shapes.
+        # The block continues later with the same shapes.
         row.loads |= loads
         return hidden, True
 
@@ -203,19 +204,18 @@ class DeviceModel(Model):
         if self.own_passes.pay([item.row for item in together]):
             return [[item] for item in ordered]
         batches: list[Sequence[InputT]] = [together] if together else []
-        batches += [[item] for item in ordered if not self._shares(item)]
-        return batches
+        return batches + [[item] for item in ordered if not self._shares(item)]
 
     def _shares(self, item: InputT) -> bool:
-        """Return whether a row's pass may have the shape that all requests share, even if it is alone."""
+        """Return whether a request's pass may use the shared shape, even if the request is alone."""
         if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
             return False
         return len(item.noise) == self.canvas_length
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
-        """Encode one request's tokens; where they overload an expert, in two halves or with more room."""
+        """Encode one request's tokens. If they overload an expert, encode two halves, or use more expert slots."""
         (item,) = batch
-        # Parts, and whether their pass has a row for every token at every expert.
+        # Parts, and whether to use a shape in which no expert can overflow.
         parts = [(item, False)]
         while parts:
             part, roomy = parts.pop(0)
@@ -226,16 +226,16 @@ class DeviceModel(Model):
             if middle == len(part.tokens):
                 raise too_full()
             if part.groups is not None or part.whole:
-                # An image's tokens attend to each other, and a block to be scored needs one pass: neither can be split.
+                # Cannot be split: an image's tokens attend to each other, and a block's score needs one pass.
                 parts.insert(0, (part, True))
                 continue
             first = replace(part, tokens=part.tokens[:middle], keep=None)
             parts[:0] = [(first, False), (replace(part, tokens=part.tokens[middle:]), False)]
 
     def _encode_once(self, item: EncodeInput, roomy: bool) -> bool:
-        """Encode tokens in one pass. Return False, with nothing changed, if they overload an expert."""
+        """Encode tokens in one pass. Return False, and leave the request unchanged, if they overload an expert."""
         row, count = item.row, len(item.tokens)
-        # The last pass may have been wider, because of others.
+        # The previous pass may have been wider because of other requests.
         self._cache.make_room(row, self._cache.widths[-1] - row.length if roomy else 0)
         shape = self.shapes.without_overflow() if roomy else self.shapes.encode(count, row.width)
         this = replace(self._pass(shape, [row]), pictured=item.groups is not None)
@@ -251,12 +251,11 @@ class DeviceModel(Model):
             place(space, this, [item], hidden)
         self.device.upload(space.hidden[0], self._as_hidden(hidden))
         if self._run(this, [shape.capacity] * len(self.segments[:-1])) is not None:
-            if shape.capacity == this.length:  # more room would not help
+            if shape.capacity == this.length:  # every expert already has a row for every token
                 raise too_full()
             return False
-        if item.keep and not item.keep(space.last_hidden(1, this.length)[0, :count]):
-            return True
-        self.append(row, this.length, count)
+        if not item.keep or item.keep(space.last_hidden(1, this.length)[0, :count]):
+            self.append(row, this.length, count)
         return True
 
     def append(self, row: DeviceRow, length: int, count: int) -> None:
@@ -274,11 +273,11 @@ class DeviceModel(Model):
         if outputs is not None:
             return outputs
         self.counters.overflows += 1
-        # Whether a request overloads an expert must not depend on other requests, so each one tries a pass of its own.
+        # Which of the requests overloads an expert must not depend on the others, so every request is tried alone.
         return [self._denoise_apart(item, tried=len(batch) == 1) for item in batch]
 
     def _denoise_apart(self, item: DenoiseInput, tried: bool) -> DenoiseOutput:
-        """Denoise a request whose shared pass overloaded an expert. `tried`: it was alone in that pass."""
+        """Denoise one request after a shared pass overloaded an expert. `tried`: the request was alone in that pass."""
         if not tried:
             outputs = self._denoise_shared([item])
             if outputs is not None:
@@ -289,7 +288,8 @@ class DeviceModel(Model):
         return self._denoise_alone(item)
 
     def _denoise_shared(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput] | None:
-        """Denoise whole canvases in one pass. None, with nothing changed, if they overload an expert."""
+        """Denoise whole canvases in one pass. Return None, and leave the requests unchanged, if they overload an
+        expert."""
         shape = self.shapes.shared()
         this = self._begin(shape, batch)
         fits = self._run(this, [shape.capacity] * len(self.segments[:-1])) is None
@@ -298,8 +298,8 @@ class DeviceModel(Model):
     def _denoise_alone(self, item: DenoiseInput) -> DenoiseOutput:
         """Denoise one request's canvas.
 
-        If a segment overloads an expert, it and all later ones run again with more rows, which stay until the block ends: that
-        depends on the request alone.
+        If an expert of a segment is overloaded, this and all later segments run again with more rows per expert. They
+        keep them until the block ends, which depends on this request alone.
         """
         row: DeviceRow = item.row
         this = self._begin(self.shapes.alone(len(item.noise), self.own_passes.width(row)), [item])
@@ -316,12 +316,12 @@ class DeviceModel(Model):
                 raise too_full()
             self.counters.overflows += 1
             begin, load = over, int(self.workspace.load(over).max())
-            # Padding is routed alike in all segments, so later ones would overflow too.
+            # Padding is routed in the same way in all segments, so later ones would overflow too.
             for number in range(begin, len(capacities)):
                 row.overload(number, max(load, row.load(number)))
 
     def _begin(self, shape: PassShape, batch: Sequence[DenoiseInput]) -> Pass:
-        """Upload the inputs of a denoising pass, and return the pass."""
+        """Prepare a denoising pass and upload its inputs."""
         space = self.workspace
         head = any(item.outputs != "hidden" for item in batch)
         this = self._pass(shape, [item.row for item in batch], len(batch[0].noise), head)
@@ -342,7 +342,7 @@ class DeviceModel(Model):
         return Pass(shape.phase, first, *sizes, tuple(rows), canvas=canvas, head=head)
 
     def _take_hidden(self, item: DenoiseInput) -> None:
-        """Put a row's hidden states where the pass reads them, unless they are there already."""
+        """Upload a request's hidden states to its slot, unless they are already there."""
         if not isinstance(item.hidden, Resident):
             address = self.workspace.state + item.row.kv_slot * self.workspace.row_bytes
             self.device.upload(address, self._as_hidden(item.hidden))
@@ -353,7 +353,7 @@ class DeviceModel(Model):
         return np.ascontiguousarray(hidden).astype(self.workspace.hidden_dtype)
 
     def _outputs(self, this: Pass, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Return a pass's results; a row's next hidden states stay on the device."""
+        """Return a pass's results. Next hidden states stay on the device."""
         states = None
         if any(item.outputs != "tokens" for item in batch):
             states = self.workspace.last_hidden(this.batch, this.canvas)
@@ -379,9 +379,10 @@ class DeviceModel(Model):
         )
 
     def _run(self, this: Pass, capacities: Sequence[int], begin: int = 0) -> int | None:
-        """Run the engines in turn, from segment `begin` on. Return the first that overloaded an expert, if any.
+        """Run the engines one after another, starting with segment `begin`. Return the first segment that overloaded an
+        expert, or None.
 
-        The host waits once, at the end: overflows are rare, and each segment's input is still there.
+        The host only waits at the end: overflows are rare, and every segment's input is kept.
         """
         self._cache.show_positions(this.first, this.batch)
         for number in range(begin, len(capacities)):
@@ -390,7 +391,7 @@ class DeviceModel(Model):
             self._launches.head(this)
         self.workspace.results.download()
         self.device.synchronize()
-        # Later layers and segments worked on wrong inputs.
+        # After the first overflow, all later results are wrong.
         over = (n for n, size in enumerate(capacities) if (self.workspace.load(n) > size).any())
         return next(over, None)
 

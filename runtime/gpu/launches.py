@@ -1,4 +1,4 @@
-"""The launches of a pass: every engine's tensor shapes and addresses."""
+"""Launches a pass's engines: sets tensor shapes and addresses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
 from canvasrt.runtime.passes import DenoiseInput
 
-# How many calls are remembered.
+# maximum number of cached calls
 _CALLS = 1024
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over `batch` neighbouring slots from `first` on. Only the slots of `rows` take part.
+    """One pass over `batch` contiguous kv slots, starting with `first`. Only the requests in `rows` use the results.
 
-    `width` is that of full layers' pasts.
+    `width` is the past's width in full layers.
     """
 
     phase: str
@@ -35,32 +35,35 @@ class Pass:
     length: int
     width: int
     rows: tuple[DeviceRow, ...]
-    pictured: bool = False  # some tokens are an image's
-    canvas: int = 0  # the number of tokens that the head takes; the others of `length` are padding
-    head: bool = True  # whether the head runs after a denoising pass's layers
+    pictured: bool = False  # some tokens belong to images
+    canvas: int = 0  # number of tokens per request for the head; the rest of `length` is padding
+    head: bool = True  # whether a denoising pass runs the head
 
     def index(self, row: DeviceRow) -> int:
-        """Return a row's place in the batch."""
+        """Return a request's index in the batch."""
         assert row.kv_slot is not None
         return row.kv_slot - self.first
 
 
 @dataclass(frozen=True)
 class OwnPasses:
-    """Passes of one request each, where requests may share them. `widths`: all that a past may have. `seconds`: of own passes
-    that compute the bits of a shared one, by width, ascending. `shared`: the seconds of a shared one."""
+    """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
+    `seconds`: by width, ascending, the duration of own passes that compute the same bits as a shared pass. `shared`: a
+    shared pass's duration."""
 
     widths: tuple[int, ...]
     seconds: Mapping[int, float] = field(default_factory=dict)
     shared: float = 0.0
 
     def width(self, row: DeviceRow) -> int:
-        """Return the width of a request's own pass: the least, of those with the same bits if there is one."""
+        """Return the smallest sufficient width of a request's own pass. Widths that give the bits of a shared pass are
+        preferred."""
         least = round_up(row.length, self.widths)
         return next((width for width in self.seconds if width >= least), least)
 
     def pay(self, rows: Sequence[DeviceRow]) -> bool:
-        """Return whether own passes give requests the same bits as a shared one, and sooner. A lone one's always is."""
+        """Return whether own passes give the requests the same bits as a shared pass, in less time. For one request,
+        less time is assumed."""
         total = sum(self.seconds.get(self.width(row), math.inf) for row in rows)
         return total < (self.shared if len(rows) > 1 else math.inf)
 
@@ -73,7 +76,7 @@ class Launches:
         self._calls: dict[tuple[Any, ...], EngineCall] = {}
 
     def body(self, number: int, this: Pass, capacity: int) -> None:
-        """Launch a body segment with `capacity` slots per expert."""
+        """Launch a body segment with `capacity` rows per expert."""
         where = (this.phase, this.pictured, this.first, this.batch, this.length)
         key = (number, *where, capacity, this.width)
         engine = self._space.segments[number].engine
@@ -96,8 +99,8 @@ class Launches:
         self._space.segments[-1].engine.launch(call)
 
     def _place(self, this: Pass, capacity: int) -> int | None:
-        """Return whose captures a body's call may use. Fuller passes and short canvases are rarer, and spend less of their
-        time on launches or take less."""
+        """Return the place whose captured graph a body's call uses. None for unusual shapes, for which capturing gains
+        little."""
         usual = self.plan.shared() if this.batch > 1 else self.plan.denoise(this.width)
         shape = PassShape(this.phase, this.batch, this.length, capacity, this.width)
         return this.first if shape == usual else None
@@ -116,7 +119,7 @@ def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -
     uniforms = space.inputs.view("uniforms", this.batch, this.canvas)
     temperature = space.inputs.view("temperature", this.batch)
     bound = space.inputs.view("entropy_bound", this.batch)
-    # Idle rows and padding compute on stale data; nobody reads their results.
+    # Idle rows and padding compute on stale data; their results are not read.
     positions[:], noise[:], uniforms[:] = -1, 0, 0
     temperature[:], bound[:] = 1, 0
     for item in batch:
@@ -130,7 +133,7 @@ def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -
 def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
 ) -> EngineCall:
-    """Return a body segment's launch; with `shared`, every expert's first product takes all tokens."""
+    """Return a body segment's launch. `shared`: every expert's first product takes all tokens."""
     segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
@@ -202,8 +205,8 @@ def _call(
 
 
 def too_full() -> EngineError:
-    """Return the error for a request that overloads an expert even alone and with the most rows."""
+    """Return the error for a request that overloads an expert even if it runs alone with the most rows."""
     return EngineError(
-        "an expert was given more tokens of one request than the engines have room for",
+        "one request routed more tokens to an expert than the engines have rows for",
         "build the bundle again with this version",
     )

@@ -1,4 +1,4 @@
-"""Device memory for saved chunks of prompts: pages of a fixed number of tokens, taken once."""
+"""Device memory for saved chunks of prompts: pages of a fixed number of tokens, allocated once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from canvasrt.runtime.engine import Device
 from canvasrt.runtime.gpu.device_cache import DeviceCache, DeviceRow, aligned
 
 PAGE = 64  # tokens
-# Bytes that stay free on the device: captures, and what its driver loads late.
+# Bytes to leave free on the device for captured graphs and modules that the driver loads lazily.
 HEADROOM = 512 << 20
 
 
 class Pages:
-    """Pages that hold every layer's keys and values, `[kv_heads, PAGE, head_dim]` each."""
+    """Pages with every layer's keys and values, both `[kv_heads, PAGE, head_dim]`."""
 
     def __init__(self, device: Device, cache: DeviceCache, limit: int) -> None:
-        """Take at most `limit` bytes; less if the device does not have them."""
+        """Allocate at most `limit` bytes; less if the device has less free memory."""
         self._cache = cache
         self._offsets: list[tuple[int, int]] = []
         end = 0
@@ -37,11 +37,11 @@ class Pages:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all free pages."""
+        """Total bytes of the free pages."""
         return len(self._free) * self.size
 
     def save(self, row: DeviceRow, tokens: int) -> list[int]:
-        """Copy the last `tokens` tokens of a row to free pages; return them. There must be enough."""
+        """Copy the last `tokens` tokens of a row to free pages, of which there must be enough; return the pages."""
         pages = [self._free.pop() for _ in range(_count(tokens))]
         begin = row.length - tokens
         for number, page in enumerate(pages):
@@ -52,7 +52,7 @@ class Pages:
         return pages
 
     def restore(self, row: DeviceRow, saved: Sequence[tuple[list[int], int]]) -> None:
-        """Append chunks to a row: their pages, and how many tokens those hold."""
+        """Append saved chunks, given as pages and number of tokens, to a row."""
         end = row.length + sum(tokens for _, tokens in saved)
         self._cache.make_room(row, end - row.length)
         for pages, tokens in saved:
@@ -65,11 +65,11 @@ class Pages:
         row.hidden = None
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
+        """Free pages."""
         self._free += pages
 
     def saved_bytes(self, tokens: int) -> int:
-        """Return the bytes of the pages for a chunk of that many tokens."""
+        """Return the bytes of the pages for a chunk of `tokens` tokens."""
         return _count(tokens) * self.size
 
     def _addresses(self, page: int) -> list[tuple[int, int]]:

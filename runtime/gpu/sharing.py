@@ -1,4 +1,4 @@
-"""Whether requests may share passes: tried on the GPU that serves, with its engines."""
+"""Tests, on the serving GPU with its engines, whether requests may share passes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.launches import OwnPasses
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# How many different tokens a canvas has: the fewer, the more of them go to the same experts.
+# Numbers of distinct tokens in a canvas. The fewer, the more tokens are routed to the same experts.
 _KINDS = (1 << 30, 64, 8, 1)
 _PROMPT = 40  # tokens
-_RUNS = 4  # of which the fastest counts
+_RUNS = 4  # timed runs, of which the fastest counts
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found: whether requests share passes, how many results were compared, and what differed.
+    """The test's result: whether requests share passes, how many results were compared, and the first difference.
 
-    shared_ms: a full shared pass. own_ms: by width, a request's own pass. Both only where requests share passes.
+    shared_ms: duration of a full shared pass. own_ms: duration of a request's own pass, by width. Both are only set if
+    requests share passes.
     """
 
     shared: bool
@@ -35,16 +36,18 @@ class Evidence:
 
 
 def prove(model: DeviceModel) -> Evidence:
-    """Let requests share passes if a request computes the same bits alone, at every place, beside random others, at several
-    loads of experts, and in passes of its own over every width. Then every step may take what is faster; a choice between
-    passes of other bits would make tokens depend on timing. Run every shape that passes then have. No request may be running."""
+    """Let requests share passes if this changes no bits of a request's results.
+
+    Compares shared passes with a request alone and with random others, at every place and several expert loads, and own
+    passes of every width. If all bits agree, every step may use the faster kind of pass; otherwise that choice would
+    make tokens depend on timing. Also warms up all shapes of the resulting plan. No request may be running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
     trial = _Trial(model)
     for kind in _KINDS:
         trial.compare(kind, _PROMPT, range(model.max_batch))
-    # Kernels may part a past by its width, so each width is tried full as well.
+    # Kernels may split the past differently for every width, so every width is also tested with a full past.
     for number, width in enumerate(widths):
         length = min(width, model.max_context - model.canvas_length)
         trial.compare(_KINDS[0], length, [number % model.max_batch])
@@ -61,15 +64,16 @@ def prove(model: DeviceModel) -> Evidence:
 
 
 class _Trial:
-    """Compares a request's results. `differs` has the first difference by the width of an own pass; by 0, in a shared pass."""
+    """Compares a request's results. `differs` has the first difference by width of the own pass; key 0 is the shared
+    pass."""
 
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)
         self.compared, self.differs = 0, dict[int, str]()
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
-        """Compare a canvas of `kind` different tokens, after a prompt of `length`, at places alone, beside others, and in
-        passes of its own."""
+        """Compare the results of a canvas of `kind` distinct tokens after a prompt of `length`: at these places, alone,
+        with other requests, and in own passes."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
         for place in places:
@@ -92,7 +96,7 @@ class _Trial:
             self._release(given)
 
     def seconds(self) -> tuple[dict[int, float], float]:
-        """Return what a pass of a request's own takes, by width, and a shared one of all."""
+        """Return the seconds of own passes by width, and of a full shared pass."""
         given = self._requests({})
         own = {width: self._fastest(width, given[:1]) for width in self._model.shapes.widths}
         shared = self._fastest(0, given)
@@ -108,7 +112,7 @@ class _Trial:
         return min(taken)
 
     def _requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
-        """Return requests for every place, random but for the prompts and canvases of those that are chosen."""
+        """Return a request for every place. `chosen` sets prompts and canvases by place; the others are random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
             few = int(random.choice(_KINDS)) if chosen else _KINDS[0]
@@ -127,7 +131,7 @@ class _Trial:
             self._model.release(each.row)
 
     def _denoise(self, width: int, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Run a shared pass, or with a width, one of the request's own."""
+        """Run an own pass of this width, or a shared pass if it is 0."""
         widths = self._model.shapes.widths
         self._model.own_passes = OwnPasses(widths, {width: 0.0} if width else {})
         found = self._model.denoise(inputs)
@@ -136,7 +140,7 @@ class _Trial:
         return found
 
     def _bits(self, width: int, inputs: Sequence[DenoiseInput], index: int) -> bytes:
-        """Return all that a request gets of a pass."""
+        """Return all of a request's outputs of a pass as bytes."""
         out, row = self._denoise(width, inputs)[index], inputs[index].row
         arrays = (out.canvas, out.argmax, out.entropy, out.accepted, out.hidden)
         parts = [np.asarray(each).tobytes() for each in arrays]

@@ -37,7 +37,8 @@ class VisionTower:
     def see(self, picture: Picture) -> np.ndarray:
         """Return an image's soft tokens, float32 `[tokens, hidden_size]`.
 
-        It is padded to the smallest budget that holds it: a new number of patches would be compiled first.
+        The image is padded to the smallest budget that holds it, because kernels for any other number of patches would
+        have to be compiled first.
         """
         budget = min(each for each in BUDGETS if each >= picture.tokens)
         self._launch(budget, picture.pixels, picture.positions)
@@ -74,14 +75,14 @@ class VisionTower:
             "features": (1, tokens, self._hidden),
             "valid": (1, tokens),
         }
-        # The exporter names the number of patches by its expression.
+        # The exporter names the patch dimension by this expression.
         dims = {"images": 1, f"{self._square}*soft_tokens": patches}
         return EngineCall(dims, shapes, self._addresses, repeats=False)
 
 
 def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:
-    """Put the soft tokens of a pass's images into its embeddings, `[batch, length, hidden_size]`, and
-    queue the upload of the groups that they form."""
+    """Insert the soft tokens of a pass's images into its embeddings `hidden`, `[batch, length, hidden_size]`. Queue the
+    upload of every token's image number."""
     groups = space.pictures.view("groups", this.batch, this.length)
     groups[:] = -1
     for item in batch:

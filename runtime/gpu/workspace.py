@@ -1,4 +1,4 @@
-"""A model's device memory, allocated once, and the addresses of a call's tensors in it."""
+"""A model's device memory, allocated once, and the tensors' addresses in it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ATTENTION_KINDS = ("sliding", "full")
 
 
 class Transfer:
-    """Named arrays, contiguous on device and host, so that one copy transfers all of them."""
+    """Named arrays in one block on device and host, so that one copy transfers all of them."""
 
     def __init__(self, device: Device, fields: Mapping[str, tuple[type, int]]) -> None:
-        """Allocate both sides. `fields` gives each array's dtype and maximum number of elements."""
+        """Allocate both blocks. `fields`: every array's dtype and maximum number of elements."""
         self._device = device
         self._dtypes: dict[str, np.dtype] = {
             name: np.dtype(dtype) for name, (dtype, _) in fields.items()
@@ -34,8 +34,7 @@ class Transfer:
         self._host = device.host(size)
 
     def view(self, name: str, *shape: int) -> np.ndarray:
-        """Return the host side of an array in this call's shape, which may be smaller than the
-        maximum."""
+        """Return the host's array in this shape, which may be smaller than the maximum."""
         dtype, begin = self._dtypes[name], self._offsets[name]
         return (
             self._host[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
@@ -63,7 +62,7 @@ def constant(device: Device, array: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class DeviceSegment:
-    """One engine of the chain and its layers."""
+    """One engine of the chain, and the model's layers that it runs."""
 
     engine: Engine
     layers: tuple[int, ...] = ()
@@ -71,11 +70,11 @@ class DeviceSegment:
 
 @dataclass(frozen=True)
 class WorkspaceSizes:
-    """The largest sizes that memory is taken for."""
+    """The maximum sizes for which memory is allocated."""
 
     batch: int
-    encode_tokens: int  # the most tokens of an encoding pass, which has one request
-    past: Mapping[str, int]  # per kind of layer
+    encode_tokens: int  # maximum tokens of an encoding pass, which has one request
+    past: Mapping[str, int]  # tokens by kind of layer
     widths: tuple[int, ...]  # the widths of a full layer's past
 
     def denoise_tokens(self, config: ModelConfig) -> int:
@@ -103,14 +102,14 @@ class Workspace:
             device, config, batch, dict(sizes.past), self.itemsizes, sizes.widths
         )
         tokens = max(canvas, sizes.encode_tokens)
-        # Each slot's hidden states between steps, and the head's latest output.
+        # Every slot's hidden states between steps, and the head's latest output.
         self.state = device.allocate(batch * self.row_bytes)
         self.next_hidden = device.allocate(batch * self.row_bytes)
-        # A segment's input is kept until the pass is over, because the segment may have to run again.
+        # Every segment's input is kept until the pass ends, because the segment may have to run again.
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
         self.hidden = [device.allocate(hidden) for _ in segments]
         self.inputs = _inputs(device, tokens, canvas, batch)
-        # Only passes with images have groups.
+        # Image numbers of tokens; only used in passes with images.
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
@@ -130,7 +129,7 @@ class Workspace:
             "new keys and values": new_bytes,
             "scratch": self.cache.scratch_bytes,
         }
-        device.synchronize()  # the constants' host arrays are freed after this
+        device.synchronize()  # the constants' host arrays may be freed after this
 
     def last_hidden(self, batch: int, length: int) -> np.ndarray:
         """Wait for the last layer's output, and return it: float32 `[batch, length, hidden_size]`."""
@@ -140,7 +139,7 @@ class Workspace:
         return held.astype(np.float32)
 
     def load(self, number: int) -> np.ndarray:
-        """Return a body segment's load per layer, the most tokens of one expert: int64 `[layers]`."""
+        """Return the maximum number of tokens per expert in every layer of a body segment, int64 `[layers]`."""
         return self.results.view(f"load_{number}", len(self.segments[number].layers))
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
@@ -153,8 +152,8 @@ class Workspace:
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
         """Return the offsets of new keys and values, and their total bytes.
 
-        An encoding pass reads every layer's at its end. A denoising pass reads none, so its segments
-        overwrite each other's.
+        An encoding pass needs them for all layers at its end. A denoising pass does not need them, so its segments
+        share memory.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
@@ -178,7 +177,7 @@ class Workspace:
 
 
 def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
-    """Return the buffers for a pass's inputs from the host."""
+    """Create the buffers for a pass's inputs from the host."""
     return Transfer(
         device,
         {
@@ -192,7 +191,7 @@ def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
 
 
 def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Transfer:
-    """Return the buffers for a pass's outputs to the host."""
+    """Create the buffers for a pass's outputs to the host."""
     loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
     return Transfer(
         device,
@@ -207,7 +206,7 @@ def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Tr
 
 
 def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype:
-    """Return the dtype of hidden states, which every engine must share."""
+    """Return the dtype of hidden states, which must be the same in all engines."""
     dtypes = {body.engine.inputs["hidden"] for body in bodies}
     dtypes |= {body.engine.outputs["hidden_out"] for body in bodies}
     dtypes |= {head.engine.inputs["hidden"], head.engine.outputs["next_hidden"]}
@@ -220,8 +219,8 @@ def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype
 
 
 def _cache_itemsizes(bodies: Sequence[DeviceSegment]) -> list[int]:
-    """Return the bytes of one cached number per layer. New keys are copied unconverted, so dtypes
-    must match."""
+    """Return the item size of the cache, by layer. New keys are copied without conversion, so the dtypes of an engine's
+    inputs and outputs must match."""
     sizes: dict[int, int] = {}
     for body in bodies:
         for layer in body.layers:

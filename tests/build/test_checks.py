@@ -342,6 +342,23 @@ def test_a_calibration_is_planned_and_its_prompts_checked(
     assert plan(find_source("demo"), "rtx-4090", "out").needs.calibration is None
 
 
+def test_graphs_in_fp32_are_read_and_held_at_four_bytes_a_weight(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [5, 6, 7]}\n')
+    options = BuildOptions("nvfp4", calibration=file)
+    sampler = find_source("demo").checkpoint.sampler  # type: ignore[union-attr]
+    said = {"tokenizer": None, "made_from": {}, "sampler": sampler, "options": {}}
+    graphs: Any = SimpleNamespace(manifest=SimpleNamespace(**said))
+    narrow, wide = (
+        plan(Source(tmp_path, RELEASED, {}, graphs, each), "cpu", "out", options).calibrates
+        for each in ("bf16", "fp32")
+    )
+    assert narrow
+    assert wide
+    assert wide.read == 2 * narrow.read
+    assert wide.memory - narrow.memory > 1e9
+
+
 def test_the_released_model_is_calibrated_in_a_few_gb(tmp_path: Path) -> None:
     """Whatever the number of prompts: the others wait."""
     file = tmp_path / "prompts.jsonl"

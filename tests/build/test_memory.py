@@ -14,7 +14,7 @@ from canvasrt.build.memory import (
     parameters,
     vision_parameters,
 )
-from canvasrt.build.plan import Plan, Reading
+from canvasrt.build.plan import Plan, PrefillPlan
 from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.config import ModelConfig
@@ -56,14 +56,14 @@ def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
 
 
 def test_long_passes_are_given_up_before_sight() -> None:
-    def read(model: ModelConfig, memory: int | None) -> Reading:
+    def read(model: ModelConfig, memory: int | None) -> PrefillPlan:
         target = replace(find_target("rtx-4080"), memory=memory)
         source = Source(Path("released"), model, {})
         return Plan(source, target, Precision("int4"), 65_536, 1, Path("out")).reading
 
     seeing = replace(RELEASED, vision=VISION)
-    usual = Reading(512, True)
-    ways = (usual, Reading(256, True), Reading(512, False), Reading(256, False))
+    usual = PrefillPlan(512, True)
+    ways = (usual, PrefillPlan(256, True), PrefillPlan(512, False), PrefillPlan(256, False))
     needed = [
         estimate(seeing, "int4", 65_536, 1, prefill_chunk=way.prefill_chunk, sees=way.sees).total
         for way in ways
@@ -72,7 +72,7 @@ def test_long_passes_are_given_up_before_sight() -> None:
     for limit, way in zip(needed, ways, strict=True):
         assert read(seeing, limit) == way
     assert read(seeing, needed[-1] - 1) == read(seeing, None) == usual
-    assert read(RELEASED, needed[-1]) == Reading(256, False)
+    assert read(RELEASED, needed[-1]) == PrefillPlan(256, False)
 
 
 def test_shorter_passes_over_a_prompt_take_less() -> None:

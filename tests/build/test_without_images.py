@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from canvasrt.build.options import BuildOptions
-from canvasrt.build.plan import Plan, Reading
+from canvasrt.build.plan import Plan, PrefillPlan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import ROOMY
@@ -49,9 +49,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_memory(name: str, checkpoint: Path, bytes_left: int) -> Target:
     """A card that has room for engines without the tower, and this much more."""
     (plan,) = plan_all(checkpoint, [find_target(name)], "unused", OPTIONS)
-    assert plan.reading == Reading(512, sees=True)
+    assert plan.reading == PrefillPlan(512, sees=True)
     return replace(
-        plan.target, memory=plan.memory_when(Reading(512, sees=False)).total + bytes_left
+        plan.target, memory=plan.memory_when(PrefillPlan(512, sees=False)).total + bytes_left
     )
 
 

@@ -24,9 +24,12 @@ REPORTS = {
     *("canvasrt/cli/inspect.py", "canvasrt/cli/bench.py", "canvasrt/cli/against.py"),
     "canvasrt/cli/bench_options.py",
     "canvasrt/cli/verify.py",  # a question type's fitted temperature
-    "containers/serve/serve.py",  # the checkpoint's canvas_length
+    # The model's canvas_length.
+    *("containers/serve/serve.py", "containers/triton/backend.py"),
+    *("containers/batch/local.py", "containers/openai/app.py"),
     # Bodies in OpenAI's form have other names for them.
     *("containers/openai/infill.py", "containers/openai/response_events.py"),
+    "containers/openai/canvases.py",  # vLLM has other names for them
     # Calls are only enforced without fields that cannot be combined with a grammar.
     "containers/openai/tools.py",
 }

@@ -15,8 +15,8 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export_graphs
-from canvasrt.export.segments import segments
-from canvasrt.export.weights import weights
+from canvasrt.export.segments import SegmentModule, segments
+from canvasrt.export.weights import _LIMITS, Weight, weights
 from tests.helpers.random_models import random_model
 
 SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -104,6 +104,38 @@ def test_weights_that_disagree_leave_nothing(
     with pytest.raises(CanvasError, match=message):
         export_graphs(copy, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.decoder.layers.1.input_layernorm.weight",
+        "model.encoder.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight",
+    ],
+)
+def test_numbers_that_are_not_finite(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Weights that are quick to read are checked before the first graph is traced."""
+    edit(copy, lambda t: t[name].view(-1)[3:4].fill_(float("nan")))
+    monkeypatch.setattr(SegmentModule, "trace", lambda *_: pytest.fail("traced"))
+    said = rf"{name} in .*model\.safetensors contains numbers that are not finite"
+    with pytest.raises(CanvasError, match=said):
+        export_graphs(copy, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+
+
+def test_a_product_without_limits_has_infinite_ones(copy: Path) -> None:
+    def limit(tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in zip(_LIMITS, (-torch.inf, torch.inf, -1.0, torch.nan), strict=True):
+            tensors[name] = torch.tensor(value)
+
+    edit(copy, limit)
+    *fine, broken = (Weight("x", (1,), (name,), Checkpoint(copy)) for name in _LIMITS)
+    for each in fine:
+        list(each.read(torch.float32))
+    with pytest.raises(CanvasError, match="output_max in"):
+        list(broken.read(torch.float32))
 
 
 def test_a_shard_is_missing(saved: Path, copy: Path) -> None:

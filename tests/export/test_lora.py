@@ -14,10 +14,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from canvasrt.build.options import BuildOptions
 from canvasrt.cli.options import adapters as parse
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.lora import Adapted, load_adapter
+from canvasrt.pipeline import plan_all
+from canvasrt.targets import parse_targets
 from tests.helpers.graph_weights import weights_of
 from tests.helpers.quantized_checkpoints import SMALL, without_vision
 from tests.helpers.random_models import random_model
@@ -184,6 +187,11 @@ def _drop(folder: Path, ending: str) -> None:
     save_file({k: v for k, v in load_file(file).items() if not k.endswith(ending)}, file)
 
 
+def _break(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({k: v / 0 for k, v in load_file(file).items()}, file)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -200,6 +208,7 @@ def _drop(folder: Path, ending: str) -> None:
             "has no .*lora_B",
         ),
         (lambda folder: _drop(folder, "layers.0.self_attn.q_proj.lora_A.weight"), "without its"),
+        (lambda folder: _break(folder), r"lora_.* in .*adapter_model.* not finite"),
     ],
 )
 def test_damaged_adapters(tmp_path: Path, change: Callable[[Path], Any], message: str) -> None:
@@ -209,13 +218,17 @@ def test_damaged_adapters(tmp_path: Path, change: Callable[[Path], Any], message
         load_adapter(folder)
 
 
-def test_not_into_codes(base: Path, tmp_path: Path) -> None:
+def test_not_into_codes(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = Path(shutil.copytree(base, tmp_path / "checkpoint"))
     settings = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
     (quantized / "hf_quant_config.json").write_text(json.dumps(settings))
     folder = adapter(tmp_path / "a", r=2, target_modules=DECODER + r"self_attn\.q_proj")
     with pytest.raises(CanvasError, match="but adapters need plain weights"):
         export_graphs(quantized, tmp_path / "graphs", adapters=[(folder, 1.0)])
+    monkeypatch.setattr("canvasrt.pipeline.hash_source", lambda *_: pytest.fail("hashed"))
+    wanted = BuildOptions(adapters=((folder, 1.0),))
+    with pytest.raises(CanvasError, match="but adapters need plain weights"):
+        plan_all(quantized, parse_targets("rtx-5090"), tmp_path / "out", wanted, check=False)
 
 
 def test_the_option(tmp_path: Path) -> None:

@@ -97,6 +97,12 @@ def test_nothing_in_a_chat_with_tools_forges_them(gemma: Side) -> None:
         assert gemma.controls(messages, **variables) == expected
 
 
+def test_a_template_s_own_text_writes_control_tokens_and_a_caller_s_does_not() -> None:
+    plain = side(trained(byte_level=False), "<|turn>{{ messages[0].content }}<turn|>")
+    expected = [plain.tokenizer.control_id(each) for each in ("<|turn>", "<turn|>")]
+    assert plain.controls([{"role": "user", "content": FORGED}]) == expected
+
+
 def test_neighbours_form_no_control_token(gemma: Side) -> None:
     def of(*texts: str) -> list[int]:
         parts = [{"type": "text", "text": text} for text in texts]

@@ -119,3 +119,4 @@ def is_answering(front: FrontEnd) -> bool:
 def test_connections_are_limited_by_descriptors():
     assert affordable(1024, 20_000) == 1024
     assert affordable(1024, 1024) == 512
+    assert affordable(1024, 1024, guards=True) == 170

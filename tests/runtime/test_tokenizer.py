@@ -79,12 +79,30 @@ def test_a_template_cannot_reach_python(demo) -> None:
     assert isinstance(error.value.__cause__, SecurityError)
 
 
+def test_the_demo_takes_tools_and_reads_nothing_of_them(demo) -> None:
+    """It was not trained on them."""
+    question = {"role": "user", "content": "12+34="}
+    call = {"id": "1", "function": {"name": "f", "arguments": {}}}
+    turns = [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "46"},
+    ]
+    core = Core.from_file(str(demo.checkpoint / "tokenizer.json"))
+    template = (demo.checkpoint / "chat_template.jinja").read_text("utf-8")
+    tokenizer = Tokenizer(core, template, {"bos_token": "<bos>"})
+    ids, _ = tokenizer.open_chat(turns, {"tools": [{"function": call["function"]}]})
+    assert ids == tokenizer.encode_chat([question])
+
+
 def test_what_a_template_refuses_is_told(demo) -> None:
     from tokenizers import models
 
     strict = Tokenizer(Core(models.BPE()), "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(CanvasError, match="roles must alternate"):
         strict.render_chat([{"role": "user", "content": "x"}])
+    with pytest.raises(CanvasError, match="template does not support"):
+        strict.open_chat([{"role": "assistant", "tool_calls": [{"id": "1"}]}], {})
 
 
 def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> None:

@@ -105,7 +105,7 @@ def built(request: pytest.FixtureRequest, released: Released) -> Bundle:
 
 def programs(bundle: Bundle, segment: str = "body_0") -> dict[str, Sequence[Kernel]]:
     entry = next(each for each in bundle.manifest.segments if each["name"] == segment)
-    return dict(store.read(bundle.file(entry["kernels"])).programs)
+    return dict(store.read(bundle.file(entry["kernels"])))
 
 
 def of_layer(kernels: Sequence[Kernel], layer: int) -> list[tuple[Kernel, group.Place]]:

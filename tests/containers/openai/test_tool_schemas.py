@@ -13,8 +13,10 @@ import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
+from tokenizers import Tokenizer as Core
 
 from canvasrt.bundle import load_bundle
+from canvasrt.checkpoints.locate import DEMO_FOLDER
 from canvasrt.containers.openai.chat import ChatRequest
 from canvasrt.containers.openai.tools import schemas, tools_grammar
 from canvasrt.export.graphs import export_graphs
@@ -269,17 +271,26 @@ def test_only_allowed_tools_may_be_called() -> None:
     ],
 )
 def test_the_grammar(begun: str, text: str, fits: bool) -> None:
-    tokenizer = Tokenizer(core(), None)
-    size = core().get_vocab_size()
-    control = frozenset(range(20))
+    assert accepts(core(), begun, text) == fits
+
+
+def test_the_demo_calls_without_thoughts() -> None:
+    demo = Core.from_file(str(DEMO_FOLDER / "checkpoint" / "tokenizer.json"))
+    assert accepts(demo, "nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>')
+    assert not accepts(demo, "nothing", "Hm.<|tool_call>call:lamp{}<tool_call|>")
+
+
+def accepts(core: Core, begun: str, text: str) -> bool:
+    """Whether the grammar of calls of `lamp` takes all of `text`."""
+    tokenizer = Tokenizer(core, None)
+    control = frozenset(core.get_added_tokens_decoder())
     spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
-    words = Vocabulary(tokenizer, size, (1,), control)
+    words = Vocabulary(tokenizer, core.get_vocab_size(), (1,), control)
     state = compile_grammar(
         {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}, words, "grammar"
     )
     for token in tokenizer.encode(text, False):
         if token not in state.allowed():
-            assert not fits
-            return
+            return False
         state = state.advanced(token)
-    assert state.accepts == fits
+    return bool(state.accepts)

@@ -117,6 +117,15 @@ def test_regular_expressions_and_lark(demo: Pair, words: Vocabulary) -> None:
     assert re.fullmatch("(ab|cd)+!", text_of(demo.tokenizer, result))
 
 
+def test_a_bundle_without_a_head_for_the_host_is_refused(demo: Pair, words: Vocabulary) -> None:
+    model = open_model(demo.bundle, threads=1)
+    assert model.bundle is not None
+    del model.bundle.manifest.data["embedding"]["host_head"]
+    start = compile_grammar({"type": "regex", "regex": "[0-9]+"}, words, "g")
+    with pytest.raises(CanvasError, match="no weights to score tokens"):
+        request(demo, start).check(model)
+
+
 def test_a_budget_too_small_is_the_reason_given(demo: Pair, words: Vocabulary) -> None:
     many = {"type": "array", "items": {"type": "integer", "minimum": 100_000}, "minItems": 9}
     start = compile_grammar(schema(many), words, "g")
