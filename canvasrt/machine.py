@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
-from canvasrt.errors import UsageError
 from canvasrt.targets import Target
 
 _QUERY = ("name", "memory.total", "compute_cap", "driver_version", "uuid")
@@ -74,22 +73,6 @@ def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
         of_number = listed[int(name) : int(name) + 1] if name.isdecimal() else ()
         found += (of_uuid or list(of_number))[:1]
     return found
-
-
-def use_gpu(name: str) -> None:
-    """Restrict this process and its children to one GPU. It is set by UUID, because CUDA orders GPUs differently from
-    nvidia-smi.
-
-    Raises UsageError if there is no such GPU.
-    """
-    there = gpus()
-    found = named_gpus(name, there) if "," not in name else []
-    if not found or not found[0].uuid:
-        known = "; ".join(f"{number}: {gpu.name}, {gpu.uuid}" for number, gpu in enumerate(there))
-        raise UsageError(
-            f"there is no GPU {name!r}", f"give the number or UUID of one of: {known or 'none'}"
-        )
-    os.environ[VISIBLE] = found[0].uuid
 
 
 @cache

@@ -91,6 +91,17 @@ class Generator:
         """End a request at the next `step`. Its result has the blocks that are finished by then."""
         self._cancelled.add(id)
 
+    def withdraw(self) -> int | None:
+        """Forget the request that is next of those that wait for their first pass. Return its id; None without any."""
+        self._take_arrived()
+        untouched = [each for each in self._waiting if not each.passes]
+        if not untouched:
+            return None
+        each = self._schedule.next(untouched)
+        each.cancel()
+        self._waiting.remove(each)
+        return each.id
+
     def step(self) -> list[Event]:
         """Encode one chunk and denoise one step of every running request that is ready; return their events.
 

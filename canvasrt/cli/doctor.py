@@ -174,16 +174,16 @@ def _gpus() -> list[MachineCheck]:
         return [MachineCheck("GPU", "gap", f"Windows' Linux (WSL) has no {lacks}", _WSL_FIX)]
     if not found:
         return [MachineCheck("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
-    now = nvml.readings()
-    return [
-        MachineCheck(
-            f"GPU {number}",
-            "ok",
+    now, checks = nvml.readings(), []
+    for number, gpu in enumerate(found):
+        text = (
             f"{gpu.name}, {size(gpu.memory)}, capability {gpu.capability_text},"
-            f" driver {gpu.driver}{_now(now.get(gpu.uuid, {}))}",
+            f" driver {gpu.driver}{_now(now.get(gpu.uuid, {}))}"
         )
-        for number, gpu in enumerate(found)
-    ]
+        old = gpu.driver_number < machine.OLDEST_DRIVER
+        fix = f"install NVIDIA's driver {machine.OLDEST_DRIVER} or newer" if old else ""
+        checks.append(MachineCheck(f"GPU {number}", "gap" if old else "ok", text, fix))
+    return checks
 
 
 def wsl_lacks(release: str, root: Path = Path("/")) -> str:

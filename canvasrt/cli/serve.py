@@ -41,7 +41,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
     """
     from canvasrt.containers.serve import checks, local
     from canvasrt.containers.serve import serve as work
-    from canvasrt.machine import use_gpu
+    from canvasrt.containers.serve.gpus import use_gpu
 
     settings = read_settings(
         _given({**given, "bundle": bundle, "as_json": as_json}), _given(_passthrough())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from canvasrt.containers.names import COLLECTOR, LOOPBACK
 from canvasrt.containers.ports import PortRequest, check_distinct, listen
+from canvasrt.containers.serve.gpus import check_gpus
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.errors import CanvasError, UsageError
@@ -17,7 +18,7 @@ from canvasrt.extras import require
 def check_settings(settings: Settings) -> None:
     """Raise UsageError for contradictory options, and CanvasError for TLS files that cannot be used."""
     check_tracing()
-    _check_gpus(settings)
+    check_gpus(settings)
     _check_triton_host(settings)
     _check_tls_options(settings)
     check_distinct(_ports(settings))
@@ -56,13 +57,6 @@ def _ports(settings: Settings) -> list[PortRequest]:
     if front.health_port is not None:
         found.append(PortRequest("--health-port", front.host, front.health_port))
     return found + settings.ports.requests(settings.triton_host, front.host)
-
-
-def _check_gpus(settings: Settings) -> None:
-    if settings.devices not in (None, "all"):
-        raise UsageError(f"--devices is {settings.devices!r}", "give all, or one GPU with --device")
-    if settings.devices and settings.device:
-        raise UsageError("--device names one GPU, and --devices all takes every one", "give one")
 
 
 def _check_triton_host(settings: Settings) -> None:

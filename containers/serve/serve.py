@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from canvasrt import machine
 from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
 from canvasrt.containers.names import READY_TIMEOUT, STALL_TIMEOUT
@@ -25,6 +24,7 @@ from canvasrt.containers.processes import run_name
 from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.containers.serve.checks import check_context, check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.containers.serve.gpus import gpus_of
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
 from canvasrt.containers.serve.server import Server
@@ -32,7 +32,6 @@ from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_pr
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
 from canvasrt.errors import CanvasError
-from canvasrt.machine import Gpu
 
 log = logging.getLogger(__name__)
 
@@ -121,23 +120,6 @@ def _serve(
                 raise
             _watch(settings, supervisor, stop, ready)
             return
-
-
-def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
-    """Return the GPUs to serve on: one, or with `--devices all`, all suitable GPUs with the first one's name. Other
-    GPUs may compute different bits."""
-    fitting = profile.gpus(machine.gpus())
-    if not settings.devices:
-        return fitting[:1]
-    same = [gpu for gpu in fitting if gpu.name == fitting[0].name]
-    if len(same) < len(fitting):
-        left = sorted({gpu.name for gpu in fitting} - {same[0].name})
-        log.warning(
-            "every %s serves, but not %s: others may compute other bits",
-            same[0].name,
-            ", ".join(left),
-        )
-    return same
 
 
 def _triton(

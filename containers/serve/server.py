@@ -20,7 +20,6 @@ from canvasrt.containers.heartbeat import reason_left
 from canvasrt.containers.names import (
     EVIDENCE_VARIABLE,
     EXIT_TIMEOUT,
-    GPUS_VARIABLE,
     HEARTBEAT_VARIABLE,
     LOOPBACK,
     READY_TIMEOUT,
@@ -38,6 +37,7 @@ from canvasrt.containers.processes import (
     remove_stale,
     run_name,
 )
+from canvasrt.containers.serve.gpus import environment_of
 from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.output import cause_in, last_lines
@@ -45,7 +45,7 @@ from canvasrt.containers.serve.stall import StallWatch
 from canvasrt.containers.tensors import OWNER
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
-from canvasrt.machine import VISIBLE, gpus
+from canvasrt.machine import gpus
 
 UNLOAD_TIMEOUT = 3  # seconds to unload the models after requests in flight have finished
 PROBE_TIMEOUT = 5.0
@@ -363,8 +363,7 @@ class Server:
         env = installation.environment() | self._model_options.to_environment()
         if self._cache is not None:
             env["CANVASRT_CACHE"] = str(self._cache)
-        if self._gpus:
-            env |= {VISIBLE: ",".join(self._gpus), GPUS_VARIABLE: str(len(self._gpus))}
+        env |= environment_of(self._gpus)
         if self._folder is not None:
             env |= {variable: str(self._folder / file) for variable, file in _FILES.items()}
         return env

@@ -54,6 +54,7 @@ class Ticket:
         self.owner, self.sink, self.begin = owner, sink, begin
         self.tokens = 0
         self.is_late = False
+        self.worker: object = None  # that the request waits for or runs at
         self._tickets = tickets
 
     def take_tokens(self, count: int) -> None:
@@ -119,6 +120,11 @@ class Tickets:
             self._by_owner[ticket.owner] -= 1
             if not self._by_owner[ticket.owner]:
                 del self._by_owner[ticket.owner]
+
+    def count_of(self, owner: str, worker: object) -> int:
+        """Return how many requests of a caller a worker has."""
+        with self._lock:
+            return sum(each.owner == owner and each.worker is worker for each in self._taken)
 
     def check_late(self, begin: float, now: float | None = None) -> None:
         """Raise Late if the deadline of a request that arrived at `begin` has passed."""

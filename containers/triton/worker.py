@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from canvasrt.containers.triton.failure_limiter import MOST, WINDOW, FailureLimiter
@@ -55,13 +55,15 @@ class Worker:
         lost: Callable[[EngineError], None] = lambda error: None,
         max_tokens: int | None = None,
         timeout: float | None = None,
-        shared: Worker | None = None,
+        peers: Sequence[Worker] = (),
     ) -> None:
-        """max_tokens, timeout: see `Tickets`. shared: another worker, with which this one shares tickets and failure
-        counts."""
+        """max_tokens, timeout: see `Tickets`. peers: other workers, with which this one shares tickets and failure counts, and
+        which get requests that wait here."""
+        first = peers[0] if peers else None
         own = Tickets(MAX_WAITING, max_tokens, timeout)
-        self.tickets: Tickets = shared.tickets if shared else own
-        self._limiter: FailureLimiter = shared._limiter if shared else FailureLimiter()
+        self.tickets: Tickets = first.tickets if first else own
+        self._limiter: FailureLimiter = first._limiter if first else FailureLimiter()
+        self._peers = peers
         self._next_check = 0
         self._make = make
         self._observe = observe
@@ -82,6 +84,16 @@ class Worker:
     def load(self) -> int:
         """Number of running and waiting requests."""
         return len(self._known) + self._arrived.qsize()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether one more request would find a place."""
+        works = self._refusal is None and not self._closing
+        return works and self.load < self._generator.max_batch
+
+    def count(self, owner: str) -> int:
+        """Return how many requests of a caller it has or will take."""
+        return self.tickets.count_of(owner, self)
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
         """Return a ticket for a request that arrived at `begin`, by default now. Call it before slow preparation.
@@ -111,7 +123,11 @@ class Worker:
         except BaseException:
             ticket.leave()
             raise
-        self._arrived.put(_Known(request, ticket))
+        self._queue(_Known(request, ticket))
+
+    def _queue(self, known: _Known) -> None:
+        known.ticket.worker = self
+        self._arrived.put(known)
         # The worker may have stopped since the ticket was taken. Then the request must be failed here.
         if self._refusal is not None or self._closing:
             self._fail_arrived(self._refusal or Overloaded(*_STOPPING))
@@ -132,6 +148,7 @@ class Worker:
     def _work(self) -> None:
         while not self._closing and self._refusal is None:
             self._admit()
+            self._hand_over()
             self._beat()
             self._report()  # update metrics before a caller gets a reply
             self._drop_cancelled()
@@ -185,6 +202,16 @@ class Worker:
             fail(known.ticket.sink, error)
             return
         self._sinks[id], self._known[id] = known.ticket.sink, known
+
+    def _hand_over(self) -> None:
+        """Give requests that wait for their first pass to workers that have a place for them."""
+        while self.load > self._generator.max_batch:
+            free = min((each for each in self._peers if each.is_free), key=_load, default=None)
+            id = self._generator.withdraw() if free else None
+            if free is None or id is None:
+                return
+            self._sinks.pop(id, None)
+            free._queue(self._known.pop(id))
 
     def _drop_cancelled(self) -> None:
         now = time.monotonic()
@@ -320,6 +347,10 @@ class _Known:
     request: Request
     ticket: Ticket
     begun: bool = False
+
+
+def _load(worker: Worker) -> int:
+    return worker.load
 
 
 def _refused() -> Busy:

@@ -17,7 +17,12 @@ Observe = Callable[[Sequence[Generator], int], None]
 
 
 class Workers:
-    """Submits requests to the worker with the fewest requests. Callers' limits apply to all workers together."""
+    """Submits each request to a worker. Callers' limits apply to all workers together.
+
+    Of workers with a free place, the one with the fewest requests gets it. Otherwise it waits where fewest of its caller's
+    requests are: turns that are fair on each GPU are then fair on all. A worker hands requests that wait to one with a free
+    place; a request that has begun stays.
+    """
 
     def __init__(
         self,
@@ -37,8 +42,7 @@ class Workers:
         self.all: list[Worker] = []
         for number, make in enumerate(makes):
             seen, beaten = partial(self._seen, number), partial(self._beaten, number)
-            shared = self.all[0] if self.all else None
-            self.all.append(Worker(make, seen, beaten, lost, max_tokens, timeout, shared))
+            self.all.append(Worker(make, seen, beaten, lost, max_tokens, timeout, self.all))
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
         """See `Worker.take_ticket`."""
@@ -46,7 +50,11 @@ class Workers:
 
     def submit(self, request: Request, ticket: Ticket) -> None:
         """See `Worker.submit`."""
-        min(self.all, key=lambda each: each.load).submit(request, ticket)
+        free = [each for each in self.all if each.is_free]
+        best = min(
+            free or self.all, key=lambda each: (0 if free else each.count(request.owner), each.load)
+        )
+        best.submit(request, ticket)
 
     def close(self) -> None:
         """See `Worker.close`."""

@@ -204,8 +204,7 @@ class DeviceModel(Model):
         if self.own_passes.pay([item.row for item in together]):
             return [[item] for item in ordered]
         batches: list[Sequence[InputT]] = [together] if together else []
-        batches += [[item] for item in ordered if not self._shares(item)]
-        return batches
+        return batches + [[item] for item in ordered if not self._shares(item)]
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a request's pass may use the shared shape, even if the request is alone."""
@@ -255,9 +254,8 @@ class DeviceModel(Model):
             if shape.capacity == this.length:  # every expert already has a row for every token
                 raise too_full()
             return False
-        if item.keep and not item.keep(space.last_hidden(1, this.length)[0, :count]):
-            return True
-        self.append(row, this.length, count)
+        if not item.keep or item.keep(space.last_hidden(1, this.length)[0, :count]):
+            self.append(row, this.length, count)
         return True
 
     def append(self, row: DeviceRow, length: int, count: int) -> None:

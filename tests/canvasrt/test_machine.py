@@ -7,6 +7,7 @@ import os
 import pytest
 
 from canvasrt import machine
+from canvasrt.containers.serve.gpus import use_gpu
 from canvasrt.errors import UsageError
 from canvasrt.machine import Gpu, description, memory_bytes, parse_gpu
 
@@ -43,7 +44,7 @@ def test_a_gpu_is_chosen_by_number_or_uuid(
 ) -> None:
     """Children see only that one."""
     monkeypatch.setenv(machine.VISIBLE, "0,1")  # is removed again after the test
-    machine.use_gpu(name)
+    use_gpu(name)
     assert machine.gpus() == (three[1],)
     assert os.environ[machine.VISIBLE] == "GPU-bb2"
 
@@ -58,7 +59,7 @@ def test_only_visible_gpus_are_there(three: list[Gpu], monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["3", "GPU-d", "x", "0,1", ""])
 def test_a_gpu_that_is_not_there_is_refused(name: str, three: list[Gpu]) -> None:
     with pytest.raises(UsageError, match="there is no GPU") as caught:
-        machine.use_gpu(name)
+        use_gpu(name)
     assert "1: GPU 1, GPU-bb2" in caught.value.hint
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_doctor_says_what_gpus_do(fake: Fake) -> None:
     known, lost = doctor._gpus()
     assert known.found.endswith("driver 580.1; now 25% busy, 3.0 GB in use, 72 W")
     assert lost.found.endswith("driver 580.1")
+    assert (known.state, known.fix) == ("ok", "")
+
+
+def test_doctor_names_the_driver_that_a_gpu_needs(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: (replace(GPU, driver="570.2"),))
+    (check,) = doctor._gpus()
+    assert (check.state, check.fix) == ("gap", "install NVIDIA's driver 580 or newer")
 
 
 def test_a_machine_without_the_library_has_no_numbers(

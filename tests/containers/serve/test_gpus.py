@@ -13,6 +13,7 @@ from canvasrt import machine
 from canvasrt.bundle import Bundle
 from canvasrt.containers.names import GPUS_VARIABLE, READY_TIMEOUT
 from canvasrt.containers.serve import serve
+from canvasrt.containers.serve.gpus import gpus_of
 from canvasrt.containers.serve.installation import Installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.serving_profiles import choose_profile
@@ -64,7 +65,7 @@ def test_all_devices_are_those_of_the_first_one_s_name(
     there = [replace(GPU, name=name, uuid=f"GPU-{number}") for number, name in enumerate(names)]
     monkeypatch.setattr(machine, "gpus", lambda: there)
     profile: Any = SimpleNamespace(gpus=list)
-    found = serve.gpus_of(Settings(Path("bundle"), devices=devices), profile)
+    found = gpus_of(Settings(Path("bundle"), devices=devices), profile)
     assert found == [there[number] for number in serve_them]
     assert ("but not B" in capsys.readouterr().err) == ("B" in names)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from canvasrt.containers.triton.tickets import Busy
 from canvasrt.containers.triton.workers import Workers
 from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
@@ -30,15 +32,16 @@ def models(tiny: Pair) -> list[Model]:
     return [open_model(tiny.graphs, check=False, backend=each) for each in backends]
 
 
-def request(model: Model, seed: int) -> Request:
-    params = SamplingParams.from_defaults(
-        model.sampler, model.config, max_new_tokens=4, max_denoising_steps=2, seed=seed
-    )
-    return Request([2, 5, 6 + seed], params)
+def request(model: Model, seed: int, owner: str = "", **options: Any) -> Request:
+    given = {"max_new_tokens": 4, "max_denoising_steps": 2, "seed": seed} | options
+    params = SamplingParams.from_defaults(model.sampler, model.config, **given)
+    return Request([2, 5, 6 + seed], params, owner=owner)
 
 
-def workers_of(models: list[Model], beat: Callable[[float], None] = lambda since: None) -> Workers:
-    makes = [lambda model=model: Generator(model) for model in models]
+def workers_of(
+    models: list[Model], beat: Callable[[float], None] = lambda since: None, max_batch: int = 4
+) -> Workers:
+    makes = [lambda model=model: Generator(model, max_batch) for model in models]
     return Workers(makes, lambda generators, in_flight: None, beat, lambda error: None, 100)
 
 
@@ -68,6 +71,48 @@ def test_limits_hold_for_all_gpus_together(models: list[Model]) -> None:
         submit(workers, request(models[0], 14), Caller())
     held.set()
     assert eventually(lambda: not len(workers.all[0].tickets))
+    workers.close()
+
+
+def test_a_gpu_with_a_place_takes_what_waits_for_another(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long request has a GPU to itself, since it is never parked here; all others go to the other GPU."""
+    monkeypatch.setattr(DeviceModel, "quantum", 10**6)
+    wanted = [request(models[0], seed) for seed in range(6)]
+    before = models[1].counters.denoise_passes
+    alone = Generator(models[1], 1).run(wanted)
+    took, before = models[1].counters.denoise_passes - before, models[1].counters.denoise_passes
+    workers = workers_of(models, max_batch=1)
+    long, callers = Caller(), [Caller() for _ in wanted]
+    submit(workers, request(models[0], 7, max_denoising_steps=10**4, early_stop=False), long)
+    for each, caller in zip(wanted, callers, strict=True):
+        submit(workers, each, caller)
+    for caller, result in zip(callers, alone, strict=True):
+        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+    assert long.ends.empty()
+    assert models[1].counters.denoise_passes - before == took
+    workers.close()
+
+
+def test_callers_wait_on_every_gpu_alike(models: list[Model]) -> None:
+    """Whatever others have there: their shares of all GPUs are those of each."""
+    workers = workers_of(models, max_batch=1)
+    held, callers = threading.Event(), [Caller() for _ in range(9)]
+    for caller in callers:
+        ends = caller.event
+        caller.event = lambda event, ends=ends: held.wait(30) and ends(event)  # type: ignore[method-assign, misc]
+    for number, worker in enumerate(workers.all):  # of one caller, three more on the first GPU
+        for seed in range(4 - 3 * number):
+            submit(worker, request(models[0], seed, owner="a"), callers.pop())
+    assert eventually(lambda: [each.count("a") for each in workers.all] == [4, 1])
+    others = list(callers)
+    for seed, caller in enumerate(others):
+        submit(workers, request(models[0], seed, owner="b"), caller)
+    assert [each.load for each in workers.all] == [6, 3]
+    held.set()
+    for caller in others:
+        assert caller.ends.get(timeout=60).token_ids
     workers.close()
 
 

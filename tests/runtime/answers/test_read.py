@@ -183,6 +183,26 @@ def test_a_device_reads_the_same(tiny: Pair, prompt: Prompt) -> None:
         assert ours == pytest.approx(other, abs=1e-4)
 
 
+@pytest.mark.parametrize("shares", [True, False], ids=["device", "cpu"])
+def test_reads_of_several_callers_share_a_pass(shares: bool, tiny: Pair, prompt: Prompt) -> None:
+    """On a device; on a CPU they run side by side. Either way, as alone."""
+    model = open_model(tiny.graphs, check=False, backend=FakeBackend()) if shares else tiny.model
+    wanted = [
+        DecisionRequest(
+            prompt(20 + seed, seed), params(tiny, 2, seed), templates=(TEMPLATE,), owner=owner
+        )
+        for seed, owner in enumerate("abc")
+    ]
+    took, results = [], []
+    for requests in [[each] for each in wanted] + [wanted]:
+        before = model.counters.denoise_passes
+        results += Generator(model, 3).run(requests)
+        took.append(model.counters.denoise_passes - before)
+    assert took == [took[0]] * 3 + [took[0] if shares else 3 * took[0]]
+    drawn = [np.concatenate(each.draws, axis=1) for each in results]
+    assert np.array_equal(drawn[:3], drawn[3:])
+
+
 def test_labels_of_different_lengths_are_closed_and_filled() -> None:
     labels = labels_of([[5], [5, 6], [7, 8, 9]], end=1, filler=0, path="x")
     assert labels.tokens == ((5, 1, 0, 0), (5, 6, 1, 0), (7, 8, 9, 1))

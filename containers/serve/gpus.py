@@ -1,0 +1,61 @@
+"""Which GPUs a server uses: the first that fits, one by `--device`, or all that are alike by `--devices all`.
+
+Processes get them by UUID in CUDA_VISIBLE_DEVICES, since CUDA's own numbers begin with the fastest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from canvasrt import machine
+from canvasrt.containers.names import GPUS_VARIABLE
+from canvasrt.containers.serve.serving_profiles import ServingProfile
+from canvasrt.containers.serve.settings import Settings
+from canvasrt.errors import UsageError
+from canvasrt.machine import VISIBLE, Gpu, named_gpus
+
+log = logging.getLogger(__name__)
+
+
+def check_gpus(settings: Settings) -> None:
+    """Raise UsageError for `--device` and `--devices` that contradict each other."""
+    if settings.devices not in (None, "all"):
+        raise UsageError(f"--devices is {settings.devices!r}", "give all, or one GPU with --device")
+    if settings.devices and settings.device:
+        raise UsageError("--device names one GPU, and --devices all takes every one", "give one")
+
+
+def use_gpu(name: str) -> None:
+    """Let this process and its children use one GPU, which may build, too. UsageError for one that is not there."""
+    there = machine.gpus()
+    found = named_gpus(name, there) if "," not in name else []
+    if not found or not found[0].uuid:
+        known = "; ".join(f"{number}: {gpu.name}, {gpu.uuid}" for number, gpu in enumerate(there))
+        raise UsageError(
+            f"there is no GPU {name!r}", f"give the number or UUID of one of: {known or 'none'}"
+        )
+    os.environ[VISIBLE] = found[0].uuid
+
+
+def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
+    """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name:
+    others may compute other bits."""
+    fitting = profile.gpus(machine.gpus())
+    if not settings.devices:
+        return fitting[:1]
+    same = [gpu for gpu in fitting if gpu.name == fitting[0].name]
+    if len(same) < len(fitting):
+        left = sorted({gpu.name for gpu in fitting} - {same[0].name})
+        log.warning(
+            "every %s serves, but not %s: others may compute other bits",
+            same[0].name,
+            ", ".join(left),
+        )
+    return same
+
+
+def environment_of(uuids: Sequence[str]) -> dict[str, str]:
+    """Return the variables by which Triton's processes see these GPUs alone; none without any."""
+    return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))} if uuids else {}
