@@ -200,13 +200,15 @@ class Plan:
 
     @property
     def disk(self) -> int:
-        """The most that a build with an empty cache has on disk at a time."""
+        """The most that a build with an empty cache has on disk at a time. What a calibration keeps is gone before graphs are
+        written."""
         needs = self.needs
+        calibrating = needs.calibration.disk if needs.calibration else 0
         if not self.spends_graphs:
-            return needs.graphs + needs.engines
+            return max(calibrating, needs.graphs + needs.engines)
         # While an engine is built, its graph is there too. At most two of the largest are, as a rule.
         running = sum(sorted(needs.written.values())[-2:])
-        return max(needs.graphs, needs.engines) + running
+        return max(calibrating, max(needs.graphs, needs.engines) + running)
 
     @cached_property
     def calibrates(self) -> CalibrationNeeds | None:

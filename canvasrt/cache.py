@@ -208,13 +208,16 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
         ) from error
 
 
-def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> None:
-    """Put a piece of unfinished work into `out`: a folder of files, which `write` fills unless an earlier start has."""
-    if not piece.is_dir():
+def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
+    """Put a piece of unfinished work into `out`: a folder of files, which `write` fills unless an earlier start has. Return
+    whether one has."""
+    kept = piece.is_dir()
+    if not kept:
         with staging(piece) as folder:
             write(folder)
     for file in piece.iterdir():
         link_or_copy(file, out / file.name)
+    return kept
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ generator. The network runs a layer at a time, so memory depends neither on the 
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,13 @@ class Calibration:
         }
         return {layer: experts for layer, experts in idle.items() if experts}
 
+    @classmethod
+    def read(cls, file: Path) -> Calibration:
+        """Return what `calibrate` found before, from its file."""
+        data = json.loads(file.read_text(encoding="utf-8"))
+        data["routed"] = {int(layer): counts for layer, counts in data["routed"].items()}
+        return cls(**data)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of a quantized bundle's `calibration.json`."""
         return {
@@ -78,6 +87,9 @@ def calibrate(
     from canvasrt.export.quantize.network import StreamedNetwork, device_here
     from canvasrt.export.quantize.saved_sweeps import SavedSweeps
 
+    finished = room / "finished.json"
+    if finished.exists():
+        return Calibration.read(finished)
     config = weights.config
     formats = recipe.formats(config)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
@@ -94,9 +106,15 @@ def calibrate(
         for part in ("key", "value")
     }
     routed = {layer: counts.tolist() for layer, counts in observed.routed.items()}
-    return Calibration(
+    found = Calibration(
         amax, cached if recipe.kv_cache else {}, routed, steps, work.prompts, prompts.sha256
     )
+    # The sweeps make room for graphs.
+    whole = finished.with_suffix(".new")
+    whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    whole.replace(finished)
+    shutil.rmtree(room / "sweeps")
+    return found
 
 
 def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[int]:
