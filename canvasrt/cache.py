@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, staging
 
+# What interrupted works with other inputs may keep.
+_KEPT_BYTES = 20 * 10**9
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
 # Distributions whose versions affect the graphs.
@@ -188,17 +190,14 @@ class EngineCache:
 def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder for what is done of long work that these inputs decide; another start finds it there.
 
-    It is removed when the block ends without an exception. Of interrupted works of a kind, only the latest is kept. Another
-    process with the same inputs waits.
+    It is removed when the block ends without an exception. Of other interrupted works of a kind, the latest stay, up to
+    `_KEPT_BYTES` together. Another process with the same inputs waits.
     """
     rooms = cache_folder() / kind
     own = rooms / key_of(made_from)
     try:
         with _locked(own):
-            for other in rooms.iterdir():
-                if other != own:
-                    with contextlib.suppress(OSError), _locked(other, fcntl.LOCK_NB):
-                        shutil.rmtree(other, ignore_errors=True)
+            _remove_old(each for each in rooms.iterdir() if each != own)
             yield own
             shutil.rmtree(own, ignore_errors=True)
     except PermissionError as error:
@@ -206,6 +205,22 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
             f"{rooms}, which keeps what is done of long work, cannot be written: {error.strerror}",
             "set CANVASRT_CACHE to a writable folder with a few GB of space",
         ) from error
+
+
+def _remove_old(rooms: Iterable[Path]) -> None:
+    """Remove folders that no process uses, but not the latest ones that take `_KEPT_BYTES` together."""
+    found: list[tuple[float, int, Path]] = []
+    for room in rooms:
+        with contextlib.suppress(OSError):  # a file that its owner has just removed: it is in use
+            files = [each.stat() for each in (room, *room.rglob("*"))]
+            size = sum(each.st_size for each in files)
+            found.append((max(each.st_mtime for each in files), size, room))
+    left = _KEPT_BYTES
+    for _, size, room in sorted(found, reverse=True):
+        left -= size
+        if left < 0:
+            with contextlib.suppress(OSError), _locked(room, fcntl.LOCK_NB):
+                shutil.rmtree(room, ignore_errors=True)
 
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
