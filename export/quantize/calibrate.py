@@ -81,15 +81,30 @@ def calibrate(
 
     room: a folder that keeps what an interrupted calibration has done.
 
-    Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, and for weights
-    and activations that are not finite, by name.
+    Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, for weights
+    and activations that are not finite, by name, and if a GPU's memory runs out.
     """
-    from canvasrt.export.quantize.network import StreamedNetwork, device_here
-    from canvasrt.export.quantize.saved_sweeps import SavedSweeps
+    from canvasrt.export.quantize.network import gpu_memory
 
     finished = room / "finished.json"
     if finished.exists():
         return Calibration.read(finished)
+    with gpu_memory():
+        found = _observe(weights, recipe, prompts, room)
+    # The sweeps make room for graphs.
+    whole = finished.with_suffix(".new")
+    whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    whole.replace(finished)
+    shutil.rmtree(room / "sweeps")
+    return found
+
+
+def _observe(
+    weights: WeightSource, recipe: Recipe, prompts: CalibrationPrompts, room: Path
+) -> Calibration:
+    from canvasrt.export.quantize.network import StreamedNetwork, device_here
+    from canvasrt.export.quantize.saved_sweeps import SavedSweeps
+
     config = weights.config
     formats = recipe.formats(config)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
@@ -106,15 +121,9 @@ def calibrate(
         for part in ("key", "value")
     }
     routed = {layer: counts.tolist() for layer, counts in observed.routed.items()}
-    found = Calibration(
+    return Calibration(
         amax, cached if recipe.kv_cache else {}, routed, steps, work.prompts, prompts.sha256
     )
-    # The sweeps make room for graphs.
-    whole = finished.with_suffix(".new")
-    whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
-    whole.replace(finished)
-    shutil.rmtree(room / "sweeps")
-    return found
 
 
 def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[int]:
