@@ -73,8 +73,10 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights are removed from the cache once its engine is there."""
-        ours = self.source.graphs is None and self.target.capability is not None
+        """Whether a segment's weights are removed from the cache once its engine is there. A CPU's engines may be links to
+        them."""
+        copies = self.target.capability is not None or self.precision.is_quantized
+        ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
         return ours and large and self.experts.in_engines and not self.keep_graphs
 
@@ -206,8 +208,9 @@ class Plan:
         calibrating = needs.calibration.disk if needs.calibration else 0
         if not self.spends_graphs:
             return max(calibrating, needs.graphs + needs.engines)
-        # While an engine is built, its graph is there too. At most two of the largest are, as a rule.
-        running = sum(sorted(needs.written.values())[-2:])
+        # While an engine is built, its graph is there too. At most two of the largest are, as a rule; on a CPU, one.
+        side_by_side = 1 if self.target.capability is None else 2
+        running = sum(sorted(needs.written.values())[-side_by_side:])
         return max(calibrating, max(needs.graphs, needs.engines) + running)
 
     @cached_property

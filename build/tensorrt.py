@@ -101,7 +101,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
     """Return the files of weights that a build does not read again, since the engines made of them are in the cache."""
-    if plan.target.capability is None or not plan.experts.in_engines:
+    if not plan.experts.in_engines:
         return set()
     target, cache = _target(plan), EngineCache()
     return {

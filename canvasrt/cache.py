@@ -186,6 +186,11 @@ class EngineCache:
         return entry
 
 
+def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
+    """Return the folder of `unfinished`, which exists only if such work was interrupted."""
+    return cache_folder() / kind / key_of(made_from)
+
+
 @contextlib.contextmanager
 def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder for what is done of long work that these inputs decide; another start finds it there.
@@ -193,8 +198,8 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
     It is removed when the block ends without an exception. Of other interrupted works of a kind, the latest stay, up to
     `_KEPT_BYTES` together. Another process with the same inputs waits.
     """
-    rooms = cache_folder() / kind
-    own = rooms / key_of(made_from)
+    own = unfinished_folder(kind, made_from)
+    rooms = own.parent
     try:
         with _locked(own):
             _remove_old(each for each in rooms.iterdir() if each != own)
