@@ -18,6 +18,7 @@ MEASUREMENTS = {
     ),
     "batch": ("bench.batch", "a file of requests in this process, against 64 clients over HTTP"),
     "build": ("bench.build", "seconds, peak memory and bytes of an export and a build"),
+    "calibrated": ("bench.calibrated", "a build from a bf16 checkpoint, beside its plan"),
     "checkpoint": ("bench.checkpoint", "no measurement: a random checkpoint of a real shape"),
     "cpu": ("bench.cpu", "a denoising pass on this CPU, against its matrix rate"),
     "gpu": ("bench.gpu", "passes of the released shape: engines, graphs, transformers, the floor"),

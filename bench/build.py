@@ -6,6 +6,7 @@ sampled over all processes of a stage together; mapped files count while they ar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -48,10 +49,13 @@ class Peak:
 
 
 class Sampler:
-    """Watches this process's descendants inside the block: all together, and each builder by its segment."""
+    """Watches this process's descendants inside the block, all together and each builder by its segment, and the disk that
+    a folder takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.whole = Peak()
+        self.disk = 0
+        self._folder = folder
         self.segments: dict[str, Peak] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -68,6 +72,8 @@ class Sampler:
         while not self._stop.wait(EVERY):
             sizes = {pid: memory_of(pid) for pid in _descendants(os.getpid())}
             self.whole.see(sum(r for r, _ in sizes.values()), sum(o for _, o in sizes.values()))
+            if self._folder is not None:
+                self.disk = max(self.disk, _disk(self._folder))
             for pid, size in sizes.items():
                 if segment := _segment(pid):
                     self.segments.setdefault(segment, Peak()).see(*size)
@@ -111,6 +117,16 @@ def _row(name: str, seconds: float, peak: Peak, written: int) -> Json:
         "not file-backed": peak.own,
         "bytes written": written,
     }
+
+
+def _disk(folder: Path) -> int:
+    """Return the bytes on disk of a folder's files together; one with several names counts once."""
+    found = {}
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # it is gone again
+            stat = file.lstat()
+            found[stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
 
 
 def _size(folder: Path) -> int:

@@ -8,10 +8,13 @@ from canvasrt.types import Json
 
 
 def is_cached(plan: Plan) -> bool:
-    """Return whether a plan's graphs are in the cache."""
+    """Return whether a plan's graphs already exist."""
+    cache = GraphCache()
+    # GPUs' engines are in the cache, too. For a CPU, graphs without their weights are made again.
+    has = cache.has if plan.target.capability is not None else cache.has_all
     if plan.quantizes:
-        return GraphCache().has(quantized_from(plan))
-    return plan.source.graphs is not None or GraphCache().has(exported_from(plan))
+        return has(quantized_from(plan))
+    return plan.source.graphs is not None or has(exported_from(plan))
 
 
 def exported_precision(plan: Plan) -> str:

@@ -116,23 +116,26 @@ def check_space(plans: Sequence[Plan]) -> None:
     Engines are counted once per precision and capabilities; cached graphs are not counted.
     """
     cache, kinds = cache_folder(), [each.precision.text for each in plans]
-    calibrations: list[int] = []
-    graphs: dict[str, int] = {}
-    engines: dict[Any, int] = {}
+    peak = kept = 0
+    counted: set[Any] = set()
     outputs: dict[Path, int] = {}
     for plan in plans:
+        kind, needs = plan.precision.text, plan.needs
+        engine = kind, plan.target.capabilities
         if not is_cached(plan):
-            if plan.needs.calibration:
-                check_calibration_memory(plan.needs.calibration)
-                calibrations.append(plan.needs.calibration.disk)
-            graphs[plan.precision.text] = plan.needs.graphs
-            alone = kinds.count(plan.precision.text) == 1
-            added = plan.disk - plan.needs.graphs if alone else plan.needs.engines
-            engines[plan.precision.text, plan.target.capabilities] = added
+            if needs.calibration:
+                check_calibration_memory(needs.calibration)
+            shared = kinds.count(kind) > 1
+            if kind not in counted:
+                peak = max(peak, kept + replace(plan, keep_graphs=shared or plan.keep_graphs).disk)
+                kept += 0 if plan.spends_graphs and not shared else needs.graphs
+            if engine not in counted:
+                kept += needs.engines
+            peak = max(peak, kept)
+            counted |= {kind, engine}
         if not same_disk(cache, plan.out):
-            outputs[plan.out.resolve()] = plan.needs.engines
-    written = sum(graphs.values()) + sum(engines.values())
-    check_disk({cache: written + max(calibrations, default=0), **outputs})
+            outputs[plan.out.resolve()] = needs.engines
+    check_disk({cache: peak, **outputs})
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:

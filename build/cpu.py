@@ -11,6 +11,7 @@ from typing import Any
 
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.cache import EXPORTED_BY, kept_piece, unfinished, unfinished_folder, versions
 from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.progress import report
@@ -20,9 +21,9 @@ from canvasrt.staging import link_or_copy, staging
 def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     """Write the engine bundle of a plan from its graphs."""
     manifest = graphs.manifest
-    with staging(plan.out) as tmp:
+    with unfinished(*_work_of(graphs)) as room, staging(plan.out) as tmp:
         if plan.precision.is_quantized:
-            embedding, taken = _lower(graphs, tmp)
+            embedding, taken = _lower(graphs, tmp, room, plan.spends_graphs)
         else:
             embedding, taken = manifest.embedding, list(manifest.files)
         for number, name in enumerate(taken):
@@ -46,12 +47,32 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     return load_bundle(plan.out, kind="engines", check=False)
 
 
-def _lower(graphs: Bundle, out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Write quantized graphs in float32. Return the embedding table's manifest entry, and the other files to link."""
-    require("onnx_ir", "export")
-    from canvasrt.graphs.lower import lower
+def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
+    """Return the files of weights that a build does not read again, since an interrupted one has lowered their graphs."""
+    room = unfinished_folder(*_work_of(graphs))
+    files = [Path(each["file"]) for each in graphs.manifest.segments]
+    return {str(each.with_suffix(".bin")) for each in files if (room / each.stem).is_dir()}
 
-    embedding = lower(graphs, out)
+
+def _work_of(graphs: Bundle) -> tuple[str, dict[str, Any]]:
+    made_from = {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}
+    return "lowerings", made_from
+
+
+def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str, Any], list[str]]:
+    """Write quantized graphs in float32, those that `room` does not have yet; with `spend`, remove the weights of each.
+    Return the embedding table's entry, and the other files to link."""
+    require("onnx_ir", "export")
+    from canvasrt.graphs.lower import lower, lower_graph
+
+    def write(source: Path, target: Path) -> None:
+        kept_piece(
+            room / source.stem, lambda folder: lower_graph(source, folder / source.name), out
+        )
+        if spend:
+            source.with_suffix(".bin").unlink(missing_ok=True)
+
+    embedding = lower(graphs, out, write=write)
     return embedding, [name for name in graphs.manifest.files if not (out / name).exists()]
 
 

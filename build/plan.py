@@ -73,8 +73,10 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights are removed from the cache once its engine is built."""
-        ours = self.source.graphs is None and self.target.capability is not None
+        """Whether a segment's weights are removed from the cache once its engine is there. A CPU's engines may be links to
+        them."""
+        copies = self.target.capability is not None or self.precision.is_quantized
+        ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
         return ours and large and self.experts.in_engines and not self.keep_graphs
 
@@ -200,13 +202,16 @@ class Plan:
 
     @property
     def disk(self) -> int:
-        """The peak bytes on disk of a build with an empty cache."""
+        """The most that a build with an empty cache has on disk at a time. What a calibration keeps is gone before graphs are
+        written."""
         needs = self.needs
+        calibrating = needs.calibration.disk if needs.calibration else 0
         if not self.spends_graphs:
-            return needs.graphs + needs.engines
-        # While an engine is built, its graph still exists. Usually this applies to at most the two largest.
-        running = sum(sorted(needs.written.values())[-2:])
-        return max(needs.graphs, needs.engines) + running
+            return max(calibrating, needs.graphs + needs.engines)
+        # While an engine is built, its graph is there too. At most two of the largest are, as a rule; on a CPU, one.
+        side_by_side = 1 if self.target.capability is None else 2
+        running = sum(sorted(needs.written.values())[-side_by_side:])
+        return max(calibrating, max(needs.graphs, needs.engines) + running)
 
     @cached_property
     def calibrates(self) -> CalibrationNeeds | None:

@@ -100,8 +100,8 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the weight files that a build need not read, because the engines that contain them are in the cache."""
-    if plan.target.capability is None or not plan.experts.in_engines:
+    """Return the files of weights that a build does not read again, since the engines made of them are in the cache."""
+    if not plan.experts.in_engines:
         return set()
     target, cache = _target(plan), EngineCache()
     return {

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, staging
 
+# What interrupted works with other inputs may keep.
+_KEPT_BYTES = 20 * 10**9
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
 # Distributions whose versions affect the graphs.
@@ -186,21 +188,23 @@ class EngineCache:
         return entry
 
 
+def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
+    """Return the folder of `unfinished`, which exists only if such work was interrupted."""
+    return cache_folder() / kind / key_of(made_from)
+
+
 @contextlib.contextmanager
 def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
 
-    The folder is removed when the `with` block ends without an exception. Of interrupted works of one kind, only the
-    latest is kept. Other processes with the same inputs wait.
+    It is removed when the block ends without an exception. Of other interrupted works of a kind, the latest stay, up to
+    `_KEPT_BYTES` together. Another process with the same inputs waits.
     """
-    rooms = cache_folder() / kind
-    own = rooms / key_of(made_from)
+    own = unfinished_folder(kind, made_from)
+    rooms = own.parent
     try:
         with _locked(own):
-            for other in rooms.iterdir():
-                if other != own:
-                    with contextlib.suppress(OSError), _locked(other, fcntl.LOCK_NB):
-                        shutil.rmtree(other, ignore_errors=True)
+            _remove_old(each for each in rooms.iterdir() if each != own)
             yield own
             shutil.rmtree(own, ignore_errors=True)
     except PermissionError as error:
@@ -210,14 +214,32 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
         ) from error
 
 
-def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> None:
-    """Link one piece of unfinished work, a folder of files, to `out`. `write` fills the folder unless an earlier start
-    has."""
-    if not piece.is_dir():
+def _remove_old(rooms: Iterable[Path]) -> None:
+    """Remove folders that no process uses, but not the latest ones that take `_KEPT_BYTES` together."""
+    found: list[tuple[float, int, Path]] = []
+    for room in rooms:
+        with contextlib.suppress(OSError):  # a file that its owner has just removed: it is in use
+            files = [each.stat() for each in (room, *room.rglob("*"))]
+            size = sum(each.st_size for each in files)
+            found.append((max(each.st_mtime for each in files), size, room))
+    left = _KEPT_BYTES
+    for _, size, room in sorted(found, reverse=True):
+        left -= size
+        if left < 0:
+            with contextlib.suppress(OSError), _locked(room, fcntl.LOCK_NB):
+                shutil.rmtree(room, ignore_errors=True)
+
+
+def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
+    """Put a piece of unfinished work into `out`: a folder of files, which `write` fills unless an earlier start has. Return
+    whether one has."""
+    kept = piece.is_dir()
+    if not kept:
         with staging(piece) as folder:
             write(folder)
     for file in piece.iterdir():
         link_or_copy(file, out / file.name)
+    return kept
 
 
 @contextlib.contextmanager

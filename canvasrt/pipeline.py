@@ -112,7 +112,8 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     same = [each for each in plans if each.precision.text == plan.precision.text]
 
     def absent(graphs: Bundle) -> set[str]:
-        gone = [tensorrt.built_weights(each, graphs) for each in same]
+        builders = [cpu if each.target.capability is None else tensorrt for each in same]
+        gone = [how.built_weights(each, graphs) for how, each in zip(builders, same, strict=True)]
         return set.intersection(*gone) if gone else set()
 
     if plan.quantizes and recipe is not None:

@@ -167,9 +167,11 @@ def _write_graphs(
 ) -> None:
     """Trace and write every segment. With a folder `room` for unfinished work, only the missing segments."""
     dtype = TORCH_DTYPES[precision]
-    total = sum(p.numel() for part in parts for p in part.module.parameters())
+    sizes = {part.name: sum(p.numel() for p in part.module.parameters()) for part in parts}
     quantizes = isinstance(rewriter, Quantizer)
-    advance = counter("quantizing" if quantizes else f"exporting graphs ({precision})", total)
+    advance = counter(
+        "quantizing" if quantizes else f"exporting graphs ({precision})", sum(sizes.values())
+    )
     traced: dict[Layer, ir.Model] = {}
 
     def write(part: SegmentModule, folder: Path) -> None:
@@ -186,8 +188,8 @@ def _write_graphs(
     for part in parts:
         if room is None:
             write(part, out)
-        else:
-            kept_piece(room / part.name, partial(write, part), out)
+        elif kept_piece(room / part.name, partial(write, part), out):
+            advance(sizes[part.name])
 
 
 def _write_host_head(

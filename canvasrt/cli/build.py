@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from canvasrt.console import duration, emit, progress, size
 from canvasrt.defaults import MAX_BATCH, SLOTTED
 
 if TYPE_CHECKING:
+    from canvasrt.build.calibration import CalibrationNeeds
     from canvasrt.build.plan import Plan
     from canvasrt.bundle import Bundle
 
@@ -53,6 +55,7 @@ def build(
         plans = plan_all(source, targets, out, wanted, check=not dry_run)
         if not dry_run:
             reused = [made.existing() is not None for made in plans]
+            _say_calibrations([each for each, kept in zip(plans, reused, strict=True) if not kept])
             made = build_all(plans)
     if dry_run:
         _show_plans(plans)
@@ -118,11 +121,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     lighter = lighter_segments(plan)
     less = f", {size(lighter[1])} with --layers-per-segment {lighter[0]}" if lighter else ""
     if here.calibration:
-        work, took = here.calibration.work, here.calibration.seconds()
-        console.print(
-            f"  calibrates {work.prompts} prompts, {work.passes} passes at most in {work.sweeps} sweeps over the weights:"
-            f" {size(here.calibration.memory)} of memory, about {duration(took)}"
-        )
+        console.print(f"  calibrates {_calibration(here.calibration)}")
     console.print(
         f"  building   {size(here.building)} of memory{less}; on disk {size(here.graphs)} of graphs"
         f" and {size(here.engines)} of engines, {size(plan.disk)} at the peak, minus what is in the cache"
@@ -130,6 +129,24 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
     if hint:
         console.print(f"  hint       {hint}")
+
+
+def _calibration(needs: CalibrationNeeds) -> str:
+    work = needs.work
+    return (
+        f"{work.prompts} prompts, {work.passes} passes at most in {work.sweeps} sweeps over the weights:"
+        f" {size(needs.memory)} of memory, about {duration(needs.seconds())}"
+    )
+
+
+def _say_calibrations(plans: Sequence[Plan]) -> None:
+    """Say what calibrations will take, before they start."""
+    from canvasrt.build.cache_keys import is_cached
+
+    for plan in {each.precision.text: each for each in plans if not is_cached(each)}.values():
+        if plan.needs.calibration:
+            said = _calibration(plan.needs.calibration)
+            print(f"calibrating for {plan.precision.text}: {said}", file=sys.stderr, flush=True)
 
 
 def _show_bundles(made: Sequence[tuple[Plan, Bundle]], reused: Sequence[bool]) -> None:

@@ -8,7 +8,7 @@ runs. Weights are streamed, one piece in memory at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,22 @@ _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _PIECE = 1 << 22
 
 
-def lower(graphs: Bundle, out: Path) -> dict[str, Any]:
+def lower(
+    graphs: Bundle,
+    out: Path,
+    write: Callable[[Path, Path], object] | None = None,
+) -> dict[str, Any]:
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
     table is written too, in INT8 if it is quantized, and its manifest entry returned. Segment
-    entries stay as they are.
+    entries stay as they are. `write` stands in for `lower_graph`.
     """
+    write = write or lower_graph
     files = [segment["file"] for segment in graphs.manifest.segments]
     for number, name in enumerate(files):
         report("lowering graphs for a CPU", number, len(files))
-        lower_graph(graphs.file(name), out / name)
+        write(graphs.file(name), out / name)
     (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
     return {**table.embedding_entry(out / head), **table.host_head_of(graphs.manifest.embedding)}
 

@@ -6,8 +6,10 @@ generator. The network runs layer by layer, so memory depends neither on the mod
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,13 @@ class Calibration:
         }
         return {layer: experts for layer, experts in idle.items() if experts}
 
+    @classmethod
+    def read(cls, file: Path) -> Calibration:
+        """Return what `calibrate` found before, from its file."""
+        data = json.loads(file.read_text(encoding="utf-8"))
+        data["routed"] = {int(layer): counts for layer, counts in data["routed"].items()}
+        return cls(**data)
+
     def to_json(self) -> dict[str, Any]:
         """Return the content of a quantized bundle's `calibration.json`."""
         return {
@@ -70,9 +79,27 @@ def calibrate(
 
     room: a folder for the progress of an interrupted calibration.
 
-    Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, and for weights
-    and activations that are not finite, by name.
+    Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, for weights
+    and activations that are not finite, by name, and if a GPU's memory runs out.
     """
+    from canvasrt.export.quantize.network import gpu_memory
+
+    finished = room / "finished.json"
+    if finished.exists():
+        return Calibration.read(finished)
+    with gpu_memory():
+        found = _observe(weights, recipe, prompts, room)
+    # The sweeps make room for graphs.
+    whole = finished.with_suffix(".new")
+    whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    whole.replace(finished)
+    shutil.rmtree(room / "sweeps")
+    return found
+
+
+def _observe(
+    weights: WeightSource, recipe: Recipe, prompts: CalibrationPrompts, room: Path
+) -> Calibration:
     from canvasrt.export.quantize.network import StreamedNetwork, device_here
     from canvasrt.export.quantize.saved_sweeps import SavedSweeps
 

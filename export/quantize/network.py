@@ -6,6 +6,7 @@ of every request.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from canvasrt.defaults import MAX_CONTEXT, PREFILL_CHUNK
+from canvasrt.errors import CanvasError
 from canvasrt.export.layers import rms_norm
 from canvasrt.export.quantize.observed_part import (
     CachedRow,
@@ -201,6 +203,21 @@ class StreamedNetwork:
 def device_here() -> str:
     """Return the device on which networks run: `cuda` or `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def gpu_memory() -> Iterator[None]:
+    """Give back all memory of a GPU at the end: kernels are timed there next. Raises CanvasError if it runs out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CanvasError(
+            f"calibration ran out of GPU memory: {str(error).partition('. GPU')[0]}",
+            "end other programs on the GPU, which nvidia-smi lists, and start again, which goes on from the last saved"
+            " sweep; or calibrate on the CPU, from the first sweep on: set CUDA_VISIBLE_DEVICES to nothing",
+        ) from error
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:

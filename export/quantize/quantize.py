@@ -260,18 +260,21 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
     anew = {CALIBRATION_FILE, *data, *(entry["file"] for entry in changed)}
     for name in files.keys() - anew:
         link_or_copy(graphs.file(name), out / name)
-    read = data | {graphs.manifest.embedding["file"]}
-    width = 4 if graphs.manifest.options.get("precision", "fp32") == "fp32" else 2
-    advance = counter("quantizing", sum(files[name]["bytes"] for name in read) // width)
+    loaded = {entry["name"]: graph_items(graphs.file(entry["file"])) for entry in changed}
+    sizes = {
+        name: sum(math.prod(item.shape) for item in items) for name, (_, items, _) in loaded.items()
+    }
+    advance = counter("quantizing", sum(sizes.values()))
 
     def quantize(entry: Json, folder: Path) -> None:
-        model, items, apart = graph_items(graphs.file(entry["file"]))
+        model, items, apart = loaded.pop(entry["name"])
         written = quantizer.rewrite(_Entry.of(entry), model, counted(items, advance))
         kept = (each for each in written if each.name not in apart)
         write_graph(model, kept, folder / entry["file"], own_files=apart)
 
     for entry in changed:
-        kept_piece(room / entry["name"], partial(quantize, entry), out)
+        if kept_piece(room / entry["name"], partial(quantize, entry), out):
+            advance(sizes[entry["name"]])
 
 
 def counted(items: Iterable[ItemT], advance: Callable[[int], None]) -> Iterator[ItemT]:

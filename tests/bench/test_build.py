@@ -36,3 +36,17 @@ def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
     assert 0 < memory["largest_activations"] < memory["workspace"] < memory["total"]
     assert data["peak bytes"] < 3e9
     assert data["export and build, s"] >= max(rows[name]["seconds"] for name in segments)
+
+
+def test_a_calibrated_build_is_measured_beside_its_plan(tmp_path: Path) -> None:
+    out = tmp_path / "build.json"
+    words = ["--shape", "narrow", "--layers", "2", "--target", "cpu", "--precision", "nvfp4"]
+    command = [sys.executable, "-m", "bench", "calibrated", *words, "--steps", "2", "-o", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    data = json.loads(out.read_text())["figures"]
+    stages = {row["stage"]: row["seconds"] for row in data["stages"]}
+    assert stages.keys() >= {"hashing", "calibrating", "quantizing", "lowering"}
+    rows = {row["what"]: row for row in data["plan"]}
+    assert rows["calibrating, s"]["measured"] == pytest.approx(stages["calibrating"], abs=0.1)
+    disk = rows["peak bytes of disk"]
+    assert disk["measured"] == pytest.approx(disk["planned"], rel=0.15)

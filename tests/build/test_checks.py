@@ -320,7 +320,7 @@ def test_what_cannot_be_built_is_refused_before_the_source_is_hashed(
 
 
 def test_a_calibration_is_planned_and_its_prompts_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 3)
@@ -331,6 +331,10 @@ def test_a_calibration_is_planned_and_its_prompts_checked(
     assert (needs.work.prompts, needs.work.sweeps) == (3, needs.work.passes // 3)
     assert made.needs.memory >= needs.memory
     assert needs.seconds() >= 0
+    monkeypatch.setattr("canvasrt.pipeline.build_all", lambda plans: pytest.fail("built"))
+    with pytest.raises(pytest.fail.Exception, match="built"):
+        cli.build("demo", "rtx-5090", str(tmp_path / "out"), calibration=file)
+    assert "calibrating for nvfp4-mixed: 3 prompts, " in capsys.readouterr().err
     monkeypatch.setattr(host, "available_bytes", lambda: needs.memory - 1)
     with pytest.raises(CanvasError, match=r"calibrating takes about 0\.6 GB of memory") as raised:
         checks.check_space([made])

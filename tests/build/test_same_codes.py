@@ -8,11 +8,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from canvasrt.build import plan as planning
 from canvasrt.build.cache_keys import quantized_from
 from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle
+from canvasrt.cache import cache_folder
 from canvasrt.graphs import lowbits
-from canvasrt.pipeline import build_all, graphs_of, plan_all
+from canvasrt.graphs import lower as lowering
+from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
 from canvasrt.targets import parse_targets
 
 Arrays = dict[str, np.ndarray]
@@ -67,6 +70,36 @@ def test_codes_and_scales_are_the_same(pair: tuple[Bundle, Bundle]) -> None:
             assert np.array_equal(wide, lowbits.from_bf16(scales).reshape(-1)), name
             compared += 1
     assert compared == 6 * len(graphs.manifest.model.layers)
+
+
+def test_large_graphs_go_as_they_are_lowered(
+    pair: tuple[Bundle, Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted build goes on after the last graph that was lowered."""
+    cache, done, lower = tmp_path / "cache", list[str](), lowering.lower_graph
+    cache.mkdir()
+    (cache / "traces").symlink_to(cache_folder() / "traces")
+    monkeypatch.setenv("CANVASRT_CACHE", str(cache))
+    monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
+
+    def interrupted(source: Path, out: Path) -> None:
+        done.append(source.stem)
+        if done == ["body_0", "head"]:
+            raise KeyboardInterrupt
+        lower(source, out)
+
+    monkeypatch.setattr(lowering, "lower_graph", interrupted)
+    out, options = tmp_path / "out", BuildOptions("int4")
+    with pytest.raises(KeyboardInterrupt):
+        build_bundle("demo", "cpu", out, options)
+    weights = {each.name for each in cache.glob("graphs/*/*.bin")}
+    assert "body_0.bin" not in weights
+    assert "head.bin" in weights
+    made = build_bundle("demo", "cpu", out, options)
+    assert done == ["body_0", "head", "head", "vision"]
+    assert not any(cache.glob("graphs/*/body_*.bin"))
+    assert not any(cache.glob("lowerings/*"))
+    assert made.manifest.digest == pair[1].manifest.digest
 
 
 def test_the_table_is_the_same(pair: tuple[Bundle, Bundle]) -> None:

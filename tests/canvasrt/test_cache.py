@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt import cache
 from canvasrt import hashes as memo
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.cache import GraphCache, code_hash, key_of
+from canvasrt.cache import GraphCache, code_hash, key_of, unfinished
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, hash_files
 from tests.helpers import library
@@ -67,6 +69,26 @@ def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Pa
         raise CanvasError(f"{out} exists")
 
     assert GraphCache(tmp_path).get(WHAT, late).manifest.kind == "graphs"
+
+
+def test_interrupted_works_with_other_inputs_stay_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those that were written to last."""
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "_KEPT_BYTES", 250_000)
+    rooms = []
+    for written in (3, 1, 2, 4):
+        with contextlib.suppress(KeyboardInterrupt), unfinished("works", {"n": written}) as room:
+            rooms.append(room)
+            (room / "state").write_bytes(bytes(100_000))
+            for each in (room / "state", room):
+                os.utime(each, (written, written))
+            raise KeyboardInterrupt
+    assert [each.is_dir() for each in rooms] == [True, False, True, True]
+    with unfinished("works", {"n": 3}) as room:
+        assert (room / "state").stat().st_size == 100_000
+    assert [each.is_dir() for each in rooms] == [False, False, True, True]
 
 
 def test_a_change_of_the_sources_changes_the_key(tmp_path: Path) -> None:

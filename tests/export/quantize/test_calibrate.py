@@ -239,14 +239,6 @@ def test_an_interrupted_calibration_goes_on(
     assert not [*rooms.iterdir()]
 
 
-def test_what_was_saved_for_other_inputs_is_removed(tiny: Tiny, found: Calibration) -> None:
-    rooms = cache_folder() / "calibrations"
-    (rooms / "other").mkdir(parents=True)
-    (rooms / "other" / "state.pt").write_bytes(b"damaged")
-    assert tiny.calibrate().to_json() == found.to_json()
-    assert not [*rooms.iterdir()]
-
-
 def test_the_demo_has_the_scales_that_its_graphs_gave(tmp_path: Path) -> None:
     """Observers in the graphs, run by ONNX Runtime, gave the stored numbers."""
     stored = json.loads((DATA / "demo_calibration.json").read_text())

@@ -1,15 +1,25 @@
-"""Calibration holds one layer's weights in memory, not the model's."""
+"""Calibration holds one layer's weights in memory, not the model's, and gives a GPU's memory back."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from bench.synthetic import SHAPES, write_random_checkpoint
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.network import StreamedNetwork
+from canvasrt.recipes.recipe import CalibrationSettings, load_recipe
+from tests.helpers.quantized import calibrate
 
 GROWTH = """
 import sys
@@ -58,3 +68,30 @@ def test_memory_does_not_grow_with_the_model(
     ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(ran.stdout) < 200e6
+
+
+def test_memory_of_a_gpu_is_given_back(
+    plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it ran out, which is an error with a way out."""
+    recipe = replace(load_recipe("nvfp4"), calibration=CalibrationSettings(1, max_new_tokens=8))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
+    run = partial(calibrate, plain_graphs, recipe, tmp_path / "prompts.jsonl")
+    begin, alive, given = StreamedNetwork.__init__, [], []
+
+    def counted(self: StreamedNetwork, *rest: Any) -> None:
+        begin(self, *rest)
+        alive.append(weakref.ref(self))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(StreamedNetwork, "__init__", counted)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(alive[-1]()))
+    run()
+    assert given == [None]
+    monkeypatch.setattr(StreamedNetwork, "_sweep", full)
+    with pytest.raises(CanvasError, match=r"GPU memory: CUDA .* allocate 2\.00 GiB$") as raised:
+        run()
+    assert "CUDA_VISIBLE_DEVICES" in raised.value.hint
+    assert len(given) == 2

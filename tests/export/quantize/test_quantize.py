@@ -22,6 +22,7 @@ from canvasrt.export.quantize import quantize as module
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize_graphs, read_calibration
 from canvasrt.graphs import external, lowbits
+from canvasrt.progress import listening
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, load_recipe
 from tests.helpers import library
 
@@ -191,13 +192,24 @@ def test_from_the_checkpoint_it_has_the_same_bytes(
         make(calibration=file, recipe=recipe)
     assert [*(tmp_path).iterdir()] == []
     first, done[:] = done.copy(), ["head.onnx"]
-    made = make(calibration=file, recipe=recipe)
+    shown: list[tuple[int, int]] = []
+
+    def show(what: str, done: int, of: int) -> None:
+        if what == "quantizing":
+            shown.append((done, of))
+
+    with listening(show):
+        made = make(calibration=file, recipe=recipe)
+    assert shown[0][0] > 0.1 * shown[0][1]  # a graph that was kept
+    assert shown[-1][0] == shown[-1][1]
     assert ("sweep" in first) == recipe.is_calibrated
     assert [each for each in first if each != "sweep"] == ["body_0.onnx", "head.onnx"]
     assert done == ["head.onnx", "head.onnx"]
     kind = "calibrations" if recipe.is_calibrated else "quantizations"
     assert not [*(cache_folder() / kind).iterdir()]
-    expected = quantize_graphs(plain_graphs, tmp_path / "from-graphs", recipe, file)
+    with listening(show):
+        expected = quantize_graphs(plain_graphs, tmp_path / "from-graphs", recipe, file)
+    assert shown[-1][0] == shown[-1][1]
     for file, entry in expected.manifest.files.items():
         assert made.manifest.files[file] == entry, file
     assert made.manifest.digest == expected.manifest.digest

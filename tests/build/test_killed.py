@@ -1,0 +1,99 @@
+"""A build that is killed while it calibrates and quantizes goes on, and ends in the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import load_bundle
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1200)]
+
+# Every sweep is saved.
+BUILD = """
+import sys
+from canvasrt.cli.app import run
+from canvasrt.export.quantize import saved_sweeps
+saved_sweeps.SAVE_EVERY = 0
+sys.exit(run(["build", "demo", "-t", "cpu", "-p", "nvfp4-mixed", *sys.argv[1:]]))
+"""
+
+
+def state_of(cache: Path) -> tuple[int, ...]:
+    """What identifies the last saved sweep."""
+    try:
+        return tuple(
+            each.stat().st_mtime_ns for each in cache.glob("calibrations/*/sweeps/state.pt")
+        )
+    except FileNotFoundError:
+        return ()
+
+
+def has(pattern: str) -> Callable[[Path, tuple[int, ...]], bool]:
+    return lambda cache, before: any(cache.glob(pattern))
+
+
+# Where each start is killed. A sweep counts if it was saved after the start.
+PLACES: dict[str, Callable[[Path, tuple[int, ...]], bool]] = {
+    "first sweep": lambda cache, before: bool(state_of(cache)),
+    "later sweep": lambda cache, before: state_of(cache) not in ((), before),
+    "all sweeps": has("calibrations/*/finished.json"),
+    "first graph": has("calibrations/*/body_0/*.bin"),
+    "all graphs": has("graphs/*/manifest.json"),
+}
+
+
+def start(cache: Path, out: Path, prompts: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, "--calibration", str(prompts), "-o", str(out)],
+        env={**os.environ, "CANVASRT_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_five_kills_change_no_byte(prompts: Path, tmp_path: Path) -> None:
+    whole = start(tmp_path / "whole-cache", tmp_path / "whole", prompts)
+    said, _ = whole.communicate()
+    assert whole.returncode == 0, said
+    assert "calibrating for nvfp4-mixed: 2 prompts" in said
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    cache.mkdir()
+    (cache / "traces").symlink_to(tmp_path / "whole-cache" / "traces")
+    for place, is_there in PLACES.items():
+        before = state_of(cache)
+        build = start(cache, out, prompts)
+        while build.poll() is None and not is_there(cache, before):
+            time.sleep(0.002)
+        build.send_signal(signal.SIGKILL)
+        said, _ = build.communicate()
+        assert build.returncode == -signal.SIGKILL, (place, said)
+        assert not out.exists()
+    last = start(cache, out, prompts)
+    said, _ = last.communicate()
+    assert last.returncode == 0, said
+    assert load_bundle(out).manifest.digest == load_bundle(tmp_path / "whole").manifest.digest
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "cache",
+        "out",
+        "prompts.jsonl",
+        "whole",
+        "whole-cache",
+    ]
+    assert not [*(cache / "calibrations").iterdir()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Two prompts: a dozen sweeps."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "12+34="}\n{"prompt": "56-7="}\n')
+    return file
