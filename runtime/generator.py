@@ -30,7 +30,7 @@ STATES: dict[type[Request], Any] = {
     InfillRequest: InfillState,
     DecisionRequest: DecisionState,
 }
-_SEARCH_WAIT = 0.05  # seconds, when nothing but searches is under way
+_SEARCH_WAIT = 0.004  # seconds, when nothing but searches is under way
 _SEARCH_TURN = 0.5  # seconds of a search that use up a turn: others may have the place meanwhile
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import SEARCH_SECONDS, Allowance, GrammarState
+from canvasrt.runtime.answers.grammar import EAGER, Allowance, GrammarState, SlowGrammarError
 from canvasrt.runtime.answers.search import Found, near, search
+from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.host_sampler import accept, biased
@@ -24,7 +25,10 @@ from canvasrt.runtime.request_state import RequestState
 log = logging.getLogger(__name__)
 
 # Searches run on threads of their own, so that one request's grammar does not delay another's step.
-_SEARCHERS = ThreadPoolExecutor(2, "canvasrt-grammar")
+# Those under a grammar that once took long have one of their own, and give way to everybody else.
+_QUICK, _SLOW = Searchers(2), Searchers(1)
+# CPU seconds beyond those that tokens earn: of one search before it counts as slow, and of a request.
+QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +51,10 @@ class ConstrainedState(RequestState):
 
     def __init__(self, id: int, request: ConstrainedRequest, model: Model, added: float) -> None:
         super().__init__(id, request, model, added)
-        self._end, self._state = request.end, request.start
+        self._end, self._start, self._state = request.end, request.start, request.start.copy()
         self._near = near(request.start)
         self._found: Found | None = None  # the string of the last step
+        self._left = SEARCH_SECONDS
         # An entropy of 0 means that the grammar leaves no choice.
         self._early = EarlyStopping(request.params, when_certain=True)
 
@@ -59,6 +64,12 @@ class ConstrainedState(RequestState):
         job, self.job = self.job, None
         try:
             result = job.result()
+        except SlowGrammarError:
+            if self._slow:
+                return self._give_up("grammar")
+            self._start.slow = True
+            self._begin_search()
+            return []
         except CanvasError:
             return self._give_up("grammar")
         except BaseException:  # a failed search must not fail the pass, which other requests share
@@ -86,10 +97,17 @@ class ConstrainedState(RequestState):
     def _sample(self, output: DenoiseOutput) -> None:
         """Start the step's search; `collect` takes its result."""
         assert output.hidden is not None
-        self.job_began = time.monotonic()
-        self.job = _SEARCHERS.submit(self._search, output.hidden)
+        self._pass = output.hidden
+        self._begin_search()
 
-    def _search(self, hidden: np.ndarray) -> tuple[Found, DenoiseOutput] | None:
+    def _begin_search(self) -> None:
+        self._slow = self._start.slow
+        # A slow search uses up its turn at once, so that others may have the place meanwhile.
+        self.job_began = 0.0 if self._slow else time.monotonic()
+        searchers = _SLOW if self._slow else _QUICK
+        self.job = searchers.submit(self.owner, partial(self._search, self._pass, self._slow))
+
+    def _search(self, hidden: np.ndarray, slow: bool) -> tuple[Found, DenoiseOutput] | None:
         """Run the sampler over what the grammar allows. None if no answer ends within the budget."""
         head, config, params = self._model.host_head, self._model.config, self._params
         length, pad = len(hidden), config.pad_token_id
@@ -97,9 +115,13 @@ class ConstrainedState(RequestState):
         logits /= params.temperature_at(self._step)
         logs = log_softmax(logits)
         most = min(length, self._room)
-        allowance = Allowance(SEARCH_SECONDS, lambda: self.cancelled)
+        seconds = self._left if slow else QUICK_SECONDS
+        allowance = Allowance(seconds, lambda: self.cancelled, 0.0 if slow else EAGER)
         room, near = self._room, self._near
-        found = search(self._state, logs, most, room, near, self._end, pad, allowance)
+        try:
+            found = search(self._state, logs, most, room, near, self._end, pad, allowance)
+        finally:
+            self._left += allowance.left - seconds
         if found is None:
             return None
         argmax = np.full(length, pad, np.int64)

@@ -39,8 +39,11 @@ MAX_MULTIPLE = 10_000
 # The most tokens of a grammar's shortest answer. A longer one cannot be told from one without an
 # end.
 MAX_SHORTEST = 2048
-# CPU seconds to find the shortest answer of a grammar, and to search one canvas.
-MAX_SECONDS, SEARCH_SECONDS = 1.0, 5.0
+MAX_SECONDS = 1.0  # of CPU time, to find the shortest answer of a grammar
+EAGER = 0.1  # CPU seconds before slow work gives way
+# llguidance holds the interpreter during a call, and between calls others hardly get it. So slow work
+# rests, after each millisecond, three times as long.
+_SLICE, _REST = 0.001, 3.0
 
 
 class Vocabulary:
@@ -103,28 +106,59 @@ class SlowGrammarError(CanvasError):
 
 
 class Allowance:
-    """A limit on the CPU time of the thread that creates it, unless `stopped` ends it earlier.
+    """A limit on the CPU time of the thread that first checks it, unless `stopped` ends it earlier.
 
-    It does not count waiting, so a busy machine refuses no more than an idle one.
+    It does not count waiting, so a busy machine refuses no more than an idle one. A thread that used
+    up `eager` seconds gives way to others: from then on it runs a quarter of the time.
     """
 
-    def __init__(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        self._end, self._seconds, self._stopped = time.thread_time() + seconds, seconds, stopped
+    def __init__(
+        self,
+        seconds: float,
+        stopped: Callable[[], bool] = lambda: False,
+        eager: float = math.inf,
+    ) -> None:
+        self._seconds, self._stopped, self._eager = seconds, stopped, eager
+        self._begin: float | None = None
+        self._next = 0.0  # when the clock is next read, which takes longer than many a call
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left, for the thread that checked."""
+        return self._seconds - (0.0 if self._begin is None else time.thread_time() - self._begin)
+
+    def earn(self, seconds: float) -> None:
+        """Allow that much more."""
+        self._seconds += seconds
+        self._eager += seconds
 
     def check(self) -> None:
         """Raise SlowGrammarError once it is used up."""
-        if self._stopped() or time.thread_time() > self._end:
+        if (wall := time.monotonic()) < self._next:
+            return
+        now, self._next = time.thread_time(), wall + _SLICE / 4
+        if self._begin is None:
+            self._begin = now
+        used = now - self._begin
+        if self._stopped() or used > self._seconds:
             raise SlowGrammarError(
                 f"its shortest answer was not found within {self._seconds:g} s", "simplify it"
             )
+        if used > self._eager + _SLICE:
+            time.sleep(_REST * (used - self._eager))
+            self._eager = used
 
 
 class GrammarState:
-    """A place in a grammar. Immutable: `advanced` returns another one."""
+    """A place in a grammar. Immutable, but for `slow`: `advanced` returns another one.
+
+    slow: whether a search took long, for the first state of a grammar.
+    """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
         """least: the tokens of the shortest answer, for the first state of a grammar."""
         self._matcher, self._vocabulary, self.least = matcher, vocabulary, least
+        self.slow = False
         self._allowed: np.ndarray | None = None
 
     @property
@@ -153,6 +187,10 @@ class GrammarState:
         """Return the tokens that must follow."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
+    def copy(self) -> GrammarState:
+        """Return the same state for another thread: two must not ask one matcher at a time."""
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self.least)
+
     def advanced(self, token: int) -> GrammarState:
         """Return the state after a token that is allowed."""
         matcher = self._matcher.deep_copy()
@@ -161,12 +199,13 @@ class GrammarState:
         following._check()
         return following
 
-    def ends_after(self, tokens: Sequence[int]) -> bool:
+    def ends_after(self, tokens: Sequence[int], allowance: Allowance) -> bool:
         """Return whether these tokens may follow and end the answer."""
-        if self._matcher.validate_tokens(list(tokens)) < len(tokens):
-            return False
         matcher = self._matcher.deep_copy()
-        matcher.consume_tokens(list(tokens))
+        for token in tokens:  # one call for all of them would hold the interpreter
+            allowance.check()
+            if not matcher.try_consume_tokens([token]):
+                return False
         return bool(matcher.is_accepting())
 
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
@@ -210,7 +249,9 @@ class GrammarState:
             if forced:
                 path += forced
                 speller.moved()
-                matcher.consume_tokens(forced)
+                for token in forced:
+                    allowance.check()
+                    matcher.consume_token(token)
                 state._check()
                 continue
             if len(path) >= most:
@@ -218,7 +259,7 @@ class GrammarState:
             # Asks about one token at a time: for some grammars, computing all allowed tokens takes
             # 30 ms.
             bad = wrong.get(tuple(path), set())
-            token = speller.next(partial(_follows, matcher, bad))
+            token = speller.next(partial(_follows, matcher, bad, allowance))
             if token is None:
                 choices = np.setdiff1d(state._compute_allowed(), list(bad))
                 if not choices.size:
@@ -237,7 +278,8 @@ class GrammarState:
             raise CanvasError(f"the grammar cannot be followed: {why}", "simplify it")
 
 
-def _follows(matcher: Any, bad: Collection[int], token: int) -> bool:
+def _follows(matcher: Any, bad: Collection[int], allowance: Allowance, token: int) -> bool:
+    allowance.check()
     return token not in bad and bool(matcher.validate_tokens([token]))
 
 
@@ -270,7 +312,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         raise CanvasError(f"{path} cannot be used: {why}", named)
     state = GrammarState(matcher, vocabulary)
     try:
-        shortest = state.shortest(MAX_SHORTEST, Allowance(MAX_SECONDS))
+        shortest = state.shortest(MAX_SHORTEST, Allowance(MAX_SECONDS, eager=EAGER))
     except CanvasError as error:
         raise CanvasError(f"{path} cannot be used: {error.message}", error.hint) from None
     if shortest is None:
