@@ -20,6 +20,7 @@ class _Job:
     turn: int = 0
     place: int = 0
     parks: bool = False
+    searches: bool = False
 
 
 class Searchers:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import count
 from statistics import median
-from string import ascii_lowercase, digits
 from typing import Any
 
 import numpy as np
@@ -20,28 +20,13 @@ from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.request import Finished, Request
+from tests.faults.grammars import LETTERS, slow_grammar
 from tests.helpers.constrained import END, request, vocabulary
 from tests.helpers.reference import Pair, demo
 
 pytestmark = pytest.mark.acceptance
 
 __all__ = ["demo"]
-LETTERS, LONG = ascii_lowercase[:20], 100
-
-
-def slow_grammar() -> str:
-    """Return a grammar of 7 KB: any letters, and an ending that depends on the last one. There are
-    many ways to read both."""
-    rules = [
-        "start: " + " | ".join(f"any x{c}" for c in LETTERS),
-        "any: | any any | L",
-        "L: /[a-z]/",
-    ]
-    for letter, pair in zip(LETTERS, combinations(digits, 2), strict=False):
-        rules.append(f'x{letter}: "{letter}" ' + f"d{letter} " * LONG)
-        rules.append(f"d{letter}: D{letter.upper()} | d{letter} d{letter}")
-        rules.append(f"D{letter.upper()}: /[{''.join(pair)}]/")
-    return "\n".join(rules)
 
 
 @pytest.fixture(scope="module")
@@ -153,19 +138,25 @@ def test_neighbours_are_not_slowed(
         start = grammar.compile_grammar({"type": "regex", "regex": regex}, words, "g")
         asked = request(demo, start)
 
+    numbers = count()  # without keys, every request is a caller
+
+    def add_attack() -> int:
+        return generator.add(replace(attack, owner=str(next(numbers))))
+
     def seconds() -> float:
-        begin, id, ended = time.monotonic(), generator.add(asked), set[int]()
+        asked_now = replace(asked, owner=str(next(numbers)))
+        begin, id, ended = time.monotonic(), generator.add(asked_now), set[int]()
         while id not in ended:
             ended = {each.id for each in generator.step() if isinstance(each, Finished)}
             for other in ended.intersection(attackers):
-                attackers[attackers.index(other)] = generator.add(attack)
+                attackers[attackers.index(other)] = add_attack()
         return time.monotonic() - begin
 
     times: dict[int, list[float]] = {0: [], 4: []}
     attackers: list[int] = []
-    for count in (0, 4) * 4:
-        attackers[:] = [generator.add(attack) for _ in range(count)]
-        times[count] += [seconds() for _ in range(40)]
+    for many in (0, 4) * 4:
+        attackers[:] = [add_attack() for _ in range(many)]
+        times[many] += [seconds() for _ in range(40)]
         for id in attackers:
             generator.cancel(id)
         while not generator.idle:
