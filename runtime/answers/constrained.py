@@ -11,7 +11,8 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import EAGER, Allowance, GrammarState, SlowGrammarError
+from canvasrt.runtime.answers.allowance import EAGER, Allowance, SlowGrammarError
+from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.answers.search import Found, near, search
 from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.early_stop import EarlyStopping

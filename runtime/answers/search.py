@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import Allowance, GrammarState, SlowGrammarError
+from canvasrt.runtime.answers.allowance import Allowance, SlowGrammarError
+from canvasrt.runtime.answers.grammar import GrammarState
 
 BEAM, CHOICES = 4, 4
 # CPU seconds per token. Ordinary grammars take up to 4 ms over 262,144 tokens, and less over fewer.

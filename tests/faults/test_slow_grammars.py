@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canvasrt.runtime.answers import constrained, grammar
-from canvasrt.runtime.answers.grammar import Allowance, GrammarState, SlowGrammarError, Vocabulary
+from canvasrt.runtime.answers import allowance, constrained, grammar
+from canvasrt.runtime.answers.allowance import Allowance, SlowGrammarError
+from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary
 from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.generator import Generator
@@ -82,7 +83,7 @@ def test_a_request_has_one_limit(
     """Even if no canvas reaches it."""
     start = grammar.compile_grammar({"type": "regex", "regex": "[a-z]{170}"}, words, "g")
     asked = request(demo, start, max_new_tokens=180, max_denoising_steps=1)
-    monkeypatch.setattr(grammar, "_REST", 0.0)
+    monkeypatch.setattr(allowance, "_REST", 0.0)
     found = looked(monkeypatch, 0.02, "advanced")
     (result,) = Generator(demo.model).run([asked])
     assert result.finish_reason == "grammar"
