@@ -30,7 +30,7 @@ STATES: dict[type[Request], Any] = {
     InfillRequest: InfillState,
     DecisionRequest: DecisionState,
 }
-_SEARCH_WAIT = 0.05  # seconds to wait for a search when no pass can run
+_SEARCH_WAIT = 0.004  # seconds to wait for a search when no pass can run
 _SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can have the place
 
 

@@ -19,6 +19,10 @@ class Scheduled(Protocol):
     def parks(self) -> bool:
         """Whether the request may be parked for another one."""
 
+    @property
+    def searches(self) -> bool:
+        """Whether it needs no pass until a search ends."""
+
 
 Each = TypeVar("Each", bound=Scheduled)
 
@@ -80,8 +84,11 @@ class Schedule:
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not waiting or not tired:
             return None
-        best, worst = self.next(waiting), max(tired, key=self._rank)
-        if self._turns[best.owner] > self._turns[worst.owner]:
+        best, worst = (
+            self.next(waiting),
+            max(tired, key=lambda each: (each.searches, self._rank(each))),
+        )
+        if self._turns[best.owner] > self._turns[worst.owner] and not worst.searches:
             return None
         worst.place = next(self._places)
         return best, worst

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import SEARCH_SECONDS, Allowance, GrammarState
+from canvasrt.runtime.answers.allowance import EAGER, Allowance, SlowGrammarError
+from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.answers.search import Found, near, search
+from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.host_sampler import accept, biased
@@ -23,8 +25,11 @@ from canvasrt.runtime.request_state import RequestState
 
 log = logging.getLogger(__name__)
 
-# Searches run on separate threads, so that one request's grammar does not delay other requests' steps.
-_SEARCHERS = ThreadPoolExecutor(2, "canvasrt-grammar")
+# Searches run on separate threads, so that one request's grammar does not delay other requests' steps. Grammars that once took
+# long have a thread of their own, which yields to all others.
+_QUICK, _SLOW = Searchers(2), Searchers(1)
+# CPU seconds in addition to those per token: of one search before it counts as slow, and of a request.
+QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +56,10 @@ class ConstrainedState(RequestState):
 
     def __init__(self, id: int, request: ConstrainedRequest, model: Model, added: float) -> None:
         super().__init__(id, request, model, added)
-        self._end, self._state = request.end, request.start
+        self._end, self._start, self._state = request.end, request.start, request.start.copy()
         self._near = near(request.start)
         self._found: Found | None = None  # the last step's string
+        self._left = SEARCH_SECONDS
         # An entropy of 0 means that the grammar allows only one token.
         self._early = EarlyStopping(request.params, when_certain=True)
 
@@ -63,6 +69,12 @@ class ConstrainedState(RequestState):
         job, self.job = self.job, None
         try:
             result = job.result()
+        except SlowGrammarError:
+            if self._slow:
+                return self._give_up("grammar")
+            self._start.slow = True
+            self._begin_search()
+            return []
         except CanvasError:
             return self._give_up("grammar")
         except BaseException:  # raising would fail every request of the generator
@@ -90,10 +102,17 @@ class ConstrainedState(RequestState):
     def _sample(self, output: DenoiseOutput) -> None:
         """Start the step's search. `collect` continues with its result."""
         assert output.hidden is not None
-        self.job_began = time.monotonic()
-        self.job = _SEARCHERS.submit(self._search, output.hidden)
+        self._pass = output.hidden
+        self._begin_search()
 
-    def _search(self, hidden: np.ndarray) -> tuple[Found, DenoiseOutput] | None:
+    def _begin_search(self) -> None:
+        self._slow = self._start.slow
+        # A slow search uses up its turn at once, so that others may have the place meanwhile.
+        self.job_began = 0.0 if self._slow else time.monotonic()
+        searchers = _SLOW if self._slow else _QUICK
+        self.job = searchers.submit(self.owner, partial(self._search, self._pass, self._slow))
+
+    def _search(self, hidden: np.ndarray, slow: bool) -> tuple[Found, DenoiseOutput] | None:
         """Search the best string and run the sampler over the tokens that the grammar allows. None if no answer fits
         the budget."""
         head, config, params = self._model.host_head, self._model.config, self._params
@@ -102,9 +121,13 @@ class ConstrainedState(RequestState):
         logits /= params.temperature_at(self._step)
         logs = log_softmax(logits)
         most = min(length, self._room)
-        allowance = Allowance(SEARCH_SECONDS, lambda: self.cancelled)
+        seconds = self._left if slow else QUICK_SECONDS
+        allowance = Allowance(seconds, lambda: self.cancelled, 0.0 if slow else EAGER)
         room, near = self._room, self._near
-        found = search(self._state, logs, most, room, near, self._end, pad, allowance)
+        try:
+            found = search(self._state, logs, most, room, near, self._end, pad, allowance)
+        finally:
+            self._left += allowance.left - seconds
         if found is None:
             return None
         argmax = np.full(length, pad, np.int64)

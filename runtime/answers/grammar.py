@@ -7,8 +7,7 @@ import copy
 import json
 import math
 import re
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -18,6 +17,7 @@ import numpy as np
 
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
+from canvasrt.runtime.answers.allowance import EAGER, Allowance, SlowGrammarError
 from canvasrt.runtime.answers.rewriting import lark_of, without_unique
 from canvasrt.runtime.answers.spelling import Speller, spelling_of
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -41,8 +41,7 @@ MAX_MULTIPLE = 10_000
 # Maximum tokens of a grammar's shortest answer. Longer ones cannot be distinguished from grammars without a finite
 # answer.
 MAX_SHORTEST = 2048
-# CPU seconds to find the shortest answer of a grammar, and to search one canvas.
-MAX_SECONDS, SEARCH_SECONDS = 1.0, 5.0
+MAX_SECONDS = 1.0  # of CPU time, to find the shortest answer of a grammar
 
 
 class Vocabulary:
@@ -100,33 +99,16 @@ class _Wrapped:
         return self.inner.encode_text(given)
 
 
-class SlowGrammarError(CanvasError):
-    """Following a grammar takes too long."""
-
-
-class Allowance:
-    """A limit on the CPU time of the thread that creates it. `stopped` ends it early.
-
-    Waiting does not count, so a busy machine refuses no more grammars than an idle one.
-    """
-
-    def __init__(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        self._end, self._seconds, self._stopped = time.thread_time() + seconds, seconds, stopped
-
-    def check(self) -> None:
-        """Raise SlowGrammarError if the CPU time is used up."""
-        if self._stopped() or time.thread_time() > self._end:
-            raise SlowGrammarError(
-                f"its shortest answer was not found within {self._seconds:g} s", "simplify it"
-            )
-
-
 class GrammarState:
-    """A parser state of a grammar. Immutable: `advanced` returns a new state."""
+    """A place in a grammar. Immutable, but for `slow`: `advanced` returns another one.
+
+    slow: whether a search took long, for the first state of a grammar.
+    """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
         """least: number of tokens of the shortest answer; only known for a grammar's initial state."""
         self._matcher, self._vocabulary, self.least = matcher, vocabulary, least
+        self.slow = False
         self._allowed: np.ndarray | None = None
 
     @property
@@ -156,6 +138,10 @@ class GrammarState:
         """Return the tokens that the grammar requires next, as far as there is no choice."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
+    def copy(self) -> GrammarState:
+        """Return the same state for another thread: two must not ask one matcher at a time."""
+        return GrammarState(self._matcher.deep_copy(), self._vocabulary, self.least)
+
     def advanced(self, token: int) -> GrammarState:
         """Return the state after an allowed token."""
         matcher = self._matcher.deep_copy()
@@ -164,12 +150,13 @@ class GrammarState:
         following._check()
         return following
 
-    def ends_after(self, tokens: Sequence[int]) -> bool:
+    def ends_after(self, tokens: Sequence[int], allowance: Allowance) -> bool:
         """Return whether these tokens may follow and end the answer."""
-        if self._matcher.validate_tokens(list(tokens)) < len(tokens):
-            return False
         matcher = self._matcher.deep_copy()
-        matcher.consume_tokens(list(tokens))
+        for token in tokens:  # one call for all of them would hold the interpreter
+            allowance.check()
+            if not matcher.try_consume_tokens([token]):
+                return False
         return bool(matcher.is_accepting())
 
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
@@ -215,14 +202,16 @@ class GrammarState:
             if forced:
                 path += forced
                 speller.moved()
-                matcher.consume_tokens(forced)
+                for each in forced:
+                    allowance.check()
+                    matcher.consume_token(each)
                 state._check()
                 continue
             if len(path) >= most:
                 return None
             # Tests single tokens, because computing all allowed tokens takes 30 ms for some grammars.
             bad = wrong.get(tuple(path), set())
-            token = speller.next(partial(_follows, matcher, bad))
+            token = speller.next(partial(_follows, matcher, bad, allowance))
             if token is None:
                 choices = np.setdiff1d(state._compute_allowed(), list(bad))
                 if not choices.size:
@@ -241,7 +230,8 @@ class GrammarState:
             raise CanvasError(f"the grammar cannot be followed: {why}", "simplify it")
 
 
-def _follows(matcher: Any, bad: Collection[int], token: int) -> bool:
+def _follows(matcher: Any, bad: Collection[int], allowance: Allowance, token: int) -> bool:
+    allowance.check()
     return token not in bad and bool(matcher.validate_tokens([token]))
 
 
@@ -275,7 +265,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         raise CanvasError(f"{path} cannot be used: {why}", named)
     state = GrammarState(matcher, vocabulary)
     try:
-        shortest = state.shortest(MAX_SHORTEST, Allowance(MAX_SECONDS))
+        shortest = state.shortest(MAX_SHORTEST, Allowance(MAX_SECONDS, eager=EAGER))
     except CanvasError as error:
         raise CanvasError(f"{path} cannot be used: {error.message}", error.hint) from None
     if shortest is None:

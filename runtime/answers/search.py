@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import Allowance, GrammarState, SlowGrammarError
+from canvasrt.runtime.answers.allowance import Allowance, SlowGrammarError
+from canvasrt.runtime.answers.grammar import GrammarState
 
 BEAM, CHOICES = 4, 4
+# CPU seconds that each token adds to a search's allowance. Ordinary grammars take up to 4 ms over 262,144 tokens.
+TOKEN_SECONDS = 0.01
 _TOP = 64  # most likely tokens of a position, which are tried first
 # The search only checks that the answer can still end when so few tokens are left: at least _NEAR, at most _FARTHEST.
 _NEAR, _FARTHEST = 32, 192
@@ -63,15 +66,17 @@ def search(
         near: with at most so many tokens left, check that the answer can still end.
         end, pad: the token that ends the answer, and the padding token.
 
-    Returns None if the answer cannot end within `room`. Raises SlowGrammarError when the allowance is used up.
+    Returns None if the answer cannot end within `room`. Raises SlowGrammarError when the allowance, to which every position
+    adds, is used up.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
     paths = [_Path(0.0, (), (start,), _close(start, (), room, near, allowance))]
     if room <= near and paths[0].close is None:
         return None
     for place in range(length):
+        allowance.earn(TOKEN_SECONDS)
         row = scores[place]
-        ways = _grown(paths, row, best[place], end, pad)
+        ways = _grown(paths, row, best[place], end, pad, allowance)
         paths = _kept(ways, room - place - 1, near, end, allowance)
         if not paths:
             return None
@@ -84,7 +89,12 @@ def search(
 
 
 def _grown(
-    paths: list[_Path], row: np.ndarray, best: np.ndarray, end: int, pad: int
+    paths: list[_Path],
+    row: np.ndarray,
+    best: np.ndarray,
+    end: int,
+    pad: int,
+    allowance: Allowance,
 ) -> list[tuple[float, _Path, int | None]]:
     """Return the continuations as score, path and token, best first. A finished path continues with padding."""
     ways: list[tuple[float, _Path, int | None]] = []
@@ -92,6 +102,7 @@ def _grown(
         if path.ended:
             ways.append((path.score + float(row[pad]), path, None))
             continue
+        allowance.check()
         state = path.states[-1]
         allowed = state.allowed()
         few = _common(best, allowed) if len(allowed) > _TOP else allowed
@@ -158,7 +169,7 @@ def _close(
         return None
     # Checking the previous ending takes a hundredth of the time of a new search.
     for known in (before[1:], before):
-        if before and len(known) < room and state.ends_after(known):
+        if before and len(known) < room and state.ends_after(known, allowance):
             return known
     found = state.shortest(max(0, room - 1), allowance)
     return None if found is None else tuple(found)

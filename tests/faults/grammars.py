@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import combinations
+from string import ascii_lowercase, digits
 from typing import Any
 
 REGEXES = (
@@ -44,6 +46,23 @@ _PIECES = (
     *("%import common.WORD\n", "%ignore", "%json {", "%regex {", "[max_tokens=0]", '[stop=""]'),
     *("\x00", "\u202e", "\U0001f600", "é", "/x/i", '""', "//", "#", "<[1]>", "<|turn>", "@", "->"),
 )
+
+LETTERS, LONG = ascii_lowercase[:20], 100
+
+
+def slow_grammar() -> str:
+    """Return a grammar of 7 KB: any letters, and an ending that depends on the last one. There are
+    many ways to read both."""
+    rules = [
+        "start: " + " | ".join(f"any x{c}" for c in LETTERS),
+        "any: | any any | L",
+        "L: /[a-z]/",
+    ]
+    for letter, pair in zip(LETTERS, combinations(digits, 2), strict=False):
+        rules.append(f'x{letter}: "{letter}" ' + f"d{letter} " * LONG)
+        rules.append(f"d{letter}: D{letter.upper()} | d{letter} d{letter}")
+        rules.append(f"D{letter.upper()}: /[{''.join(pair)}]/")
+    return "\n".join(rules)
 
 
 def hostile(draw: random.Random) -> tuple[str, str]:

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import combinations
-from string import ascii_lowercase, digits
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 
-from canvasrt.runtime.answers import constrained, grammar
-from canvasrt.runtime.answers.grammar import Allowance, GrammarState, SlowGrammarError, Vocabulary
+from canvasrt.runtime.answers import allowance, constrained, grammar
+from canvasrt.runtime.answers.allowance import Allowance, SlowGrammarError
+from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary
 from canvasrt.runtime.answers.search import near, search
+from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.request import Finished, Request
+from tests.faults.grammars import LETTERS, slow_grammar
 from tests.helpers.constrained import END, request, vocabulary
 from tests.helpers.reference import Pair, demo
 
 pytestmark = pytest.mark.acceptance
 
 __all__ = ["demo"]
-LETTERS, LONG = ascii_lowercase[:20], 100
-
-
-def slow_grammar() -> str:
-    """Return a grammar of 7 KB: any letters, and an ending that depends on the last one. There are
-    many ways to read both."""
-    rules = [
-        "start: " + " | ".join(f"any x{c}" for c in LETTERS),
-        "any: | any any | L",
-        "L: /[a-z]/",
-    ]
-    for letter, pair in zip(LETTERS, combinations(digits, 2), strict=False):
-        rules.append(f'x{letter}: "{letter}" ' + f"d{letter} " * LONG)
-        rules.append(f"d{letter}: D{letter.upper()} | d{letter} d{letter}")
-        rules.append(f"D{letter.upper()}: /[{''.join(pair)}]/")
-    return "\n".join(rules)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +40,16 @@ def slow(words: Vocabulary) -> GrammarState:
     return grammar.compile_grammar({"type": "grammar", "grammar": slow_grammar()}, words, "g")
 
 
-def looked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
-    """Make every search for an ending take that long on the thread's clock. Return the list that
-    records them."""
+def looked(monkeypatch: pytest.MonkeyPatch, seconds: float, name: str = "shortest") -> list[int]:
+    """Make every search for an ending, or call of another method, take that long on the thread's
+    clock. Return the list that records them."""
     found: list[int] = []
-    shortest = GrammarState.shortest
+    method = getattr(GrammarState, name)
     monkeypatch.setattr(time, "thread_time", lambda: seconds * len(found))
     monkeypatch.setattr(
         GrammarState,
-        "shortest",
-        lambda self, most, *given: found.append(most) or shortest(self, most, *given),
+        name,
+        lambda self, most, *given: found.append(most) or method(self, most, *given),
     )
     return found
 
@@ -72,13 +62,51 @@ def scores(demo: Pair) -> np.ndarray:
     return logs
 
 
+def bias(demo: Pair) -> tuple[tuple[int, float], ...]:
+    """Return a bias that makes the model's own answer go from letter to letter."""
+    likely = [demo.tokenizer.encode(letter, False)[0] for letter in LETTERS]
+    return tuple((token, 100.0 - place % 3) for place, token in enumerate(likely))
+
+
 def test_a_search_has_one_limit(
     demo: Pair, slow: GrammarState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = looked(monkeypatch, 0.5)
-    with pytest.raises(SlowGrammarError, match="not found within 5 s"):
+    with pytest.raises(SlowGrammarError, match="not found within"):
         search(slow, scores(demo), 180, 180, near(slow), END, 0, Allowance(5))
-    assert len(found) == 11
+    assert len(found) == 12  # the clock starts with the first
+
+
+def test_a_request_has_one_limit(
+    demo: Pair, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if no canvas reaches it."""
+    start = grammar.compile_grammar({"type": "regex", "regex": "[a-z]{170}"}, words, "g")
+    asked = request(demo, start, max_new_tokens=180, max_denoising_steps=1)
+    monkeypatch.setattr(allowance, "_REST", 0.0)
+    found = looked(monkeypatch, 0.02, "advanced")
+    (result,) = Generator(demo.model).run([asked])
+    assert result.finish_reason == "grammar"
+    assert len(result.steps) > 2
+    assert 5 < 0.02 * len(found) < 5.1 + 0.32 * len(result.steps)
+
+
+def test_a_known_ending_counts_too(slow: GrammarState) -> None:
+    with pytest.raises(SlowGrammarError):
+        slow.ends_after([1], Allowance(-1))
+
+
+def test_callers_take_turns_at_searching() -> None:
+    began, go, order = threading.Event(), threading.Event(), list[str]()
+    searchers = Searchers(1)
+    first = searchers.submit("a", lambda: (began.set(), go.wait(60)))
+    assert began.wait(60)
+    names = "aaabac"
+    jobs = [searchers.submit(name, partial(order.append, name)) for name in names]
+    jobs[0].cancel()
+    go.set()
+    wait([first, *jobs])
+    assert "".join(order) == "bcaaa"
 
 
 def test_a_search_ends_with_its_caller(
@@ -97,6 +125,44 @@ def test_a_search_ends_with_its_caller(
     with pytest.raises(SlowGrammarError):
         job.result(60)
     assert generator.idle
+
+
+@pytest.mark.parametrize("regex", [None, "[0-9]{2}"], ids=["plain", "digits"])
+def test_neighbours_are_not_slowed(
+    demo: Pair, words: Vocabulary, slow: GrammarState, regex: str | None
+) -> None:
+    """An answer takes at most twice as long beside four attackers as alone, by the median."""
+    generator = Generator(demo.model)
+    attack = request(demo, slow, max_new_tokens=180, max_denoising_steps=1, logit_bias=bias(demo))
+    asked = Request(attack.prompt_token_ids, request(demo, slow).params)
+    if regex:
+        start = grammar.compile_grammar({"type": "regex", "regex": regex}, words, "g")
+        asked = request(demo, start)
+
+    numbers = count()  # without keys, every request is a caller
+
+    def add_attack() -> int:
+        return generator.add(replace(attack, owner=str(next(numbers))))
+
+    def seconds() -> float:
+        asked_now = replace(asked, owner=str(next(numbers)))
+        begin, id, ended = time.monotonic(), generator.add(asked_now), set[int]()
+        while id not in ended:
+            ended = {each.id for each in generator.step() if isinstance(each, Finished)}
+            for other in ended.intersection(attackers):
+                attackers[attackers.index(other)] = add_attack()
+        return time.monotonic() - begin
+
+    times: dict[int, list[float]] = {0: [], 4: []}
+    attackers: list[int] = []
+    for many in (0, 4) * 4:
+        attackers[:] = [add_attack() for _ in range(many)]
+        times[many] += [seconds() for _ in range(40)]
+        for id in attackers:
+            generator.cancel(id)
+        while not generator.idle:
+            generator.step()
+    assert median(times[4]) <= 2 * median(times[0])
 
 
 def test_slow_searches_give_up_their_places(

@@ -9,8 +9,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 
+from canvasrt.runtime.answers.allowance import Allowance
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
-from canvasrt.runtime.answers.grammar import Allowance, GrammarState, Vocabulary
+from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Result

@@ -45,6 +45,7 @@ class Simulated:
     turn: int = 0
     place: int = 0
     parks: bool = True
+    searches: bool = False
 
 
 class Simulation:
@@ -157,3 +158,16 @@ def test_whoever_comes_back_owes_and_is_owed_nothing() -> None:
     while back.passes < back.need:
         simulation.step()
     assert QUANTUM <= simulation.time - back.arrived <= 6 * QUANTUM
+
+
+def test_a_search_gives_up_its_place_to_anyone() -> None:
+    schedule = Schedule(QUANTUM)
+    running, waiting = Simulated("a", "a", 1, 0), Simulated("b", "b", 1, 0)
+    schedule.join(running, [])
+    schedule.join(waiting, [running])
+    for each in (running, waiting, waiting):
+        schedule.begin(each)
+    schedule.tire(running)
+    assert schedule.swap([waiting], [running]) is None
+    running.searches = True
+    assert schedule.swap([waiting], [running]) == (waiting, running)

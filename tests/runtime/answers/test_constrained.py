@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,14 @@ def test_the_same_seed_gives_the_same_answer_on_any_device(
     _, among, _ = Generator(demo.model).run([plain, asked, plain])
     (device,) = Generator(open_model(demo.graphs, check=False, backend=FakeBackend())).run([asked])
     assert alone.token_ids == among.token_ids == device.token_ids
+
+
+def test_requests_share_a_grammar(demo: Pair, words: Vocabulary) -> None:
+    """They only copy it: llguidance refuses calls while another thread computes with a matcher."""
+    start = compile_grammar(schema(SCHEMAS[7]), words, "g")
+    start._matcher = SimpleNamespace(deep_copy=start._matcher.deep_copy)
+    (result,) = Generator(demo.model).run([request(demo, start)])
+    check(SCHEMAS[7], demo.tokenizer, result)
 
 
 def test_blocks_are_as_long_as_the_canvas(demo: Pair, words: Vocabulary) -> None:

@@ -1,0 +1,62 @@
+"""CPU time for what follows a grammar."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from canvasrt.errors import CanvasError
+
+EAGER = 0.1  # CPU seconds before slow work gives way
+# llguidance holds the interpreter during a call, and between calls others hardly get it. So slow work
+# rests, after each millisecond, three times as long.
+_SLICE, _REST = 0.001, 3.0
+
+
+class SlowGrammarError(CanvasError):
+    """Following a grammar takes too long."""
+
+
+class Allowance:
+    """A limit on the CPU time of the thread that first checks it, unless `stopped` ends it earlier.
+
+    It does not count waiting, so a busy machine refuses no more than an idle one. A thread that used
+    up `eager` seconds gives way to others: from then on it runs a quarter of the time.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        stopped: Callable[[], bool] = lambda: False,
+        eager: float = math.inf,
+    ) -> None:
+        self._seconds, self._stopped, self._eager = seconds, stopped, eager
+        self._begin: float | None = None
+        self._next = 0.0  # when the clock is next read, which takes longer than many a call
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left, for the thread that checked."""
+        return self._seconds - (0.0 if self._begin is None else time.thread_time() - self._begin)
+
+    def earn(self, seconds: float) -> None:
+        """Allow that much more."""
+        self._seconds += seconds
+        self._eager += seconds
+
+    def check(self) -> None:
+        """Raise SlowGrammarError once it is used up."""
+        if (wall := time.monotonic()) < self._next:
+            return
+        now, self._next = time.thread_time(), wall + _SLICE / 4
+        if self._begin is None:
+            self._begin = now
+        used = now - self._begin
+        if self._stopped() or used > self._seconds:
+            raise SlowGrammarError(
+                f"its shortest answer was not found within {self._seconds:g} s", "simplify it"
+            )
+        if used > self._eager + _SLICE:
+            time.sleep(_REST * (used - self._eager))
+            self._eager = used
