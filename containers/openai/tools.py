@@ -163,7 +163,7 @@ def template_names(request: Conversation) -> dict[str, str]:
 def tools_grammar(request: Conversation) -> dict[str, Any] | None:
     """Return the grammar that makes calls follow the tools' schemas, or None if none is wanted.
 
-    A required call follows its schema unless `strict` is false, an optional one only if it is true.
+    A required call follows its schema, an optional one only if `strict` is true.
     """
     found = schemas(request)
     if found is None:
@@ -188,7 +188,7 @@ def tools_grammar(request: Conversation) -> dict[str, Any] | None:
 
 
 def _enforced(function: Function, begun: str) -> dict[str, Any]:
-    if function.strict is False or (begun == "nothing" and not function.strict):
+    if begun == "nothing" and not function.strict:
         return {}
     return function.parameters or {}
 
