@@ -60,7 +60,7 @@ def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
 
 class ReplyBuilder:
     """Builds the replies to one request for text, and keeps what later ones repeat: each has all outputs,
-    apart from `canvas`, which only drafts have, and `block_scores`, which few callers ask for.
+    apart from `canvas`, which only drafts have, `block_scores`, which few callers ask for, and `stop_string`.
 
     Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
     `only_final` sends only the result. The text begins with `opening`, ends before the first of
@@ -178,7 +178,7 @@ class ReplyBuilder:
 
     def _stopped(self, event: Block | Settled) -> Reply:
         """Return the last reply of an answer that a stop string ended."""
-        return self._reply(
+        made = self._reply(
             "final",
             event.block,
             self._steps[-1],
@@ -188,6 +188,7 @@ class ReplyBuilder:
             "stop",
             self._scores,
         )
+        return made | {"stop_string": self._cutter.found}
 
     def _result(self, result: Result) -> Reply:
         self._steps = list(result.steps)
