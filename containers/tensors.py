@@ -186,6 +186,7 @@ _RESULT = (
         ONE,
         "each finished block's score, and how often it was redone, as JSON; only if asked for",
     ),
+    Tensor("stop_string", "BYTES", ONE, "which of `stop` ended the answer; only if one did"),
 )
 _PROGRESS = (
     Tensor("event", "BYTES", ONE, "`draft`, `settled`, `block` or `final`"),
@@ -223,6 +224,7 @@ class TritonAnswer:
     cached_tokens: int
     logprobs: str
     block_scores: str = field(default="", kw_only=True)  # only if requested
+    stop_string: str = field(default="", kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a key per field."""

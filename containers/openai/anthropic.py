@@ -290,6 +290,8 @@ class MessageReply(Reply):
         }
 
     def _stop(self, final: StreamEvent) -> Json:
+        if final.stop_string:
+            return {"stop_reason": "stop_sequence", "stop_sequence": final.stop_string}
         calls = sum(each["type"] == "tool_use" for each in self._content)
         return {"stop_reason": _STOPS[finish_reason(final, calls)], "stop_sequence": None}
 

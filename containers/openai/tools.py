@@ -162,7 +162,7 @@ def template_names(request: Conversation) -> dict[str, str]:
 def tools_grammar(request: Conversation) -> dict[str, Any] | None:
     """Return the grammar that enforces the tools' schemas in calls, or None if it is not needed.
 
-    A required call follows the tool's schema unless `strict` is false; an optional call only if `strict` is true.
+    A required call follows its schema. An optional one does only if `strict` is true.
     """
     found = schemas(request)
     if found is None:
@@ -187,7 +187,7 @@ def tools_grammar(request: Conversation) -> dict[str, Any] | None:
 
 
 def _enforced(function: Function, begun: str) -> dict[str, Any]:
-    if function.strict is False or (begun == "nothing" and not function.strict):
+    if begun == "nothing" and not function.strict:
         return {}
     return function.parameters or {}
 

@@ -61,7 +61,8 @@ def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
 class ReplyBuilder:
     """Builds the replies of one request for text.
 
-    A reply has all outputs, except `canvas`, which only drafts have, and `block_scores`, which must be requested.
+    A reply has all outputs, except `canvas`, which only drafts have, `block_scores`, which must be requested, and
+    `stop_string`.
     Without a tokenizer, texts are empty. `drafts`: also send the canvas after every step. `only_final`: only send the
     result. The text begins with `opening`, and is cut before the first of `stops`. `control`: keep control tokens in
     the text. `prompt`: the prompt's tokens.
@@ -177,7 +178,7 @@ class ReplyBuilder:
 
     def _stopped(self, event: Block | Settled) -> Reply:
         """Return the last reply of an answer that a stop string ended."""
-        return self._reply(
+        made = self._reply(
             "final",
             event.block,
             self._steps[-1],
@@ -187,6 +188,7 @@ class ReplyBuilder:
             "stop",
             self._scores,
         )
+        return made | {"stop_string": self._cutter.found}
 
     def _result(self, result: Result) -> Reply:
         self._steps = list(result.steps)

@@ -154,7 +154,9 @@ def test_limits(ask: Any) -> None:
     short = ask("plain", max_tokens=4)
     assert (short.content[0].text, short.stop_reason) == ("Hell", "max_tokens")
     assert short.usage.output_tokens == 4
-    assert ask("plain", stop_sequences=["the"]).content[0].text == "Hello "
+    stopped = ask("plain", stop_sequences=["no", "the"])
+    assert stopped.content[0].text == "Hello "
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "the")
     answer = ask("plain", tools=[{"type": "web_search_20250305", "name": "web_search"}])
     assert "web_search" in answer.canvasrt["warnings"][0]
 

@@ -30,3 +30,12 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
     for name, each in manifest["files"].items():
         data = (bundle.path / name).read_bytes()
         assert each == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_ollama_is_told_whether_the_model_sees() -> None:
+    for sees in (True, False):
+        options = FrontOptions(hosts=("*",), names=("one",), about={"vision": sees})
+        settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
+        with TestClient(make_app(settings, ServerState())) as front:
+            shown = front.post("/api/show", json={"model": "one"}).json()
+        assert ("vision" in shown["capabilities"]) == sees

@@ -127,7 +127,7 @@ def test_a_call_comes_without_strict_and_in_the_smallest_budget(client: OpenAI) 
     assert caught.value.param == "max_tokens"
     least = int(re.findall(r"at least (\d+)", str(caught.value))[0])
     (call,) = ask(client, **asked, max_tokens=least).message.tool_calls
-    assert isinstance(json.loads(call.function.arguments), dict)
+    assert valid([call])
     flat: Any = {"type": "function", **loose["function"]}
     for choice in ("required", {"type": "function", "name": "lamp"}):
         reply = client.responses.create(

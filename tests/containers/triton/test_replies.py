@@ -44,7 +44,7 @@ def test_the_end_of_the_sequence_is_a_token_and_no_text(tokenizer: Tokenizer):
 def test_every_reply_holds_every_output_as_its_tensor_carries_it(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(seed=2**64 - 1), drafts=False)
     (reply,) = replies.replies(Block(0, 0, 3, [40], None))
-    assert set(reply) == OUTPUTS.keys() - {"canvas", "block_scores"}
+    assert set(reply) == OUTPUTS.keys() - {"canvas", "block_scores", "stop_string"}
     types = {"BYTES": "object", "INT32": "int32", "UINT64": "uint64"}
     for name, value in reply.items():
         array = OUTPUTS[name].encode(value)

@@ -1,10 +1,8 @@
-"""The first requests of real clients, as they were recorded, are accepted without a field left out or refused."""
+"""What clients of other servers ask before, and what they are told of mistakes; there is no model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +12,6 @@ from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 
-REQUESTS = json.loads(Path("tests/data/clients.json").read_text("utf-8"))
-PAGE = Path("docs/clients.md")
-
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[TestClient]:
@@ -24,20 +19,6 @@ def front() -> Iterator[TestClient]:
     settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", FrontOptions(hosts=("*",)))
     with TestClient(make_app(settings, ServerState(phase="serving"))) as client:
         yield client
-
-
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: f"{each['client']} {each['path']}")
-def test_a_recorded_request_reaches_the_model(front: TestClient, request_: dict[str, Any]) -> None:
-    # Some clients send no content type.
-    reply = front.post(request_["path"], content=json.dumps(request_["body"]))
-    assert reply.status_code == 503, reply.text
-
-
-def test_the_page_has_every_recorded_client() -> None:
-    text = PAGE.read_text("utf-8")
-    for each in REQUESTS:
-        name, version = each["client"].rsplit(" ", 1)
-        assert f"| {name} | {version} |" in text
 
 
 def test_probes_of_other_servers(front: TestClient) -> None:

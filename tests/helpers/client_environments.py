@@ -1,0 +1,64 @@
+"""Environments of real clients, each made once by a command and kept in the user's cache, as aiperf's is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canvasrt-clients"
+# pip would take minutes, and cannot leave a requirement out.
+_UV = ("pip", "install", "uv==0.13.9")
+# What uv, pip and npm say of a registry that does not answer.
+_UNREACHABLE = re.compile(
+    r"error sending request|from versions: none|ECONN|ENOTFOUND|EAI_AGAIN|ETIMEDOUT"
+)
+
+
+def environment(command: str) -> Path:
+    """Return the folder in which `pip install …` or `npm install …` was run.
+
+    Skips where no registry answers, or without npm.
+    """
+    folder = CACHE / sha256(command.encode()).hexdigest()[:16]
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "installed").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            manager, *arguments = command.split()
+            if manager == "pip":
+                _install_packages(folder, arguments)
+            elif shutil.which("npm"):
+                _run("npm", *arguments, cwd=folder)
+            else:
+                pytest.skip("npm is not installed")
+            (folder / "installed").touch()
+    return folder
+
+
+def _install_packages(folder: Path, arguments: list[str]) -> None:
+    if arguments == list(_UV[1:]):
+        _run(sys.executable, "-m", "venv", ".", cwd=folder)
+        _run("bin/python", "-m", *_UV, cwd=folder)
+        return
+    uv = str(environment(" ".join(_UV)) / "bin" / "uv")
+    # Gigabytes, of which GuideLLM alone needs some: it gets the tests' own.
+    (folder / "overrides.txt").write_text("torch ; sys_platform == 'none'")
+    _run(uv, "venv", "--allow-existing", "--python", sys.executable, ".", cwd=folder)
+    options = ("--python", "bin/python", "--overrides", "overrides.txt")
+    _run(uv, "pip", *arguments, *options, cwd=folder)
+
+
+def _run(*command: str, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    if done.returncode and _UNREACHABLE.search(done.stderr):
+        pytest.skip(f"no registry answers: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
