@@ -82,7 +82,7 @@ _NEW_OPTION = (
     + """
 replace(
     "canvasrt.containers.triton.options",
-    "inside Triton, which read them from their environment.\\"\\"\\"\\n\\n",
+    "models inside Triton, which read them from environment variables.\\"\\"\\"\\n\\n",
     "    haste: int = field(default=1,"
     ' metadata=option("How fast.", least=1, variable="NIM_HASTE", read=read_count))\\n',
 )

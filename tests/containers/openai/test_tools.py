@@ -261,9 +261,8 @@ def test_wrong_use_is_refused_by_name(ask, options: dict[str, Any], param: str):
     assert str(error.value.body["param"]).startswith(param)
 
 
-def test_a_template_without_tools_refuses_them(openai: OpenAI):
+def test_a_template_without_thoughts_refuses_them(openai: OpenAI):
     for options, param in (
-        ({"tools": [WEATHER]}, "tools"),
         ({"reasoning_effort": "max"}, "reasoning_effort"),
         ({"extra_body": {"enable_thinking": True}}, "enable_thinking"),
     ):

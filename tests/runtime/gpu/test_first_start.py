@@ -91,7 +91,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
         monkeypatch.setattr(Path, "replace", full)
     server = Server(folder, compiled=file)
     server.model.warm_up()
-    assert "compiled kernels are not kept" in capsys.readouterr().err
+    assert "compiled kernels are not stored" in capsys.readouterr().err
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
