@@ -71,7 +71,7 @@ def _response_format(request: Sampling) -> Iterator[Format]:
     if given is None:
         return
     kind = given.get("type")
-    if kind not in _TYPES:
+    if kind not in tuple(_TYPES):  # the field may have any type
         raise _wrong(f"{path}.type", f"is {kind!r}: give one of {', '.join(_TYPES)}")
     field = _TYPES[kind]
     given = known(given, ("type", field), path, GENERATION, ignored)

@@ -191,14 +191,18 @@ def test_unique_items(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None
     asked = request(demo, start, logit_bias=tuple(bias.items()))
     (result,) = Generator(demo.model).run([asked])
     check(of, demo.tokenizer, result)
-    ways = [start.ends_after(demo.tokenizer.encode_text(each)) for each in ("[1,2]", "[1,1]")]
+    ways = [
+        start.ends_after(demo.tokenizer.encode_text(each), AMPLE) for each in ("[1,2]", "[1,1]")
+    ]
     assert ways == [of is not UNIQUE, False]
 
 
 def test_gbnf_is_read(words: Vocabulary, demo: Pair) -> None:
     text = 'root ::= ("yes" | no) [.]{2} # as in llama.cpp\nno ::= "no"'
     start = compile_grammar({"type": "grammar", "grammar": text}, words, "g")
-    ways = {each: start.ends_after(demo.tokenizer.encode_text(each)) for each in ("no..", "no.")}
+    ways = {
+        each: start.ends_after(demo.tokenizer.encode_text(each), AMPLE) for each in ("no..", "no.")
+    }
     assert ways == {"no..": True, "no.": False}
 
 
