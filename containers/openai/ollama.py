@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
 
 from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
@@ -108,8 +108,8 @@ class OllamaAnswer(TypedDict):
     done: bool
     done_reason: str
     total_duration: int
-    prompt_eval_count: int
-    eval_count: int
+    prompt_eval_count: NotRequired[int]  # absent for an empty request, which only loads the model
+    eval_count: NotRequired[int]
 
 
 def chat(body: OllamaChat) -> Generation:

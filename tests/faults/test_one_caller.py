@@ -191,7 +191,7 @@ def test_answers_that_a_key_waits_for_are_counted():
             with pytest.raises(ApiError) as refused:
                 more(1)
             assert refused.value.status == 429
-        with pytest.raises(ApiError, match="wants 4 answers") as refused:
+        with pytest.raises(ApiError, match="asks for 4 answers") as refused:
             more(2)  # waiting would not help
         assert refused.value.status == 400
         more(1)
