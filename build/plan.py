@@ -230,9 +230,8 @@ class Plan:
         prompts = prompts_of(self.source, recipe, self.calibration)
         if prompts is None:
             return None
-        return calibration_needs(
-            prompts, self.source.path, 4 if self.source.precision == "fp32" else 2
-        )
+        width = 4 if self.source.precision == "fp32" else 2
+        return calibration_needs(prompts, self.source.path, width)
 
     def existing(self) -> Bundle | None:
         """Return the bundle at `out` if this build would write the same bundle.

@@ -84,10 +84,8 @@ class Schedule:
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not waiting or not tired:
             return None
-        best, worst = (
-            self.next(waiting),
-            max(tired, key=lambda each: (each.searches, self._rank(each))),
-        )
+        best = self.next(waiting)
+        worst = max(tired, key=lambda each: (each.searches, self._rank(each)))
         if self._turns[best.owner] > self._turns[worst.owner] and not worst.searches:
             return None
         worst.place = next(self._places)

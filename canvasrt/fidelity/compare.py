@@ -34,7 +34,7 @@ _POSITIONS = 16
 
 @dataclass
 class StepSeries:
-    """The measurements of one or more steps, by position. Without logits, there is no divergence."""
+    """The measurements of one or more steps, by position. The divergence is missing if logits were not recorded."""
 
     kl: Series = field(default_factory=Series)
     same: Series = field(default_factory=Series)

@@ -154,9 +154,8 @@ class FrontSettings:
     health_socket: int | None = None
     heartbeat: int | None = None
     request_timeout: int | None = None  # seconds
-    caller_secret: str = (
-        ""  # prefix of callers' names, which proves to the models that the front end wrote them
-    )
+    # Prefix of callers' names. It proves to the models that the front end wrote them.
+    caller_secret: str = ""
     # The socket for Triton's HTTP API, its address, and the Unix socket on which Triton listens.
     triton_socket: int | None = None
     triton_host: str = ""

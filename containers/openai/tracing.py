@@ -39,9 +39,8 @@ class Blocks:
     def __init__(self) -> None:
         self._request = trace.get_current_span()
         self._arrived = time.time_ns()
-        self._ended: dict[
-            int, tuple[int, int]
-        ] = {}  # answer → number of its finished blocks, and when the last one ended
+        # By answer: the number of finished blocks, and when the last one ended.
+        self._ended: dict[int, tuple[int, int]] = {}
 
     def see(self, answer: int, event: StreamEvent) -> None:
         """Write the span of a block if this event of an answer ends one."""

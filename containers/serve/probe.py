@@ -1,7 +1,7 @@
 """The health check of a container: `python -m canvasrt.containers.serve.probe` exits with 0 if the server is ready.
 
 It calls the port that NIM's variables name. It imports little, because it runs often. Docker does not restart unhealthy
-containers. So with CANVASRT_END_UNHEALTHY, the check ends a server that is no longer alive, and the container's restart
+containers. So with CANVASRT_END_UNHEALTHY, the check kills an unresponsive server, and the container's restart
 policy applies.
 """
 

@@ -164,7 +164,7 @@ class Server:
         self.stop(force=at_once)
 
     def start(self) -> None:
-        """Start the process. Raises CanvasError for a port in use, or if there is no tritonserver."""
+        """Start the process. Raises CanvasError if a port is in use or tritonserver is missing."""
         installation = find_installation()
         self._check_hosts(installation)
         remove_stale()

@@ -27,9 +27,8 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 TRIAL_SECONDS = 1.0  # seconds of CPU time
 TRIAL_BYTES = 1 << 30
-_LONGEST = (
-    300  # maximum characters of a message, since lines of at most 4096 bytes are written atomically
-)
+# Maximum characters of a message, since lines of at most 4096 bytes are written atomically.
+_LONGEST = 300
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

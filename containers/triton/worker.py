@@ -28,9 +28,7 @@ from canvasrt.runtime.request import Event, Finished, Request
 log = logging.getLogger(__name__)
 
 CANCEL_CHECKS = 16  # waiting requests to check for cancellation per turn
-ADMITTED = (
-    16  # maximum number of requests to admit between two steps, since their prompts may be long
-)
+ADMITTED = 16  # requests to admit between two steps at most, since their prompts may be long
 MAX_FAILURES = 3  # consecutive failed passes with failed probes
 IDLE_BEAT = 0.5  # seconds
 _STOPPING = ("the server is stopping", "send the request to another server")

@@ -135,7 +135,7 @@ class GrammarState:
         return np.flatnonzero(mask)
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar requires next, as far as there is no choice."""
+        """Return the next tokens up to the first position where the grammar allows a choice."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
     def copy(self) -> GrammarState:

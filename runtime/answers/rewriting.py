@@ -25,9 +25,7 @@ def lark_of(text: str, path: str) -> str:
 
     try:
         return any_to_lark(text)
-    except (
-        Exception
-    ) as error:  # the parser raises many types, such as IndexError and RecursionError
+    except Exception as error:  # of many types, such as IndexError and RecursionError
         raise CanvasError(f"{path} is not a grammar: {error}"[:300], "correct it") from None
 
 
@@ -73,7 +71,9 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
     values = [json.loads(each) for each in dict.fromkeys(map(json.dumps, values))]
     least, most = schema.get("minItems", 0), schema.get("maxItems", len(values))
     if not (isinstance(least, int) and isinstance(most, int)):
-        raise CanvasError(f"{path} has minItems or maxItems that is no whole number", "correct it")
+        raise CanvasError(
+            f"{path} has minItems or maxItems that is not a whole number", "correct it"
+        )
     # So many values are too many even in arrays of one element; counting their permutations would be slow.
     few = values[: MAX_ARRAYS + 1]
     sizes = range(max(least, 0), min(most, len(few)) + 1)

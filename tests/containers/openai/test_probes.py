@@ -1,4 +1,4 @@
-"""What clients of other servers ask before, and what they are told of mistakes; there is no model."""
+"""Requests with which clients of other servers probe a server, and errors in their form. No model runs."""
 
 from __future__ import annotations
 
