@@ -77,9 +77,11 @@ def bench(
 
     A bundle: time per pass, steps per block, tokens per second, first-token latency. Requests ignore end-of-sequence
     tokens, so that every round does the same work. A server: first-token, per-block and total latency, tokens per
-    second, errors. Keys come from CANVASRT_API_KEY, and from CANVASRT_AGAINST_API_KEY for --against. Example:
-    canvasrt bench engines --against transformers --checkpoint demo Example: canvasrt bench http://localhost:8000/v1
-    --concurrency 8 --report measured
+    second, errors. Keys come from CANVASRT_API_KEY, and from CANVASRT_AGAINST_API_KEY for --against.
+
+    Example: canvasrt bench engines --against transformers --checkpoint demo
+
+    Example: canvasrt bench http://localhost:8000/v1 --concurrency 8 --report measured
     """
     if is_url(bundle):
         from canvasrt.cli.load import measure_servers
