@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "calibrated": ("bench.calibrated", "a build from a bf16 checkpoint, beside its plan"),
     "checkpoint": ("bench.checkpoint", "no measurement: a random checkpoint of a real shape"),
     "cpu": ("bench.cpu", "a denoising pass on this CPU, against its matrix rate"),
+    "floor": ("bench.floor", "rates of copies, matrix products and launches here"),
     "gpu": ("bench.gpu", "passes of the released shape: engines, graphs, transformers, the floor"),
     "hour": (
         "bench.hour",

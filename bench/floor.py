@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from bench import results
 from bench.shape import Prepared
 from canvasrt.extras import is_installed
+from canvasrt.machine import gpus
 from canvasrt.runtime.tables import pass_work
 
 # The products that torch has on a GPU.
@@ -18,6 +20,11 @@ _MEASURED = ("bf16", "fp8")
 _TIMES = 10
 # Kernels of the graph that measures launches: enough to make the call and the final wait negligible.
 _LAUNCHES = 2000
+
+
+def measure(precision: Literal["bf16", "fp8"] = "bf16", out: results.Out = None) -> None:
+    """Measure this machine's copies and matrix products, for `canvasrt inspect --rates`; on a GPU also launches."""
+    results.report({"rates": rates(not gpus(), precision)}, out)
 
 
 def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:

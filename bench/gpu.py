@@ -10,7 +10,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,7 @@ def measure(
     copies: int | None = None,
     out: results.Out = None,
 ) -> None:
-    """Measure passes, segments, whole generations and the floor. Results are written after each side."""
+    """Measure passes, segments, whole generations and the floor. Results are written after each row."""
     if not gpus() and not small:
         small = True
         print("no GPU: measuring the reduced shape on the CPU (--small)", file=sys.stderr)
@@ -75,6 +75,7 @@ def measure(
     names = sides.split(",") if sides else SMALL_SIDES if small else SIDES
     if unknown := set(names) - set(SIDES):
         raise UsageError(f"unknown side {min(unknown)!r}", f"give one of {', '.join(SIDES)}")
+    _check(names, small)
     folder = work or Path(tempfile.mkdtemp(prefix="canvasrt-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -85,6 +86,29 @@ def measure(
     results.report(figures, out)
 
 
+def _check(sides: Sequence[str], small: bool) -> None:
+    """Raise the last side's error if none can run: files of the released shape take minutes to write."""
+    makes = {
+        "tensorrt": _target,
+        "onnxruntime": lambda: small or _provider(),
+        "onnxruntime-graphs": lambda: small or _provider(),
+    }
+    refused = []
+    for side in sides:
+        try:
+            makes.get(side, lambda: require("transformers", "test"))()
+        except CanvasError as error:
+            refused.append(error)
+    if len(refused) == len(sides):
+        raise refused[-1]
+
+
+def _provider() -> Any:
+    from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
+
+    return OrtCudaBackend()
+
+
 def run(
     wanted: shape.Shape,
     folder: Path,
@@ -93,7 +117,7 @@ def run(
     precision: str | None,
     save: Callable[[Json], None],
 ) -> Json:
-    """Return all measurements of a shape, with files in `folder`. `save` gets those so far after each side."""
+    """Return all measurements of a shape, with files in `folder`. `save` gets those so far after each row."""
     prepared = shape.prepare(wanted, folder)
     config = prepared.config
     served = shape.quantized(prepared, precision, folder) if precision else prepared
@@ -119,35 +143,37 @@ def run(
     for name, make in _makers(prepared, served, folder, small).items():
         if name in sides:
             print(f"measuring {name}", file=sys.stderr, flush=True)
-            _add(figures, name, attempt(partial(_side, make, wanted)))
+            try:
+                for title, row in measure_side(make(), wanted):
+                    _add(figures, name, title, row)
+                    save(figures)
+            except Exception as error:  # as in `attempt`
+                _add(figures, name, "side", results.skipped(error))
             _free()
             save(figures)
     return figures
 
 
-def _add(figures: Json, name: str, found: Json) -> None:
-    """Add a side's rows to the tables, and its failures to "not measured"."""
-    for title, rows in ({"side": [found]} if "skipped" in found else found).items():
-        for row in rows:
-            failed = "skipped" in row
-            figures.setdefault("not measured" if failed else title, []).append(
-                {"side": name} | ({"what": title} if failed else {}) | row
-            )
+def _add(figures: Json, side: str, title: str, row: Json) -> None:
+    """Add a side's row to a table, and its failures to "not measured"."""
+    failed = "skipped" in row
+    figures.setdefault("not measured" if failed else title, []).append(
+        {"side": side} | ({"what": title} if failed else {}) | row
+    )
 
 
-def _side(make: Callable[[], Runner], wanted: shape.Shape) -> Json:
-    return measure_side(make(), wanted)
-
-
-def measure_side(runner: Runner, wanted: shape.Shape) -> Json:
-    """Return the rows of each table of one side."""
-    return {
-        "passes, ms": list(_passes(runner, wanted)),
-        "segments at batch 1, ms": list(_segments(runner, wanted)),
-        f"two blocks of {wanted.steps} steps": list(_generations(runner, wanted)),
-        "most tokens of an expert, by layer": list(_loads(runner, wanted.contexts[0])),
-        "device memory": [{"bytes": runner.memory()}],
+def measure_side(runner: Runner, wanted: shape.Shape) -> Iterator[tuple[str, Json]]:
+    """Yield the rows of one side, each with its table."""
+    tables = {
+        "passes, ms": _passes(runner, wanted),
+        "segments at batch 1, ms": _segments(runner, wanted),
+        f"two blocks of {wanted.steps} steps": _generations(runner, wanted),
+        "most tokens of an expert, by layer": _loads(runner, wanted.contexts[0]),
     }
+    for title, rows in tables.items():
+        for row in rows:
+            yield title, row
+    yield "device memory", {"bytes": runner.memory()}
 
 
 def _passes(runner: Runner, wanted: shape.Shape) -> Iterator[Json]:

@@ -1,16 +1,20 @@
-"""Runs everything that only a GPU can answer, the most important first, in one go.
+"""Runs everything that only a GPU can answer, the most important first.
 
 Each step's output and results are written as they come, so a cut at any minute keeps what was there. Started again, it goes on
-with the steps that have not ended: `--minutes 9` fits a machine whose commands may run for ten. Nothing is downloaded.
+with the steps that have not ended, then repeats those that failed: `--minutes 9` fits a machine whose commands may run for ten.
+Nothing is downloaded, and a step that lacks a package fails at once.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -18,27 +22,39 @@ import typer
 
 from bench.results import ROOT
 from canvasrt.cache import cache_folder
+from canvasrt.containers.processes import die_with_parent, end_group
+from canvasrt.staging import signals_raise
 
 _BENCH = (sys.executable, "-m", "bench")
 _CANVASRT = (sys.executable, "-m", "canvasrt")
+
+
+def _probe(what: str, minutes: float) -> tuple[Sequence[str], float]:
+    return (*_BENCH, "probe", "--modules", what, "-o", "{out}"), minutes
+
+
+def _rows(format: str) -> tuple[Sequence[str], float]:
+    return (*_BENCH, "rows", "--format", format, "-o", "{out}"), 4
+
+
+def _gpu(*options: str) -> tuple[Sequence[str], float]:
+    return (*_BENCH, "gpu", *options, "--work", "{work}", "-o", "{out}"), 25
+
+
 # Name: command, and the minutes that it gets. A step that writes results names the file `{out}`.
 STEPS: dict[str, tuple[Sequence[str], float]] = {
     "doctor": ((*_CANVASRT, "doctor", "--report", "{out}"), 2),
-    "probe-rtx": ((*_BENCH, "probe", "--modules", "tensorrt_rtx", "-o", "{out}"), 8),
-    "rows-int4": ((*_BENCH, "rows", "--format", "int4", "-o", "{out}"), 4),
-    "parity": ((sys.executable, "-m", "pytest", "-q", "tests/runtime", "-k", "gpu"), 8),
-    "probe-tensorrt": ((*_BENCH, "probe", "--modules", "tensorrt", "-o", "{out}"), 8),
-    "rows-nvfp4": ((*_BENCH, "rows", "--format", "nvfp4", "-o", "{out}"), 4),
-    "rows-fp8": ((*_BENCH, "rows", "--format", "fp8", "-o", "{out}"), 4),
-    "rows-bf16": ((*_BENCH, "rows", "--format", "bf16", "-o", "{out}"), 4),
-    # In 16 bits the released shape does not fit 24 or 32 GB.
+    "rates": ((*_BENCH, "floor", "--precision", "fp8", "-o", "{out}"), 2),
+    "probe-engines": _probe("engines", 8),
+    "rows-int4": _rows("int4"),
+    "rows-fp8": _rows("fp8"),
+    "parity": ((sys.executable, "-m", "pytest", "-q", "tests/runtime", "-k", "on_a_gpu"), 8),
+    "probe-sorted": _probe("sorted", 8),
+    # One context, since every width is a profile to build. The released shape in 16 bits does not fit 24 or 32 GB.
     **{
-        f"gpu-{each}": (
-            (
-                *(*_BENCH, "gpu", "--sides", "tensorrt", "--precision", each),
-                *("--work", "{work}", "-o", "{out}"),
-            ),
-            25,
+        f"gpu-{each}": _gpu(
+            *("--sides", "tensorrt", "--precision", each),
+            *("--batches", "1,4", "--contexts", "4096"),
         )
         for each in ("int4", "fp8")
     },
@@ -47,13 +63,19 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
         (*_CANVASRT, "inspect", "{engines}", "--kernels", "--page", "{page}"),
         2,
     ),
+    "rows-nvfp4": _rows("nvfp4"),
+    "rows-bf16": _rows("bf16"),
+    "probe-modules": _probe("tensorrt_rtx,tensorrt", 8),
+    "probe-provider": _probe("provider", 8),
     **{
-        f"gpu-{side}": ((*_BENCH, "gpu", "--sides", side, "--work", "{work}", "-o", "{out}"), 25)
+        f"gpu-{side}": _gpu("--sides", side)
         for side in ("tensorrt", "transformers-compiled", "onnxruntime-graphs", "transformers")
     },
 }
 _STATE = "hour.json"
 _GOES_ON = "goes on at the next start"
+_FAILED = "failed: "
+_GRACE = 20  # seconds in which an interrupted step may remove its temporary files
 
 
 def measure(
@@ -72,25 +94,28 @@ def measure(
     out.mkdir(parents=True, exist_ok=True)
     state = out / _STATE
     ended = json.loads(state.read_text()) if state.exists() else {}
-    for name in steps.split(","):
-        before = ended.get(name, {"how": _GOES_ON, "seconds": 0})
-        if before["how"] != _GOES_ON:
-            print(f"{name}: {before['how']}, before")
+    before = {name: ended.get(name, {"how": _GOES_ON, "seconds": 0}) for name in steps.split(",")}
+    # Failures may have lacked a package that is there now.
+    for name in sorted(before, key=lambda name: before[name]["how"].startswith(_FAILED)):
+        how, took = before[name]["how"], before[name]["seconds"]
+        if not how.startswith((_GOES_ON, _FAILED)):
+            print(f"{name}: {how}, before")
             continue
         begin = time.monotonic()
         if begin >= end:
             break
         command, limit = STEPS[name]
-        left = 60 * limit - before["seconds"]
-        how = _run(command, min(left, end - begin), out, name, work)
-        took = before["seconds"] + time.monotonic() - begin
-        if how is None:  # graphs and engines in `work` are kept
-            how = f"cut off after {limit:g} minutes" if took >= 60 * limit else _GOES_ON
-        ended[name] = {"how": how, "seconds": round(took, 1)}
+        took = 0 if how.startswith(_FAILED) else took
+        print(f"{name}: begins", flush=True)
+        said = _run(command, min(60 * limit - took, end - begin), out, name, work)
+        took += time.monotonic() - begin
+        if said is None:  # graphs and engines in `work` are kept
+            said = f"cut off after {limit:g} minutes" if took >= 60 * limit else _GOES_ON
+        ended[name] = {"how": said, "seconds": round(took, 1)}
         whole = state.with_suffix(".partial")
         whole.write_text(json.dumps(ended, indent=1) + "\n")
         whole.replace(state)
-        print(f"{name}: {how}", flush=True)
+        print(f"{name}: {said}", flush=True)
 
 
 def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Path) -> str | None:
@@ -102,11 +127,26 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
         "engines": next(work.glob("*-engines-fp8-*"), work / "engines"),
     }
     words = [word.format(**places) for word in command]
-    with (out / f"{name}.log").open("a") as log:
+    log = out / f"{name}.log"
+    with log.open("a") as file, signals_raise():
+        # A group, so that what a step started ends with it: left alone, it would keep the GPU busy under the next step.
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=die_with_parent(),
+        )
         try:
-            done = subprocess.run(
-                words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=seconds
-            )
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-    return "done" if done.returncode == 0 else f"exit code {done.returncode}"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            end_group(process.pid, _GRACE)
+    if code == 0:
+        return "done"
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return f"{_FAILED}exit code {code}: {' '.join(last)[:200]}"

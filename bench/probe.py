@@ -1,8 +1,7 @@
-"""Tests whether TensorRT-RTX, TensorRT and ONNX Runtime's CUDA provider run on this machine's GPU.
+"""Tests whether TensorRT-RTX, TensorRT, our kernels and ONNX Runtime's CUDA provider run on this machine's GPU.
 
-It builds one segment of the demo model for several compute capabilities, tries to load and run
-each, and prints the tool's own messages. Each try is a process of its own, since a crash is an
-answer too.
+It generates with the whole demo model, builds one segment for several compute capabilities, tries to load and run each, and
+prints the tool's own messages. Each try is a process of its own, since a crash is an answer too.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,8 @@ import typer
 
 from bench import results
 from canvasrt.bundle import load_bundle
-from canvasrt.errors import CanvasError
+from canvasrt.defaults import SLOTTED, SORTED
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import is_installed
 from canvasrt.machine import gpus
 
@@ -28,15 +29,18 @@ from canvasrt.machine import gpus
 CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")
 MODULES = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 TIMEOUT = 600
+RAN = "it ran"  # in the message of a try that a GPU took to its end
 
 
 def measure(
-    modules: str = ",".join(MODULES),
+    modules: Annotated[
+        str, typer.Option(help="What to try: modules, and generations of the whole demo.")
+    ] = "",
     capabilities: str = ",".join(CAPABILITIES),
     child: Annotated[tuple[str, str, str, str] | None, typer.Option("--try", hidden=True)] = None,
     out: results.Out = None,
 ) -> None:
-    """Try every module and capability; record the messages of each step."""
+    """Try every module and capability; record the messages of each step. The exit code is 1 if nothing ran."""
     if child:
         name, capability, graphs, engine = child
         if name in WHOLE:
@@ -45,30 +49,37 @@ def measure(
             said = attempt(name, capability, Path(graphs), Path(engine))
         print(json.dumps(said))
         return
+    names = modules.split(",") if modules else [*WHOLE, *MODULES]
+    if unknown := set(names) - {*WHOLE, *MODULES}:
+        known = ", ".join([*WHOLE, *MODULES])
+        raise UsageError(f"--modules {min(unknown)}: there is no such try", f"give some of {known}")
+    figures: dict[str, list[dict[str, str]]] = {"outcomes": []}
     with tempfile.TemporaryDirectory(prefix="canvasrt-probe-") as folder:
-        outcomes = probe(Path(folder), modules.split(","), capabilities.split(","))
-    results.report({"outcomes": [{"tried": name} | said for name, said in outcomes.items()]}, out)
+        for name, said in probe(Path(folder), names, capabilities.split(",")):
+            figures["outcomes"].append({"tried": name} | said)
+            results.write(figures, out)
+    results.report(figures, out)
+    if not any(RAN in text for each in figures["outcomes"] for text in each.values()):
+        raise typer.Exit(1)
 
 
-def probe(folder: Path, modules: list[str], capabilities: list[str]) -> dict[str, dict[str, str]]:
-    """Return the message of each step, by what was tried."""
+def probe(
+    folder: Path, names: list[str], capabilities: list[str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield what was tried, and the message of each step."""
     from canvasrt.export.graphs import export_graphs
 
-    export_graphs("demo", folder / "graphs", precision="bf16")
-    outcomes: dict[str, dict[str, str]] = {}
-    for module in modules:
+    for name in names:
         # TensorRT builds for this machine's GPU only.
-        for capability in capabilities if module == "tensorrt_rtx" else ("none",):
-            name = f"{module}, {capability}"
-            if not is_installed(module):
-                outcomes[name] = {"build": f"skipped: {module} is not installed"}
+        for capability in capabilities if name == "tensorrt_rtx" else ("none",):
+            tried = name if name in WHOLE else f"{name}, {capability}"
+            if name in MODULES and not is_installed(name):
+                yield tried, {"build": f"skipped: {name} is not installed"}
                 continue
-            print(f"trying {name}", file=sys.stderr, flush=True)
-            outcomes[name] = _in_a_process(module, capability, folder)
-    for name in WHOLE:
-        print(f"trying {name}", file=sys.stderr, flush=True)
-        outcomes[name] = _in_a_process(name, "gpu", folder)
-    return outcomes
+            print(f"trying {tried}", file=sys.stderr, flush=True)
+            if name in MODULES and not (folder / "graphs").exists():
+                export_graphs("demo", folder / "graphs", precision="bf16")
+            yield tried, _in_a_process(name, capability, folder)
 
 
 def _in_a_process(module: str, capability: str, folder: Path) -> dict[str, str]:
@@ -204,7 +215,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
     entropy = results.view("entropy", length)
     good = bool((argmax >= 0).all() and (argmax < config.vocab_size).all())
     good = good and bool(np.isfinite(entropy).all() and (entropy >= -1e-3).all())
-    return f"ran on {device.name}, {'plausible' if good else 'WRONG'} numbers"
+    return f"{RAN} on {device.name}, {'plausible' if good else 'WRONG'} numbers"
 
 
 def _provider(folder: Path) -> str:
@@ -215,7 +226,7 @@ def _provider(folder: Path) -> str:
     return _generated(_in_fp32(folder), folder, "cuda")
 
 
-def _engines(folder: Path) -> str:
+def _engines(folder: Path, experts: str = SLOTTED) -> str:
     """Return the demo's tokens through engines for this machine's GPU, next to the CPU's in fp32."""
     from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_bundle
@@ -225,7 +236,8 @@ def _engines(folder: Path) -> str:
     target = next((target for target in TARGETS if target.capability in here), None)
     if target is None:
         raise CanvasError("this machine has no GPU, or no target has its capability", "")
-    bundle = build_bundle("demo", target, folder / "engines", BuildOptions("bf16"))
+    options = BuildOptions("bf16", experts=experts)
+    bundle = build_bundle("demo", target, folder / experts, options)
     return f"{target.name}: {_generated(bundle.path, folder, None)}; {_returns(bundle.path)}"
 
 
@@ -283,7 +295,7 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     sharing = open_model(path, check=False, device=device, share_passes=True)
     shared, alone = tokens(sharing, wanted), [tokens(sharing, [each])[0] for each in wanted]
     return (
-        f"ran; the same tokens a second time: {again == apart}; "
+        f"{RAN}; the same tokens a second time: {again == apart}; "
         f"in shared passes with and without company: {shared == alone}; "
         f"shared and apart: {shared == apart}; on the CPU in fp32: {apart == tokens(cpu, wanted)}"
     )
@@ -291,6 +303,7 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
 
 # Generations of the whole demo, by what runs it.
 WHOLE: dict[str, Callable[[Path], str]] = {
-    "onnxruntime, CUDA": _provider,
-    "engines of the demo": _engines,
+    "engines": _engines,
+    SORTED: partial(_engines, experts=SORTED),  # our own kernels
+    "provider": _provider,  # ONNX Runtime's
 }

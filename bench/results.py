@@ -39,8 +39,13 @@ def attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:  # any exception: a run on a GPU is too expensive to lose
-        text = str(error).strip().splitlines()
-        return {"skipped": f"{type(error).__name__}: {text[0] if text else 'no reason given'}"}
+        return skipped(error)
+
+
+def skipped(error: Exception) -> Json:
+    """Return what takes the place of a measurement that failed."""
+    text = str(error).strip().splitlines()
+    return {"skipped": f"{type(error).__name__}: {text[0] if text else 'no reason given'}"}
 
 
 def write(figures: Json, out: Path | None) -> None:
@@ -54,7 +59,9 @@ def write(figures: Json, out: Path | None) -> None:
             "figures": figures,
         }
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        whole = out.with_suffix(".partial")
+        whole.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        whole.replace(out)  # a cut leaves the results so far
 
 
 def report(figures: Json, out: Path | None) -> None:

@@ -39,7 +39,7 @@ def staging(out: Path | str) -> Iterator[Path]:
 @contextlib.contextmanager
 def scratch(out: Path) -> Iterator[Path]:
     """Yield an empty folder next to `out`, on the same disk, and remove it when the block ends."""
-    with _signals_raise():
+    with signals_raise():
         made = _make_parents(out.parent)
         _remove_stale(out)
         tmp = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -223,7 +223,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
+def signals_raise() -> Iterator[None]:
     """Convert signals that would kill the process to an exception, unless they have a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield

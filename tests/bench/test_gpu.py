@@ -4,6 +4,8 @@ against transformers."""
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +14,15 @@ import pytest
 
 from bench import floor, gpu, probe, shape
 from bench.__main__ import main
-from bench.runner import DeviceRunner, HostRunner
+from bench.runner import DeviceRunner, HostRunner, Runner
 from bench.transformers_side import repeated_model
+from canvasrt.errors import UsageError
 from canvasrt.export.quantize.quantize import read_calibration
-from canvasrt.machine import gpus
+from canvasrt.machine import Gpu, gpus
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.types import Json
 from tests.helpers.fake_engine import FakeBackend
 
 pytestmark = pytest.mark.acceptance
@@ -77,15 +81,17 @@ def test_the_measurement_says_what_it_left_out(
 def test_the_probe_says_what_each_tool_said(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
     line = ["probe", "--modules", "tensorrt_rtx", "--capabilities", "SM120,CURRENT,gpu"]
-    assert main([*line, "-o", str(tmp_path / "probe.json")]) == 0
+    line[2] = "tensorrt_rtx,provider,engines,sorted"
+    assert main([*line, "-o", str(tmp_path / "probe.json")]) == 1  # nothing ran
     rows = json.loads((tmp_path / "probe.json").read_text())["figures"]["outcomes"]
     found = {row["tried"]: row for row in rows}
     assert "bytes" in found["tensorrt_rtx, SM120"]["build"]
     assert "no GPU can be used" in found["tensorrt_rtx, SM120"]["load and run"]
     assert "CUDA driver" in found["tensorrt_rtx, CURRENT"]["build"]
     assert "this machine has no GPU" in found["tensorrt_rtx, gpu"]["build"]
-    assert "CUDA provider" in found["onnxruntime, CUDA"]["generate"]
-    assert "no target" in found["engines of the demo"]["generate"]
+    assert "CUDA provider" in found["provider"]["generate"]
+    assert "no target" in found["engines"]["generate"]
+    assert "no target" in found["sorted"]["generate"]
 
 
 def test_only_tensorrt_rtx_is_tried_for_other_gpus(
@@ -95,9 +101,53 @@ def test_only_tensorrt_rtx_is_tried_for_other_gpus(
     monkeypatch.setattr("canvasrt.export.graphs.export_graphs", lambda *given, **named: None)
     monkeypatch.setattr(probe, "is_installed", lambda module: True)
     monkeypatch.setattr(probe, "_in_a_process", lambda module, capability, folder: {})
-    found = probe.probe(tmp_path, list(probe.MODULES), ["CURRENT", "none"])
-    tried = {"tensorrt_rtx, CURRENT", "tensorrt_rtx, none", "tensorrt, none"}
-    assert set(found) == {*tried, *probe.WHOLE}
+    found = probe.probe(tmp_path, [*probe.MODULES, "engines"], ["CURRENT", "none"])
+    assert [tried for tried, _ in found] == [
+        *("tensorrt_rtx, CURRENT", "tensorrt_rtx, none", "tensorrt, none", "engines")
+    ]
+
+
+def test_a_probe_that_is_cut_keeps_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tried(name: str, capability: str, folder: Path) -> dict[str, str]:
+        if name == "sorted":
+            raise KeyboardInterrupt
+        return {"generate": f"{probe.RAN} here"}
+
+    monkeypatch.setattr(probe, "_in_a_process", tried)
+    out = tmp_path / "probe.json"
+    with pytest.raises(KeyboardInterrupt):
+        probe.measure("engines,sorted", out=out)
+    rows = json.loads(out.read_text())["figures"]["outcomes"]
+    assert rows == [{"tried": "engines", "generate": "it ran here"}]
+    with pytest.raises(UsageError, match="demo: there is no such try"):
+        probe.measure("demo")
+
+
+def test_sides_that_cannot_run_are_refused_before_gigabytes_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Gpu("NVIDIA H100 80GB HBM3", 80 << 30, (9, 0), "580.95")
+    monkeypatch.setattr(gpu, "gpus", lambda: (here,))
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    assert main(["gpu", "--sides", "tensorrt", "--work", str(tmp_path / "work")]) == 1
+    assert "tensorrt is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_side_that_is_cut_keeps_its_rows(
+    prepared: shape.Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*given: object) -> Iterator[Json]:
+        raise KeyboardInterrupt
+        yield {}
+
+    monkeypatch.setattr(gpu, "_segments", cut)
+    saved: list[Json] = []
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(QUICK, folder, True, ["onnxruntime"], None, lambda now: saved.append(dict(now)))
+    assert len(saved[-1]["passes, ms"]) == len(QUICK.batches)
 
 
 def test_a_side_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,11 +155,18 @@ def test_a_side_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "unknown side 'vllm'" in capsys.readouterr().err
 
 
+def tables_of(runner: Runner) -> dict[str, list[Json]]:
+    found: dict[str, list[Json]] = {}
+    for title, row in gpu.measure_side(runner, QUICK):
+        found.setdefault(title, []).append(row)
+    return found
+
+
 def test_a_device_s_side_is_measured_alike(prepared: shape.Prepared) -> None:
     """Measure a fake device, which looks like a GPU to the script."""
     device = DeviceRunner(prepared, FakeBackend())
     host = HostRunner(prepared, OrtBackend(1))
-    found = gpu.measure_side(device, QUICK)
+    found = tables_of(device)
     assert all("padded" in row for row in found["passes, ms"])
     (parts,) = found["segments at batch 1, ms"]
     assert list(parts) == ["context", "body_0", "body_1", "head"]
@@ -170,7 +227,7 @@ def test_a_measurement_that_fails_ends_no_other(prepared: shape.Prepared) -> Non
         def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
             raise OSError("out of memory\nand more")
 
-    found = gpu.measure_side(Broken(prepared, OrtBackend(1)), QUICK)
+    found = tables_of(Broken(prepared, OrtBackend(1)))
     assert found["segments at batch 1, ms"][0]["skipped"] == "OSError: out of memory"
     assert all("even" in row for row in found["passes, ms"])
 

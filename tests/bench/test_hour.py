@@ -10,13 +10,14 @@ import pytest
 
 from bench import hour
 from bench.__main__ import MEASUREMENTS, main
+from canvasrt.containers.processes import is_running
 
 
 def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = "import sys; open(sys.argv[1], 'a').write('x'); print('said')"
     steps = {
         "first": ((sys.executable, "-c", write, "{out}"), 1),
-        "fails": ((sys.executable, "-c", "raise SystemExit(3)"), 1),
+        "fails": ((sys.executable, "-c", "print('why'); raise SystemExit(3)"), 1),
         "cut": ((sys.executable, "-c", "raise KeyboardInterrupt"), 1),
         "slow": ((sys.executable, "-c", "import time; time.sleep(600)"), 0.001),
     }
@@ -38,7 +39,7 @@ def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         name: each["how"] for name, each in json.loads((tmp_path / "hour.json").read_text()).items()
     }
     assert ended["first"] == "done"
-    assert ended["fails"] == "exit code 3"
+    assert ended["fails"] == "failed: exit code 3: why"
     assert ended["slow"].startswith("cut off")
     assert (tmp_path / "first.json").read_text() == "x"  # once
     assert "said" in (tmp_path / "first.log").read_text()
@@ -62,6 +63,37 @@ def test_a_start_ends_in_time_and_the_next_goes_on(
     assert (tmp_path / "slow.log").read_text().count("began") == 2
 
 
+def test_what_failed_runs_again_after_what_never_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have lacked a package that is there now."""
+    here = tmp_path / "installed"
+    fails = (sys.executable, "-c", f"import pathlib; pathlib.Path({str(here)!r}).read_text()")
+    quick = (sys.executable, "-c", "pass")
+    monkeypatch.setattr(hour, "STEPS", {"fails": (fails, 1), "quick": (quick, 1)})
+    hour.measure(tmp_path, tmp_path, "fails")
+    here.touch()
+    capsys.readouterr()
+    hour.measure(tmp_path, tmp_path, "fails,quick")
+    assert [line for line in capsys.readouterr().out.splitlines() if "done" in line] == [
+        "quick: done",
+        "fails: done",
+    ]
+
+
+def test_what_a_step_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe's tries and the builder are processes of their own, and would keep the GPU busy under the next step."""
+    file = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"open({str(file)!r}, 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    monkeypatch.setattr(hour, "STEPS", {"slow": ((sys.executable, "-c", code), 0.03)})
+    hour.measure(tmp_path, tmp_path, "slow")
+    assert not is_running(int(file.read_text()))
+
+
 def test_quantized_engines_are_measured_and_their_kernels_read() -> None:
     words = [" ".join(command) for command, _ in hour.STEPS.values()]
     for each in ("int4", "fp8"):
@@ -74,4 +106,5 @@ def test_its_steps_are_measurements_that_there_are() -> None:
     for command, _ in hour.STEPS.values():
         if "bench" in command:
             assert command[3] in MEASUREMENTS
+            assert main([*command[3:], "--help"]) == 0  # every option is there
     assert main(["hour", "--help"]) == 0
