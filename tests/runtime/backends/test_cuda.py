@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import shutil
+import subprocess
+import sys
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
+from canvasrt.machine import gpus
 from canvasrt.runtime.backends import cuda
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import kernel_arguments
-from canvasrt.runtime.engine import KernelCall
+from canvasrt.runtime.engine import KernelCall, Pitched
 
 
 class Status(IntEnum):
@@ -51,6 +57,8 @@ class Runtime:
         "cudaGraphInstantiate": (60,),
         "cudaMemGetInfo": (1 << 30, 2 << 30),
         "cudaGetErrorString": (b"it did not work",),
+        "cudaEventCreate": (80,),
+        "cudaEventElapsedTime": (1.0,),
         "cuLibraryLoadData": (70,),
         "cuLibraryGetKernel": (71,),
     }
@@ -182,6 +190,94 @@ def test_an_error_that_only_the_driver_has(
     runtime.cudaError_t = unknown  # type: ignore[attr-defined]
     with pytest.raises(CanvasError, match=r"the driver's error 900 \(cuLibraryLoadData\)"):
         device.load_kernel(b"image", "down", 0)
+
+
+@pytest.mark.skipif(bool(gpus()), reason="the calls would reach the GPU")
+def test_the_real_bindings_take_every_call_and_return_as_many_values(runtime: Runtime) -> None:
+    """Without a driver, each returns an error, but arguments of another number or type would raise."""
+    real = pytest.importorskip("cuda.bindings.runtime", reason="needs canvasrt[gpu]")
+    device, array = CudaDevice(), np.zeros(8, np.uint8)
+    address = device.allocate(8)
+    device.host(8)
+    device.upload(address, array)
+    device.download(array, address)
+    for height in (1, 2):
+        device.copy(Pitched(address, 4), Pitched(address, 4), 2, height)
+    device.replay(device.capture(lambda: None))
+    device.memory()
+    device.elapsed(device.clock(), device.clock())
+    device.synchronize()
+    calls = {name: arguments for name, *arguments in runtime.calls}
+    assert len(calls) >= 17
+    for name, arguments in calls.items():
+        given = [
+            getattr(real, type(each).__name__)(each) if isinstance(each, IntEnum) else each
+            for each in arguments
+        ]
+        one = name in ("cudaMalloc", "cudaMallocHost")
+        found = getattr(real, name)(*given)
+        assert len(found) == 1 + len((0,) if one else runtime.gives.get(name, ())), name
+
+
+DRIVEN = """
+import cuda.bindings.driver, cuda.bindings.runtime
+from canvasrt.errors import EngineError
+from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.backends.sorted_engine import kernel_arguments
+from canvasrt.runtime.engine import KernelCall
+
+device = object.__new__(CudaDevice)  # its own calls need a GPU
+device._runtime, device._driver = cuda.bindings.runtime, cuda.bindings.driver
+device._number, device.stream = 0, 7
+try:
+    kernel = device.load_kernel(b"image", "gate_up", 64 << 10)
+    given = kernel_arguments([1 << 40, 16, 32, 48, 64, 80], 300, 0.5)
+    device.run_kernel(KernelCall(kernel, (5, 2, 1), 128, 1000, given))
+except EngineError as error:
+    print("fatal:" if error.fatal else "error:", error, flush=True)
+"""
+
+
+DRIVER = {
+    "load": ("cuLibraryLoadData", "image 0 0"),
+    "get": ("cuLibraryGetKernel", "70 gate_up"),
+    "set": ("cuKernelSetAttribute", "8 65536 71 0"),
+    "launch": (
+        "cuLaunchKernel",
+        "71 grid 5 2 1 threads 128 1 1 shared 1000 stream 7:"
+        " 1099511627776 16 32 48 64 80 300 0.5 0 0 end",
+    ),
+}
+
+
+@pytest.mark.parametrize("fails", ["", *DRIVER])
+def test_the_driver_gets_our_kernels_arguments_through_the_real_bindings(
+    fails: str, tmp_path: Path
+) -> None:
+    """Into a libcuda that records its calls, and fails one."""
+    pytest.importorskip("cuda.bindings.driver", reason="needs canvasrt[gpu]")
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc, to make a libcuda")
+    source = Path(__file__).parents[2] / "data" / "recording_libcuda.c"
+    library = tmp_path / "libcuda.so.1"
+    build = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source]
+    subprocess.run(build, check=True)
+    found = {"LD_LIBRARY_PATH": str(tmp_path), "FAILS": fails, "CODE": "700"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVEN],
+        env={**os.environ, **found},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = []
+    for call, (name, arguments) in DRIVER.items():
+        wanted.append(f"{call} {arguments}")
+        if call == fails:
+            wanted.append(f"fatal: CUDA: an illegal memory access was encountered ({name})")
+            break
+    assert done.stdout.splitlines() == wanted
 
 
 def test_the_fake_has_no_name_that_cuda_has_not(runtime: Runtime) -> None:
