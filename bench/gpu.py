@@ -96,7 +96,7 @@ def _check(sides: Sequence[str], small: bool) -> None:
     refused = []
     for side in sides:
         try:
-            makes.get(side, lambda: require("transformers", "test"))()
+            makes.get(side, lambda: require("transformers.models.diffusion_gemma", "test"))()
         except CanvasError as error:
             refused.append(error)
     if len(refused) == len(sides):

@@ -26,6 +26,7 @@ from canvasrt.containers.processes import die_with_parent, end_group
 from canvasrt.staging import signals_raise
 
 _BENCH = (sys.executable, "-m", "bench")
+ON_A_GPU = "on_a_gpu"  # in the names of tests that need one
 _CANVASRT = (sys.executable, "-m", "canvasrt")
 
 
@@ -48,7 +49,7 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
     "probe-engines": _probe("engines", 8),
     "rows-int4": _rows("int4"),
     "rows-fp8": _rows("fp8"),
-    "parity": ((sys.executable, "-m", "pytest", "-q", "tests/runtime", "-k", "on_a_gpu"), 8),
+    "parity": ((sys.executable, "-m", "pytest", "-q", "tests/runtime", "-k", ON_A_GPU), 8),
     "probe-sorted": _probe("sorted", 8),
     # One context, since every width is a profile to build. The released shape in 16 bits does not fit 24 or 32 GB.
     **{

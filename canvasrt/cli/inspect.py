@@ -49,7 +49,7 @@ Rates = Annotated[
     options.option(
         "--rates",
         "FILE",
-        "With --kernels: the file of `python -m bench gpu -o FILE`, whose measured rates replace the table's.",
+        "With --kernels: the file of `python -m bench floor -o FILE`, whose measured rates replace the table's.",
     ),
 ]
 Page = Annotated[

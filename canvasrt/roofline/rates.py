@@ -165,7 +165,7 @@ def _model(name: str) -> set[str]:
 
 
 def measured(gpu: GpuRates, file: Path) -> GpuRates:
-    """Return the GPU with the rates that `python -m bench gpu -o FILE` measured.
+    """Return the GPU with the rates that `python -m bench floor -o FILE` measured.
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a matrix
     product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. A file without a launch's cost
@@ -184,10 +184,10 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CanvasError(
             f"{file} has no measured rates: {error!r}",
-            "give the file that `python -m bench gpu -o FILE` writes",
+            "give the file that `python -m bench floor -o FILE` writes",
         ) from error
     if device == "cpu":
-        raise CanvasError(f"{file} was measured on a CPU", "run `python -m bench gpu` on the GPU")
+        raise CanvasError(f"{file} was measured on a CPU", "run `python -m bench floor` on the GPU")
     there = named(device)
     if there not in (None, name_of(gpu)):
         raise UsageError(
