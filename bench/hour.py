@@ -23,6 +23,7 @@ import typer
 from bench.results import ROOT
 from canvasrt.cache import cache_folder
 from canvasrt.containers.processes import die_with_parent, end_group
+from canvasrt.errors import UsageError
 from canvasrt.staging import signals_raise
 
 _BENCH = (sys.executable, "-m", "bench")
@@ -91,6 +92,10 @@ def measure(
 ) -> None:
     """Run the steps that have not ended yet, in order, for so long."""
     end = time.monotonic() + 60 * minutes
+    if unknown := set(steps.split(",")) - set(STEPS):
+        raise UsageError(
+            f"--steps: there is no {min(unknown)!r}", f"give some of {', '.join(STEPS)}"
+        )
     work = work or cache_folder() / "hour"
     out.mkdir(parents=True, exist_ok=True)
     state = out / _STATE
@@ -125,7 +130,7 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
         "out": out / f"{name}.json",
         "page": out / name,
         "work": work,
-        "engines": next(work.glob("*-engines-fp8-*"), work / "engines"),
+        "engines": next(work.glob("[!.]*-engines-fp8-*"), work / "engines"),
     }
     words = [word.format(**places) for word in command]
     log = out / f"{name}.log"

@@ -108,5 +108,6 @@ def test_its_steps_are_measurements_that_there_are() -> None:
             assert command[3] in MEASUREMENTS
             assert main([*command[3:], "--help"]) == 0  # every option is there
     assert main(["hour", "--help"]) == 0
+    assert main(["hour", "--steps", "doctor,prob"]) == 1
     files = (hour.ROOT / "tests" / "runtime").rglob("test_*.py")
     assert sum(each.read_text().count(f"def test_{hour.ON_A_GPU}") for each in files) == 2
