@@ -134,7 +134,7 @@ def _size(folder: Path) -> int:
 
 
 def run(command: Sequence[str], name: str, out: Path, check: bool = True) -> Json:
-    """Run one stage in a process of its own; return its row. Without `check`, a failure only shows in its name."""
+    """Run one stage in a process of its own; return its row. Without `check`, only the row's name shows a failure."""
     start = time.monotonic()
     with Sampler() as sampler:
         program = [sys.executable, "-m", *command]

@@ -120,7 +120,7 @@ def _pass(shape: PassShape) -> float:
 
 
 def target_of(manifest: Manifest) -> Target:
-    """Return the target of engines; of graphs, the first one that suits them."""
+    """Return the target of engines, or the first target that suits graphs."""
     if manifest.target:
         return find_target(manifest.target["name"])
     precision = manifest.options.get("precision", "fp32")

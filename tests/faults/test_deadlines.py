@@ -1,4 +1,4 @@
-"""`--request-timeout` where the model does not keep it: the front end answers, and ends the request."""
+"""If the model exceeds `--request-timeout`, the front end answers and ends the request."""
 
 from __future__ import annotations
 

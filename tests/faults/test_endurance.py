@@ -42,13 +42,13 @@ WHO = (
     "grammar sandbox",
 )
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-# For how long a service is watched that goes on, by what was done.
+# How long a surviving service is watched, by what was done to it.
 _WATCHED = {signal.SIGKILL: 8, signal.SIGTERM: 8, signal.SIGSTOP: 15}
-# What the exit codes of a service may be, by what was done.
+# The exit codes that a service may have, by what was done to it.
 _ENDS = {signal.SIGKILL: {1}, signal.SIGTERM: {1}, signal.SIGSTOP: {4}}
 
 
-# How much more of each the last third may hold than the second; the first warms up.
+# How much more of each the last third of the soak may hold than the second third; the first warms up.
 _GROWTH = {"MB": 1.05, "threads": 1.0, "descriptors": 1.0}
 _SLACK = {"MB": 8.0, "threads": 4.0, "descriptors": 16.0}
 
@@ -87,7 +87,7 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
         what = name.rpartition(", ")[2]
         if what in _GROWTH:
             third = len(values) // 3
-            # Clients that come and go leave peaks; what leaks stays.
+            # Clients that come and go cause peaks; leaks remain.
             before, after = median(values[third : 2 * third]), median(values[2 * third :])
             if after > before * _GROWTH[what] + _SLACK[what]:
                 wrong.append(f"{name} grew from {before:.0f} to {after:.0f}")

@@ -51,7 +51,7 @@ class Simulated:
 class Simulation:
     """Clients of which each asks again as soon as it is answered; time is counted in passes.
 
-    keys: every client has one; without keys, the server takes every request for another caller's.
+    keys: every client has one; without keys, each request counts as a caller of its own.
     """
 
     def __init__(self, keys: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Kernels are compiled without their GPU, in a process where Triton the language compiles instead of interpreting."""
+"""Kernels are compiled without their GPU, in a child process in which Triton the language does not interpret."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
 
 
 def listed(images: list[dict[str, Any]], folder: Path, *options: str) -> list[str]:
-    """What CUDA's own tool says of images."""
+    """What CUDA's own tool says about compiled kernels."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

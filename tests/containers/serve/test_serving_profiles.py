@@ -275,7 +275,7 @@ def test_graphs_are_built_once_into_the_cache(
     assert built.manifest.target["name"] == "cpu"
     assert "" in reports
     assert any("Now: " in detail for detail in reports)
-    # The second time nothing is built: not even a program to build with is there.
+    # The second time nothing is built, so no builder is needed.
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert prepare(profile, tmp_path, wait) == out
 

@@ -101,8 +101,7 @@ def test_a_request_s_time_begins_when_it_comes(model: Model):
 
 
 def test_requests_join_a_few_at_a_time(model: Model):
-    """Each may take a while to join: those that run get their steps between them, and every one of
-    them counts as progress."""
+    """Each may take a while to join. Running requests get their steps in between, and every step counts as progress."""
     order: list[str] = []
 
     class Slow(Generator):
@@ -222,7 +221,7 @@ POISON = 9
 
 
 class Poisoned(Generator):
-    """A generator whose passes fail with a request that has a certain token."""
+    """A generator whose passes fail while a request with a certain token runs."""
 
     def _denoise(self) -> list[Event]:
         if any(POISON in each.prompt for each in self._running):  # type: ignore[union-attr]

@@ -37,7 +37,7 @@ from tests.helpers.reference import Pair
 
 @pytest.mark.parametrize("of", SCHEMAS, ids=str)
 def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
-    """On a whole canvas, and on small ones, which cut what a schema fixes anywhere."""
+    """On a whole canvas, and on small ones, which may end inside text that the schema fixes."""
     start = compile_grammar(schema(of), words, "grammar")
     asked = [request(demo, start, canvas_length=size) for size in (0, 4)]
     for result in Generator(demo.model).run(asked):

@@ -77,7 +77,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a full volume no part of a file stays, and what was kept before does."""
+    """On a full volume no partial file stays, and files kept before do."""
     file = tmp_path / "cache" / "compiled"
     file.parent.mkdir()
     file.write_bytes(IRuntimeCache().serialize())
