@@ -226,7 +226,7 @@ def _gelu(x):
 
 @triton.jit
 def _store(out, x, mask, FORM: tl.constexpr, scale):
-    """Write float32 numbers in the dtype of `out`; as the next product's FP8 inputs, over its scale."""
+    """Write float32 numbers in the dtype of `out`; FP8 inputs of the next product are divided by its scale."""
     if FORM == _FP8:
         x = tl.maximum(tl.div_rn(x, scale), -_LARGEST_E4M3, tl.PropagateNan.ALL)
         x = tl.minimum(x, _LARGEST_E4M3, tl.PropagateNan.ALL)
