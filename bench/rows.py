@@ -87,7 +87,7 @@ class Stack:
 
 
 class LayerOnDevice:
-    """One layer's experts on a device, with room for so many tokens."""
+    """One layer's experts on a device, with room for `tokens` tokens."""
 
     def __init__(
         self, device: Any, sizes: ExpertSizes, formats: tuple[str | None, str | None], tokens: int

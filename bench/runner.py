@@ -229,7 +229,7 @@ class DeviceRunner(OurRunner):
         return super().pass_ms(batch, context, repeats, routing)
 
     def _fill(self, row: Any, context: int) -> None:
-        # Zeros, as memory starts: reading them costs as much as reading keys and values.
+        # The memory holds zeros, which cost as much to read as keys and values.
         assert isinstance(self.model, DeviceModel)
         self.model.workspace.cache.take(row)
         self.model.workspace.cache.make_room(row, context)

@@ -178,7 +178,7 @@ def test_random_calls(packaged: Bundle, tmp_path: Path):
 
 
 def test_random_kills(packaged: Bundle, tmp_path: Path):
-    """No wrong answer, and an end or a recovery."""
+    """No answer is wrong, and after each strike the service recovers or ends."""
     outcomes, wrong = kill(packaged.path, tmp_path, times=6, seed=3)
     assert not wrong
     assert sum(outcomes.values()) - outcomes["right answers"] == 6

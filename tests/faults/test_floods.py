@@ -43,7 +43,7 @@ TINY = HEAD + CHUNKED + b"2\r\nxx\r\n" * 50_000
 
 @contextlib.contextmanager
 def flood(host: str, request: bytes, connections: int) -> Iterator[None]:
-    """Send a request on so many connections, from a process of its own, again whenever one ends."""
+    """Send a request on each of `connections` connections, from a process of its own, and again whenever one ends."""
     process = multiprocessing.get_context("spawn").Process(
         target=_run, args=(host, request, connections), daemon=True
     )
@@ -116,7 +116,7 @@ def test_an_answer_streams_on_beside_a_flood(
 
 
 class Counted:
-    """Something with so many pieces to parse, each of which takes a millisecond."""
+    """Something with a number of pieces to parse, each of which takes a millisecond."""
 
     def __init__(self, turns: Turns, pieces: int) -> None:
         self.turns, self.left = turns, pieces

@@ -12,7 +12,7 @@ import pytest
 from canvasrt.runtime.schedule import Schedule
 
 BATCH, QUANTUM = 4, 8
-# Steps of the demo's answers to its held-out questions with seed 1 → how many took so many.
+# Number of steps of the demo's answers to its held-out questions with seed 1 → how many answers took it.
 RECORDED = {
     2: 2191,
     3: 7,

@@ -48,7 +48,7 @@ def _released_graphs(out: Path, recipe: str) -> None:
 
 
 def _build_released(out: Path, recipe: str, target: str, experts: str) -> None:
-    """Keep what the tests read. The engines themselves are large, and become holes of their size."""
+    """Keep what the tests read. The engines themselves are large, and are replaced by sparse files of their size."""
     graphs = library.kept(_released_graphs, recipe, code=SOURCES) / f"graphs-{recipe}"
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "engines"

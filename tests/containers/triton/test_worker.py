@@ -307,7 +307,7 @@ def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
 
 
 def test_a_failed_pass_gives_its_slots_back(model: Model):
-    """A device has only so many: leaked ones would end in a server that refuses everything."""
+    """A device's slots are few: if they leaked, the server would soon refuse every request."""
     released: list[Any] = []
     real = model.release
     model.release = lambda row: (released.append(row), real(row))[1]  # type: ignore[method-assign]
