@@ -116,7 +116,7 @@ def test_an_answer_streams_on_beside_a_flood(
 
 
 class Counted:
-    """Something with a number of pieces to parse, each of which takes a millisecond."""
+    """A connection with `pieces` pieces to parse, each of which takes a millisecond."""
 
     def __init__(self, turns: Turns, pieces: int) -> None:
         self.turns, self.left = turns, pieces

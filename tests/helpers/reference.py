@@ -153,7 +153,7 @@ class Reference:
     ) -> ReferenceOutput:
         """Generate from `prompts` of one length, as one batch; `params` differ only in their seeds.
 
-        `inputs` are the processor's for images.
+        `inputs` are what the processor makes of images.
         """
         first = params[0]
         # The same weights with another canvas length in their configuration.
