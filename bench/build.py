@@ -49,8 +49,8 @@ class Peak:
 
 
 class Sampler:
-    """Watches this process's descendants inside the block, all together and each builder by its segment, and the disk that
-    a folder takes."""
+    """Inside the block, watches the memory of this process's descendants, in total and by the segment that a builder
+    builds, and a folder's size on disk."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.whole = Peak()

@@ -100,9 +100,9 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt as
-    long as each width: alone, beside others, and in a pass of its own over every width. Four canvases at 262,144 tokens take
-    (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s for that, beside 2.9 s in which every shape runs.
+    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt
+    as long as each width: alone, beside others, and in a pass of its own over every width. With four canvases at 262,144
+    tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:

@@ -129,7 +129,7 @@ def _class_name(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
-    """Return a build's uses of the module, without a named GPU, as with TensorRT."""
+    """Return a build's uses of the module. The build names no GPU, as builds with TensorRT do not."""
     folder = tmp_path_factory.mktemp("recorded")
     shape = ["batch", 2, 64, 64]
     names = ("query", "key", "value")
