@@ -211,7 +211,7 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
 ):
     """A front end that dies while the engines are built is replaced, too."""
     (tmp_path / "tmp").mkdir()
-    # The test holds the lock on the cache first: a tiny model is built before anybody can look.
+    # The test takes the lock on the cache first; otherwise the tiny model would be built before anybody could look.
     (profile,) = profiles_of(graphs)
     out = engines_folder(profile, tmp_path / "cache")
     out.parent.mkdir(parents=True)
