@@ -197,7 +197,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
 def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one that computes the pieces of attention side by side."""
+    """A builder that computes the pieces of attention side by side would need this much."""
 
     def greedy(job: compile.Job, children: compile.Children) -> compile.Compiled:
         made = without_tensorrt(job, children)

@@ -127,7 +127,7 @@ def messages_of(app: Any) -> list[Any]:
 
 
 def test_time_is_over_before_a_model_is_asked():
-    """As when a long body waits for others."""
+    """This happens if a long body waits for others."""
     ended: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

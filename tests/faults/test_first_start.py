@@ -108,7 +108,7 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
     with start(gpu, tmp_path / "again") as running:
         assert right(running)
         passes = call(running.host, "/v1/metadata")[1]["passes"]
-        # The CPU that stands for the GPU may round otherwise in other widths.
+        # The CPU that stands for the GPU may round differently at other widths.
         assert passes["shared"] or "in a pass of its own" in passes["why"]
         running.stop(signal.SIGTERM)
     after = gpu.events()["compile"]

@@ -71,7 +71,7 @@ def test_searches_do_not_end_the_service(faulty: Faulty, tmp_path: Path):
 
 @needs_triton
 def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
-    """Even if many requests together wait longer than one may."""
+    """Many requests together may wait longer than the limit for one."""
     with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running:
         faulty.set("read 2")
         with ThreadPoolExecutor(8) as pool:

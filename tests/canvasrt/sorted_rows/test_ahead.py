@@ -87,7 +87,8 @@ def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, An
 
 
 def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    """In 16 bits, and in FP8 or NVFP4 where Triton supports so few rows; elsewhere, codes become float16, exactly."""
+    """Products are in 16 bits, or in FP8 or NVFP4 where Triton supports this few rows. Elsewhere, codes become float16,
+    which is exact."""
     for each in compiled:
         wanted = "bf16.bf16.f32"
         if "-nvfp4" in each["name"]:

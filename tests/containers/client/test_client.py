@@ -103,7 +103,7 @@ def test_triton_streams_over_grpc_alone():
 
 @needs_triton
 def test_a_kept_stream_takes_request_after_request(server: Server):
-    """Also after one that was left early, and one that failed."""
+    """A request may follow one that was left early, or one that failed."""
     asked = {"prompt": "12+34=", "seed": 7, "max_new_tokens": 40, "max_denoising_steps": 6}
     url = f"127.0.0.1:{server.ports.grpc}"
 

@@ -96,7 +96,7 @@ def test_a_gpu_with_a_place_takes_what_waits_for_another(
 
 
 def test_callers_wait_on_every_gpu_alike(models: list[Model]) -> None:
-    """Whatever others have there: their shares of all GPUs are those of each."""
+    """A caller's requests are spread over the GPUs, however many requests others have there."""
     workers = workers_of(models, max_batch=1)
     held, callers = threading.Event(), [Caller() for _ in range(9)]
     for caller in callers:

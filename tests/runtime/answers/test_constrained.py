@@ -48,7 +48,7 @@ def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> 
 def test_answers_of_random_weights_validate(
     undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any]
 ) -> None:
-    """With room to spare, and with no more than the shortest answer takes."""
+    """The budget is ample, or just enough for the shortest answer."""
     start = compile_grammar(schema(of), words, "grammar")
     for budget, size in ((160, 0), (start.least + 1, 4)):
         asked = request(

@@ -18,7 +18,7 @@ from canvasrt.runtime.engine import KernelCall
 
 
 class Status(IntEnum):
-    """Of every call."""
+    """The status that every call returns."""
 
     OK = 0
     FAILED = 900

@@ -131,7 +131,7 @@ OWN = "in a pass of its own over 1024 cached tokens"
 def test_requests_share_passes_where_that_changes_no_bit(
     broken: str | None, folder: Path, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device whose products differ in the last bit: at a place, beside others, or in passes of another size."""
+    """The device's products differ in the last bit: at one place, beside others, or in passes of another size."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 1024)
     server = Server(folder)
     model, run, lengths = server.model, DeviceModel._output, set()

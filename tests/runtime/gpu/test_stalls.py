@@ -98,7 +98,8 @@ def test_every_slot_is_warm(
 def test_engines_that_feed_all_tokens_to_every_expert(
     tiny: Pair, prompt: Prompt, tmp_path: Path
 ) -> None:
-    """As in NVFP4. The queue of all tokens starts where TensorRT wants tensors to, however few experts there are."""
+    """NVFP4 experts take all tokens. Their queue starts at an address that TensorRT accepts, however few experts there
+    are."""
     folder = write_engines(tiny, tmp_path, quantized={"layers.0.experts.gate_up": "nvfp4"})
     server = Server(folder)
     profiles = load_bundle(folder, check=False).manifest.segments[0]["profiles"]
