@@ -80,7 +80,7 @@ def test_a_search_has_one_limit(
 def test_a_request_has_one_limit(
     demo: Pair, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if no canvas reaches it."""
+    """All of its canvases together use up the limit, although none does alone."""
     start = grammar.compile_grammar({"type": "regex", "regex": "[a-z]{170}"}, words, "g")
     asked = request(demo, start, max_new_tokens=180, max_denoising_steps=1)
     monkeypatch.setattr(allowance, "_REST", 0.0)

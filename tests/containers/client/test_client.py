@@ -77,7 +77,7 @@ def test_the_address_is_host_and_port(url: str | None, address: str):
 
 
 def test_clients_of_one_server_do_not_share_state(server: Server):
-    """Sixteen threads, a client each."""
+    """Each of sixteen threads has its own client."""
     failures: list[Exception] = []
 
     def ask() -> None:

@@ -281,7 +281,7 @@ def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
 
 
 def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
-    """Unless one succeeds in between."""
+    """A pass that succeeds in between restarts the count."""
     left = [0]
 
     class Broken(Generator):
