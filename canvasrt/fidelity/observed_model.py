@@ -149,7 +149,7 @@ class ObservedModel:
 
 def with_logits(model: ir.Model) -> ir.Model:
     """Return a head with the logits as an additional output. The sampler divides them by the temperature. A shortened
-    sampler multiplies by cap / temperature; there they are this product's operand times the cap."""
+    sampler multiplies another value by cap / temperature; the logits are that value times the cap."""
     import onnx_ir as ir
 
     divisions = [node for node in model.graph if node.op_type == "Div"]

@@ -281,7 +281,7 @@ def test_the_demo_calls_without_thoughts() -> None:
 
 
 def accepts(core: Core, begun: str, text: str) -> bool:
-    """Whether the grammar of calls of `lamp` takes all of `text`."""
+    """Whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
     control = frozenset(core.get_added_tokens_decoder())
     spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}

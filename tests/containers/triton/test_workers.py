@@ -102,7 +102,7 @@ def test_callers_wait_on_every_gpu_alike(models: list[Model]) -> None:
     for caller in callers:
         ends = caller.event
         caller.event = lambda event, ends=ends: held.wait(30) and ends(event)  # type: ignore[method-assign, misc]
-    for number, worker in enumerate(workers.all):  # of one caller, three more on the first GPU
+    for number, worker in enumerate(workers.all):  # one caller gets three more on the first GPU
         for seed in range(4 - 3 * number):
             submit(worker, request(models[0], seed, owner="a"), callers.pop())
     assert eventually(lambda: [each.count("a") for each in workers.all] == [4, 1])

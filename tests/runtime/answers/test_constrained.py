@@ -308,7 +308,7 @@ def test_what_the_vocabulary_cannot_spell_is_left_out(
 ) -> None:
     """The demo has no `é`; the other ways are found, however likely the first tokens are."""
     start = compile_grammar(schema({"enum": ways}), words, "g")
-    for room in (6, 100):  # with and without a look at how the answer ends
+    for room in (6, 100):  # near the budget's end, where endings are checked, and far from it
         (result,) = Generator(demo.model).run([request(demo, start, "12+34=", max_new_tokens=room)])
         assert text_of(demo.tokenizer, result) == next(f'"{way}"' for way in ways if way.isascii())
     with pytest.raises(CanvasError, match="cannot be used"):
