@@ -67,7 +67,7 @@ WRITERS |= {"logging.StreamHandler"}
 
 
 def prints(code: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yield the pieces of code that write to the terminal, or that import what does."""
+    """Yield the pieces of code that write to the terminal, or that import modules which do."""
     for node in ast.walk(code):
         taken: set[str] = set()
         if isinstance(node, ast.Name | ast.Attribute):

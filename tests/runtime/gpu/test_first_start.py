@@ -44,7 +44,7 @@ def test_what_was_compiled_is_kept_for_the_next_start(folder: Path, tmp_path: Pa
 def test_a_start_that_is_killed_goes_on_from_its_last_shape(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the killed one was writing is removed."""
+    """The partial file of the killed process is removed."""
     file = tmp_path / "cache" / "compiled"
     whole = Server(folder)
     whole.model.warm_up()
