@@ -80,7 +80,7 @@ def _enum(seed: int, size: int) -> dict[str, Any]:
 def _beside(
     host: str, attackers: int, body: Callable[[int], bytes], options: dict[str, Any]
 ) -> str:
-    """Return the median and the maximum of answers, without those in the attack's first second."""
+    """Return the median and the maximum of answers, from the attack's second second on."""
     done, numbers = threading.Event(), count()
     sent = [body(0)] if body(0) == body(1) else []  # made once, since making it is work, too
 
