@@ -202,14 +202,13 @@ class Plan:
 
     @property
     def disk(self) -> int:
-        """The most that a build with an empty cache has on disk at a time. A calibration's files are removed before graphs
-        are written."""
+        """The most that a build with an empty cache has on disk at a time. What a calibration keeps is gone before graphs are
+        written."""
         needs = self.needs
         calibrating = needs.calibration.disk if needs.calibration else 0
         if not self.spends_graphs:
             return max(calibrating, needs.graphs + needs.engines)
-        # While an engine is built, its graph is on disk too. Usually at most two of the largest are built side by side; on
-        # a CPU, one.
+        # While an engine is built, its graph is there too. At most two of the largest are, as a rule; on a CPU, one.
         side_by_side = 1 if self.target.capability is None else 2
         running = sum(sorted(needs.written.values())[-side_by_side:])
         return max(calibrating, max(needs.graphs, needs.engines) + running)

@@ -141,7 +141,7 @@ KeepGraphs = Annotated[
     bool,
     typer.Option(
         "--keep-graphs",
-        help="Keep large graphs in the cache, for other targets; by default, each is removed once its engine is built.",
+        help="Keep large graphs in the cache, for other targets; else they go as engines are built.",
     ),
 ]
 DryRun = Annotated[

@@ -364,7 +364,7 @@ def test_graphs_in_fp32_are_read_and_held_at_four_bytes_a_weight(tmp_path: Path)
 
 
 def test_the_released_model_is_calibrated_in_a_few_gb(tmp_path: Path) -> None:
-    """The need does not grow with the number of prompts, because only some run at a time."""
+    """Whatever the number of prompts: the others wait."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 300)
     recipe = parse_precision("nvfp4-mixed").recipe
