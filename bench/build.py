@@ -49,8 +49,8 @@ class Peak:
 
 
 class Sampler:
-    """Watches this process's descendants inside the block, all together and each builder by its segment, and the disk that
-    a folder takes."""
+    """Inside the block, watches the memory of this process's descendants, in total and by the segment that a builder
+    builds, and a folder's size on disk."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.whole = Peak()
@@ -134,7 +134,7 @@ def _size(folder: Path) -> int:
 
 
 def run(command: Sequence[str], name: str, out: Path, check: bool = True) -> Json:
-    """Run one stage in a process of its own; return its row. Without `check`, a failure only shows in its name."""
+    """Run one stage in a process of its own; return its row. Without `check`, only the row's name shows a failure."""
     start = time.monotonic()
     with Sampler() as sampler:
         program = [sys.executable, "-m", *command]

@@ -33,7 +33,7 @@ def measure(
     steps: Annotated[int, typer.Option(help="Denoising steps of a block.")] = 12,
     out: results.Out = None,
 ) -> None:
-    """Write a random checkpoint and build it for one target. Nothing of it is kept."""
+    """Write a random checkpoint and build it for one target. Its files are removed."""
     found = find_target(target)
     (chosen,) = choose_precisions([found], precision, None)
     with tempfile.TemporaryDirectory(prefix="canvasrt-calibrated-") as work:

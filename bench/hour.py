@@ -90,7 +90,7 @@ def measure(
     steps: Annotated[str, typer.Option(help="Some of them, by name.")] = ",".join(STEPS),
     minutes: Annotated[float, typer.Option(metavar="N", help="Of this start.")] = 24 * 60,
 ) -> None:
-    """Run the steps that have not ended yet, in order, for so long."""
+    """Run the steps that have not ended yet, in order, until the time is up."""
     end = time.monotonic() + 60 * minutes
     if unknown := set(steps.split(",")) - set(STEPS):
         raise UsageError(

@@ -242,7 +242,7 @@ def _engines(folder: Path, experts: str = SLOTTED) -> str:
 
 
 def _returns(path: Path) -> str:
-    """Say what a pass takes at a new shape, again, and when its context comes back to the shape from another one."""
+    """Time a pass at a new shape, at the same shape again, and when its context returns to that shape from another."""
     import time
 
     import numpy as np

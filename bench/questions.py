@@ -53,7 +53,7 @@ def measure(
     ] = None,
     out: results.Out = None,
 ) -> None:
-    """Mark the answers: an answer must be exactly right."""
+    """Count the answers that are exactly right."""
     if settings is not None:
         if engines is None:
             raise typer.BadParameter("--settings needs engines")

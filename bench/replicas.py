@@ -23,7 +23,7 @@ def shifted(name: str, by: int) -> str:
 
 
 class ReplicaEngine:
-    """An engine whose layers are numbered from `by` on."""
+    """An engine whose layers are numbered from `by`."""
 
     def __init__(self, engine: Engine, number: int, by: int) -> None:
         self._engine, self._by = engine, by

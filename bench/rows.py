@@ -1,8 +1,8 @@
 """Runs the kernels over sorted rows on this machine's GPU: checks rows against NumPy, and measures them.
 
-One layer of the released sizes with random weights, at one canvas, with even, skewed and padded routing.
-Needs `canvasrt[rtx,sorted]`, but no checkpoint and no engine. The error is the largest of the rows that were checked,
-over their largest number.
+One layer of the released sizes with random weights, at one canvas, with even, skewed and padded routing. Needs
+`canvasrt[rtx,sorted]`, but no checkpoint and no engine. The error is the largest deviation in the checked rows, divided by
+their largest number.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Stack:
 
 
 class LayerOnDevice:
-    """One layer's experts on a device, with room for so many tokens."""
+    """One layer's experts on a device, with room for `tokens` tokens."""
 
     def __init__(
         self, device: Any, sizes: ExpertSizes, formats: tuple[str | None, str | None], tokens: int
@@ -158,7 +158,7 @@ class LayerOnDevice:
         return [statistics.median(took[place::count][2:]) for place in range(count)]
 
     def error(self, random: np.random.Generator) -> float:
-        """Return the largest error of some rows, over their largest number."""
+        """Return the largest deviation of some rows, divided by their largest number."""
         found, errors = self.run(), []
         for token in random.choice(self.tokens, min(CHECKED, self.tokens), replace=False):
             choice = int(random.integers(self.sizes.top_k))
@@ -219,7 +219,7 @@ class LayerOnDevice:
 
 
 def _to_nvfp4(x: np.ndarray) -> np.ndarray:
-    """Return a row as the kernels round it to NVFP4, over its scale, which the stacks' scales include."""
+    """Return a row as the kernels round it to NVFP4, divided by its scale, which the stacks' scales include."""
     blocks = x.reshape(-1, NVFP4_BLOCK) / INNER_SCALE
     share = np.minimum(np.abs(blocks).max(1, keepdims=True) / E2M1.largest, E4M3.largest)
     scales = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)

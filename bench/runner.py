@@ -64,7 +64,7 @@ class Runner(Protocol):
     ) -> list[float]:
         """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each.
 
-        `routing` decides the canvases. Empty if it is not `even` and this side chooses its own.
+        `routing` decides the canvases. Empty for a routing other than `even` if this side chooses its own.
         """
         ...
 
@@ -108,7 +108,7 @@ class OurRunner(ABC):
             uniforms, tokens = step_noise(seed, 0, step, config.canvas_length, config.vocab_size)
             return uniforms, routed(tokens, config, routing)
 
-        # With this bound, a step accepts next to nothing, and its noise is the next canvas.
+        # With this bound, a step accepts almost nothing, so its noise becomes the next canvas.
         bound = 0.1 if routing == "even" else 0.0
         hidden = [self.model.first_hidden(noise(seed, 0)[1]) for seed in range(len(rows))]
         took = []
@@ -229,7 +229,7 @@ class DeviceRunner(OurRunner):
         return super().pass_ms(batch, context, repeats, routing)
 
     def _fill(self, row: Any, context: int) -> None:
-        # Zeros, as memory starts: reading them costs as much as reading keys and values.
+        # The memory holds zeros, which cost as much to read as keys and values.
         assert isinstance(self.model, DeviceModel)
         self.model.workspace.cache.take(row)
         self.model.workspace.cache.make_room(row, context)

@@ -1,5 +1,5 @@
-"""The overhead of gRPC and the OpenAI API over the runtime, for one client's first token and in CPU time per answer; and how long
-64 OpenAI clients wait who ask the demo's questions.
+"""The overhead of gRPC and the OpenAI API over the runtime, for one client's first token and in CPU time per answer; and
+how long 64 OpenAI clients wait for answers to the demo's questions.
 
 It starts a server of its own. With all cores busy, throughput is the inverse of CPU time per answer; the clients' own time does
 not count.

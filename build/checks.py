@@ -187,7 +187,7 @@ def what_fits(plan: Plan, memory: int) -> str:
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return alternative options, any of which makes the plan fit; else a combination; else other targets."""
+    """Return options, each of which alone makes the plan fit; else a combination of options; else other targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS

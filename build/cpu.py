@@ -60,8 +60,8 @@ def _work_of(graphs: Bundle) -> tuple[str, dict[str, Any]]:
 
 
 def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str, Any], list[str]]:
-    """Write quantized graphs in float32, those that `room` does not have yet; with `spend`, remove the weights of each.
-    Return the embedding table's entry, and the other files to link."""
+    """Write in float32 the quantized graphs that `room` lacks; with `spend`, remove the weights of each. Return the
+    embedding table's entry, and the other files to link."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower, lower_graph
 

@@ -165,7 +165,7 @@ class Plan:
         return self.passes_when(self.reading)
 
     def memory_when(self, reading: PrefillPlan) -> Estimate:
-        """Return the memory of serving with a way to encode prompts."""
+        """Return the memory of serving if prompts are encoded as in `reading`."""
         weights = replace(self.weights, model=self._seen(reading))
         return estimate(weights, self.passes_when(reading), self.kv_cache, self.experts)
 

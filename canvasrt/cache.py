@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, staging
 
-# What interrupted works with other inputs may keep.
+# Bytes that interrupted work with other inputs may keep.
 _KEPT_BYTES = 20 * 10**9
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
@@ -197,8 +197,8 @@ def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
 def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
 
-    It is removed when the block ends without an exception. Of other interrupted works of a kind, the latest stay, up to
-    `_KEPT_BYTES` together. Another process with the same inputs waits.
+    It is removed when the block ends without an exception. Interrupted work of the same kind stays too, the latest first,
+    up to `_KEPT_BYTES` together. Another process with the same inputs waits.
     """
     own = unfinished_folder(kind, made_from)
     rooms = own.parent
@@ -231,7 +231,7 @@ def _remove_old(rooms: Iterable[Path]) -> None:
 
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
-    """Put a piece of unfinished work into `out`: a folder of files, which `write` fills unless an earlier start has. Return
+    """Put a piece of unfinished work into `out`: a folder that `write` fills, unless an earlier start has filled it. Return
     whether one has."""
     kept = piece.is_dir()
     if not kept:

@@ -224,7 +224,7 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Return the format that needs the newest GPU; of several, the narrowest."""
+    """Return the format that needs the newest GPU; if there are several, the narrowest of them."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 

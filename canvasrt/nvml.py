@@ -64,6 +64,6 @@ def _library() -> Any:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # a broken driver must not break what only reports
+    except Exception:  # a broken driver must not stop a report
         return None
     return pynvml

@@ -62,7 +62,7 @@ class Range:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The sizes of one model's passes. Tuples ascend.
+    """The sizes of one model's passes. Tuples are in ascending order.
 
     Attributes:
         canvas: tokens of a canvas.

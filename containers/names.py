@@ -51,8 +51,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 # The accepted Host names of a server without API keys; `*` for any.
 ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
-# Environment variables of server options that `canvasrt deploy` sets and the compose file passes on → the default
-# value, with the container's name, if only this machine can call the server. "" sets none.
+# Environment variables of server options that `canvasrt deploy` sets and the compose file passes on → the default for a
+# server that only this machine can call; it contains the container's name. "" sets none.
 CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
     ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
 }

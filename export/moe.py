@@ -118,8 +118,8 @@ def gather_rows(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
 def tokens_in_slots(queue: Tensor, slots: Tensor) -> Tensor:
     """Return the slots' tokens, `[Q, C]`, from the running counts `[T, Q]`.
 
-    Slot c has the first token whose count exceeds c. Its index is the number of counts that are at most c. Empty slots
-    have the last token, whose result is not used.
+    Slot c has the first token whose count exceeds c. Its index is the number of counts that are at most c. Empty slots hold
+    the last token; their results are not used.
     """
     before = (queue[:, :, None] <= slots.to(torch.int32)).sum(dim=0, dtype=torch.int32)
     return before.clamp(max=queue.shape[0] - 1).to(torch.int64)

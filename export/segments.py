@@ -104,7 +104,7 @@ def trace_layer(
     `docs/design.md` lists names and shapes of all inputs and outputs.
     """
     batch, length, slots, past = 2, 3, 4, 5
-    # Two tensors: the tracer merges inputs that are given the same one.
+    # Two tensors, because the tracer merges inputs that get the same one.
     cached = (batch, layer.num_kv_heads, past, OCTET, layer.head_dim)
     key, value = (torch.zeros(cached, dtype=dtype) for _ in "kv")
     inputs: dict[str, Any] = {

@@ -37,10 +37,10 @@ _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The hint for missing or broken scales.
 DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
-# Of a clipped product's inputs and outputs; infinite if there is none.
+# Limits of a clipped product's inputs and outputs; infinite without one.
 _LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
-# What compressed-tensors calls a packed weight.
+# The name that compressed-tensors gives a packed weight.
 PACKED = "weight_packed"
 
 

@@ -115,7 +115,7 @@ def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
     if places != images:
         raise CanvasError(
             f"messages have {images} images, but the chat template wrote {places}",
-            "send images to a checkpoint whose template has them, and none beside a raw prompt",
+            "send images only with messages, and to a checkpoint whose template has them",
         )
 
 

@@ -30,10 +30,10 @@ Each = TypeVar("Each", bound=Scheduled)
 class Schedule:
     """Weighted fair queueing (Demers, Keshav and Shenker 1989) over turns of at most `quantum` passes.
 
-    The caller with the fewest turns comes first. A caller's requests run in order of arrival; a request whose turn is
-    used up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of turns that
-    a permanently active caller has had. This number grows with every turn. So a request waits for at most one turn of
-    every earlier request, whatever arrives later.
+    The caller with the fewest turns comes first. A caller's requests run in order of arrival; a request whose turn is used
+    up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of turns of a caller
+    that was always active. This number grows with every turn. So a request waits for at most one turn of every earlier
+    request, whatever arrives later.
     """
 
     def __init__(self, quantum: int) -> None:

@@ -328,8 +328,8 @@ def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"{file}.py holds {old!r} {text.count(old)} times, not once")
         source.write_text(text.replace(old, new))
-        # Without a safe path, the working directory's unbroken package would come first, in servers that tests
-        # start as well. Last on the path, it has `bench`.
+        # Otherwise the unbroken package in the working directory would come first, also in servers that tests start. Last
+        # on the path, it has `bench`.
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "PYTHONSAFEPATH": "1"}
         arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not acceptance", *tests]
         done = subprocess.run(
@@ -350,7 +350,7 @@ def main() -> None:
     chosen = [
         row for row in CHANGES if not words or any(each in " ".join(row[:2]) for each in words)
     ]
-    # Tests that fail anyway would notice everything.
+    # Tests that fail without a change would seem to notice every change.
     sound: dict[tuple[str, ...], bool] = {}
     missed = 0
     print("| change | in | noticed |\n| --- | --- | --- |")

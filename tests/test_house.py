@@ -58,7 +58,7 @@ LOGS = "canvasrt.containers.logs"
 MAX_LINES = 400
 
 
-# What imports or runs a module without saying so, and what writes to the terminal.
+# Calls that import or run a module by a name, and calls that write to the terminal.
 BY_NAME = ("import_module", "__import__", "run_module", "run_path", "exec_module")
 PRINTERS = {"rich", "typer", "click", "tqdm", "pprint", "argparse", "optparse", "getopt"}
 WRITERS = {"print", "os.write", "traceback.print_exc", "warnings.warn", "logging.basicConfig"}
@@ -67,7 +67,7 @@ WRITERS |= {"logging.StreamHandler"}
 
 
 def prints(code: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yield the pieces of code that write to the terminal, or that import what does."""
+    """Yield the pieces of code that write to the terminal, or that import modules which do."""
     for node in ast.walk(code):
         taken: set[str] = set()
         if isinstance(node, ast.Name | ast.Attribute):

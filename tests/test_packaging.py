@@ -1,4 +1,4 @@
-"""The wheel contains everything, and nothing under the stages' bare names."""
+"""The wheel contains everything, and no package called just `build`, `export` or the like."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ TASK_WEIGHTS = {
 class TrainingBatch:
     """``prefix`` is padded on the left. ``tasks`` are indices into the task names.
 
-    If the right probabilities are known, ``targets`` has those of every token before the block is
-    known, and ``slots`` is True where they leave it open. Pictures come as patches.
+    If the right probabilities are known, ``targets`` has them for every token, and ``slots`` is True where more than one
+    token is possible. Pictures come as patches.
     """
 
     prefix: Tensor  # [batch, longest prefix]

@@ -38,8 +38,8 @@ MOST_QUESTIONS = 2
 class Example:
     """One example: a prefix, a right block, and what is known about the block beforehand.
 
-    targets: the probability of every token at every position before the block is known.
-    slots: positions that those probabilities leave open; a read has noise there.
+    targets: the probability of every token at every position before the block is known. slots: positions where several
+    tokens are possible; a read has noise there.
     """
 
     task: str

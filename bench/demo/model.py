@@ -39,7 +39,7 @@ DECODER_LAYER_SCALARS = (1.125, 1.0, 0.875, 1.0625)
 
 
 def _vision_config(sees: bool) -> Gemma4VisionConfig:
-    # The class always builds a vision tower. One that sees nothing is as small as possible.
+    # The class always builds a vision tower. A tower that is not trained is as small as possible.
     size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads, positions = 1, 16
     if sees:
@@ -60,7 +60,7 @@ def _vision_config(sees: bool) -> Gemma4VisionConfig:
 def build_config(sees: bool = False) -> DiffusionGemmaConfig:
     """Return the released configuration's fields, at a size that a CPU can train.
 
-    `sees`: with a vision tower that is worth training.
+    `sees`: whether its vision tower is large enough to train.
     """
     # The class accepts these without declaring them.
     undeclared: dict[str, Any] = {

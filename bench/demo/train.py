@@ -59,9 +59,8 @@ def first_canvas(block: Tensor, vocab_size: int) -> Tensor:
 def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
     """Return a canvas as the sampler might leave it after a step that gave `logits`.
 
-    Most examples keep the positions that an entropy bound accepts, for bounds from the released 0.1
-    up, with the right token there, since accepted tokens are part of one right answer among many.
-    The rest keep random positions. In some, part of the noise is the model's own draws.
+    Most examples keep the positions that an entropy bound accepts, with the right tokens. Bounds start at the released 0.1.
+    The rest keep random positions. In some canvases, part of the noise is the model's own draws.
     """
     rows, vocab_size = len(block), logits.shape[-1]
     log_probabilities = logits.log_softmax(-1)
@@ -101,8 +100,8 @@ def canvas_for_reads(
 def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Return the training loss, and each example's cross-entropy (detached).
 
-    There are two denoising steps, as in generation: the second is conditioned on the first's
-    logits. The cross-entropy is the second's, or the first's where probabilities are known.
+    There are two denoising steps, as in generation: the second is conditioned on the first's logits. The cross-entropy is
+    that of the second step, or of the first where probabilities are known.
     """
     vocab_size = forward.config.vocab_size
     features = None
@@ -117,8 +116,8 @@ def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]
     temperature = torch.empty(len(batch.block), 1, 1).uniform_(0.4, 1.0)
     signal = first.detach() / temperature
     second, second_balance = forward.denoise(second_canvas(batch.block, signal), prefix, signal)
-    # The filler after the answer counts as much as the answer; otherwise the model does not stop.
-    # A read looks at its slots alone, so they count more.
+    # The filler after the answer counts as much as the answer; otherwise the model does not stop. A closed question is
+    # answered from its slots alone, so they count more.
     weight = 1.0 if batch.slots is None else 1 + SLOT_WEIGHT * batch.slots
     entropies = [
         (F.cross_entropy(logits.transpose(1, 2), each, reduction="none") * weight).mean(-1)
@@ -151,7 +150,7 @@ def build_optimizers(model: nn.Module, scale: float = 1.0) -> list[torch.optim.O
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the rate: up over the first 100 steps (a tenth, if there are few), level, then down to
+    """Return the learning rate: it rises over the first 100 steps (a tenth, if there are few), stays level, and falls to
     zero over the second half."""
     return min(1.0, (step + 1) / min(100, steps / 10), 2 * (1 - step / steps))
 
@@ -238,7 +237,7 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
 
 @dataclass(frozen=True)
 class VisionRun:
-    """A run of the second phase: how long, and the examples per step by kind.
+    """A run of the second phase: its length, and the examples per step by kind.
 
     old: parts of the first phase's tasks. plain, closed: examples with known probabilities, as chats and as closed
     questions. pictures: both about pictures of the smallest budget.
@@ -305,7 +304,7 @@ def measure(
     seed: Annotated[int, typer.Option(help="Of the first phase.")] = 0,
     steps: Annotated[int, typer.Option(help="Of the first phase.")] = 3800,
     start: Annotated[
-        Path | None, typer.Option(help="Weights of a first phase, which is then left out.")
+        Path | None, typer.Option(help="Weights of a first phase, which is then skipped.")
     ] = None,
     threads: Annotated[int, typer.Option(help="Of the first phase.")] = 3,
     save_every: Annotated[int, typer.Option(help="Steps between snapshots.")] = 250,

@@ -43,7 +43,9 @@ Urls = Annotated[
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", min=0, help="Decides, with its custom_id, the seed of a request that has none."
+        "--seed",
+        min=0,
+        help="A request without a seed gets one from this number and its custom_id.",
     ),
 ]
 Concurrency = Annotated[

@@ -32,7 +32,7 @@ def report() -> dict[str, Any]:
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """Return text without these, and without what looks like a key."""
+    """Return text without these secrets, and without anything that looks like a key."""
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     return _KEYS.sub(_HIDDEN, text)
@@ -62,7 +62,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _plans() -> list[dict[str, Any]]:
-    """Return how the released model would run on the targets that this machine's GPUs are of."""
+    """Return how the released model would run on the targets of this machine's GPUs."""
     from canvasrt import machine
     from canvasrt.build.fit import released_fit
     from canvasrt.targets import TARGETS
@@ -76,7 +76,7 @@ def _plans() -> list[dict[str, Any]]:
 
 
 def _caches() -> dict[str, dict[str, Any]]:
-    """Return, by cache folder, the bytes of each file of compiled kernels, and those free."""
+    """Return, by cache folder, the bytes of each file of compiled kernels, and the free bytes on its disk."""
     from canvasrt.cache import cache_folder
 
     # A container's own cache; `serve` hands it to the model.

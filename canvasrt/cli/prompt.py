@@ -32,7 +32,7 @@ Raw = Annotated[
 
 Drafts = Annotated[
     bool,
-    typer.Option("--drafts", help="Print the draft of each step too; on a terminal, in place."),
+    typer.Option("--drafts", help="Also print the draft of each step, in place on a terminal."),
 ]
 CanvasJson = Annotated[
     str | None,

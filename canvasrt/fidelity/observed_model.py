@@ -148,8 +148,8 @@ class ObservedModel:
 
 
 def with_logits(model: ir.Model) -> ir.Model:
-    """Return a head with the logits as an additional output. These are the operand of the division by the temperature,
-    or in a shortened sampler, the operand of the multiplication by cap / temperature, times the cap."""
+    """Return a head with the logits as an additional output. The sampler divides them by the temperature. A shortened
+    sampler multiplies another value by cap / temperature; the logits are that value times the cap."""
     import onnx_ir as ir
 
     divisions = [node for node in model.graph if node.op_type == "Div"]

@@ -59,8 +59,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. Return the values that its other nodes read: the body's value →
-        the one here."""
+        """Add a body's nodes that depend on positions alone. Return the values that its other nodes read, as pairs of the
+        body's value and the one here."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}

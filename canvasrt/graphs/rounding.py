@@ -96,8 +96,8 @@ def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
 
 
 def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round every block with its own scale: the format's nearest to the block's largest magnitude divided by the
-    largest code. If the scale is 0, the block is 0."""
+    """Round every block with its own scale. It is the block's largest magnitude divided by the largest code, rounded to the
+    scales' format. If the scale is 0, the block is 0."""
     codes = format.block_scales
     assert codes is not None
     shape = body.add("Shape", body.x)

@@ -18,7 +18,8 @@ def render_page(
     footer: str,
     verdict: Json | None = None,
 ) -> str:
-    """Return HTML. `subjects` are lines below the title; `verdict` has `ok` and `text`; `section` makes the `sections`."""
+    """Return HTML. `subjects` are lines below the title; `verdict` has `ok` and `text`; `sections` are those that `section`
+    makes."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         files("canvasrt.pages").joinpath("page.html.j2").read_text(encoding="utf-8")

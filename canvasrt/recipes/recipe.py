@@ -80,7 +80,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the quantized model's losses against its reference. None is not checked.
+    """Limits on the quantized model's losses against its reference. A limit of None is not checked.
 
     Attributes:
         answers_lost: right answers per 100 questions.

@@ -167,10 +167,10 @@ def _model(name: str) -> set[str]:
 def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench floor -o FILE` measured.
 
-    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a matrix
-    product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. A file without a launch's cost
-    leaves the guess. Raises CanvasError for a file without rates, and UsageError for those of another GPU of the table. A GPU
-    that the table lacks is accepted for any.
+    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a
+    matrix product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. Without a launch's
+    cost in the file, the guess stays. Raises CanvasError for a file without rates, and UsageError for rates of another GPU
+    in the table. Rates of a GPU that is not in the table are accepted.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

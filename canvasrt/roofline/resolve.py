@@ -132,8 +132,9 @@ def _is_unknown(size: Dim) -> bool:
 
 
 def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
-    """Return the tensor outside a kernel of which `name`, of `size` numbers, is a view: the same numbers in another shape, or
-    each computed from one of them. None if the kernel computes, writes or reads all of it."""
+    """Return the tensor outside a kernel that `name`, with `size` numbers, is a view of: it has the same numbers in another
+    shape, or each number of `name` is computed from one of its own. None if the kernel computes, writes or reads all of
+    `name`."""
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []
     while (node := writers.get(views[-1])) is not None:

@@ -168,8 +168,8 @@ def _add_nvfp4(
 def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Round float32 `[ROWS, WIDTH]` to NVFP4 with a scale `whole` of the tensor.
 
-    Returns two codes per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`. A block with NaN
-    or infinity has a scale of NaN. Divisions are exact, as the other `/` of Triton is not.
+    Returns two codes per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`. A block with
+    NaN or infinity has a scale of NaN. Divisions are exact, unlike those by Triton's `/`.
     """
     parts = tl.reshape(x, (ROWS, WIDTH // _SHARED, _SHARED))
     # E2M1 has no NaN, and a maximum ignores it; zero times NaN or infinity is NaN.
@@ -226,7 +226,7 @@ def _gelu(x):
 
 @triton.jit
 def _store(out, x, mask, FORM: tl.constexpr, scale):
-    """Write float32 numbers in the dtype of `out`; as the next product's FP8 inputs, over its scale."""
+    """Write float32 numbers in the dtype of `out`; FP8 inputs of the next product are divided by its scale."""
     if FORM == _FP8:
         x = tl.maximum(tl.div_rn(x, scale), -_LARGEST_E4M3, tl.PropagateNan.ALL)
         x = tl.minimum(x, _LARGEST_E4M3, tl.PropagateNan.ALL)

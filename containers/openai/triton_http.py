@@ -42,7 +42,7 @@ _HOP = {
 _JSON_BYTES = b"inference-header-content-length"
 # Only on this path may binary data follow the JSON in the body.
 _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
-# Here Triton takes unknown JSON fields as parameters; on the other path, headers.
+# On this path Triton takes unknown JSON fields as parameters; on the other path, it takes headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
 _METHODS = ("GET", "POST")  # Triton uses no others

@@ -115,7 +115,7 @@ def requirements(
 ) -> list[Pin]:
     """Return the distributions that an image needs for these backends, with their dependencies.
 
-    `backends` maps to the version of the builder. TensorRT without a version is omitted, because the base image
+    `backends` maps each backend to its builder's version. TensorRT without a version is omitted, because the base image
     provides it. All other distributions get the version installed here.
     """
     roots: dict[str, str] = dict.fromkeys(_SERVING, "")

@@ -30,8 +30,8 @@ SHARED = GIB
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
 # TensorRT-RTX compiles kernels on the GPU at a shape's first use: a guess in seconds per shape and layer.
 _COMPILE_SECONDS = 0.5
-# A pass over one canvas, per layer and per layer and cached token: the slowest that is predicted, bf16 on a DGX Spark, takes
-# 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
+# Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest pass that is predicted, in bf16
+# on a DGX Spark, takes 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
 _LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
 # Runs of a shape at the start: to compile it, to capture it, and four that are timed.
 _RUNS = 6
@@ -72,8 +72,8 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     weights = _weights(manifest, on_cpu)
     total = sum(weights.segments().values())
     need = _serving_memory(manifest, on_cpu, max_batch)
-    # A further GPU loads the engines, which are hashed only once, and runs every pass; compiled kernels and built engines it
-    # finds in the cache, since all GPUs have one name.
+    # Each further GPU loads the engines, which are hashed only once, and runs every pass. It finds compiled kernels and
+    # built engines in the cache, since all GPUs have the same name.
     plan, layers = _passes(manifest, max_batch).sharing(), len(manifest.model.layers)
     further = 0.0 if on_cpu else total / _READ + layers * _warm_up(plan)
     startup = _START + (2 * total / _READ if on_cpu else total / _READ + further)
@@ -100,9 +100,9 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt as
-    long as each width: alone, beside others, and in a pass of its own over every width. Four canvases at 262,144 tokens take
-    (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s for that, beside 2.9 s in which every shape runs.
+    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt
+    as long as each width: alone, beside others, and in a pass of its own over every width. With four canvases at 262,144
+    tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:
@@ -114,13 +114,13 @@ def _warm_up(plan: PassPlan) -> float:
 
 
 def _pass(shape: PassShape) -> float:
-    """Return the seconds per layer of a pass, at most."""
+    """Return the most seconds per layer that a pass takes."""
     canvases = shape.batch * max(1.0, shape.length / 256)
     return canvases * (_LAYER_SECONDS + _CACHED_SECONDS * shape.width)
 
 
 def target_of(manifest: Manifest) -> Target:
-    """Return the target of engines; of graphs, the first one that suits them."""
+    """Return the target of engines, or the first target that suits graphs."""
     if manifest.target:
         return find_target(manifest.target["name"])
     precision = manifest.options.get("precision", "fp32")
@@ -159,7 +159,7 @@ def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
 
 
 def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> int:
-    """Return the host memory of the model: everything on a CPU; for a GPU, the file being loaded, and contexts."""
+    """Return the model's host memory. On a CPU that is everything; for a GPU, the file being loaded, and contexts."""
     need = estimate_of(manifest, max_batch, on_cpu)
     if on_cpu:
         return need.total

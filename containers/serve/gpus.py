@@ -28,7 +28,7 @@ def check_gpus(settings: Settings) -> None:
 
 
 def use_gpu(name: str) -> None:
-    """Let this process and its children use one GPU, which may build, too. UsageError for one that is not there."""
+    """Let this process and its children, including builds, use only one GPU. UsageError for one that is not there."""
     there = machine.gpus()
     found = named_gpus(name, there) if "," not in name else []
     if not found or not found[0].uuid:
@@ -40,8 +40,8 @@ def use_gpu(name: str) -> None:
 
 
 def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
-    """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name:
-    others may compute other bits."""
+    """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name. Other
+    GPUs may compute other bits."""
     fitting = profile.gpus(machine.gpus())
     if not settings.devices:
         return fitting[:1]

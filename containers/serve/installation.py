@@ -51,7 +51,7 @@ class Installation:
         return "an unknown release" if self.release is None else "{}.{:02}".format(*self.release)
 
     def check_reach(self, host: str) -> None:
-        """Raise CanvasError if other machines had access to a release that one request can crash."""
+        """Raise CanvasError if other machines would reach a release that one request can crash."""
         if not self.is_safe and host not in LOOPBACK:
             raise CanvasError(
                 f"{self.binary} is {self.release_text}, and a single request from {host} can crash it",

@@ -219,7 +219,7 @@ class Supervisor:
         force = self._stop.forced if self.server.is_running else _at_once()
         # Drain the front end first, because its requests still need Triton.
         finished = self.front.drain(grace, force)
-        if not finished:  # callers get the errors, as above
+        if not finished:  # the server stops first, so that callers get its errors
             self.server.stop(force=_at_once())
         self.front.stop(_LAST_REPLIES)
         if not finished:

@@ -197,7 +197,7 @@ class Server:
             raise
 
     def _check_hosts(self, installation: Installation) -> None:
-        """Raise CanvasError if other machines had access to a release that one request can crash."""
+        """Raise CanvasError if other machines would reach a release that one request can crash."""
         installation.check_reach(self.host)
         if not installation.is_safe and self.metrics_host not in LOOPBACK:
             self.metrics_host = self.host

@@ -131,7 +131,8 @@ class StreamModel:
                 sink.fail(error)
 
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
-        """Report progress until `since`, but not beyond the time when another thread began to hang."""
+        """Report progress up to `since`, or up to the beginning of the oldest task of another thread, if that is
+        earlier."""
         watches = (self._executing, self._preparing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))
 

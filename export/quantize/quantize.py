@@ -171,8 +171,8 @@ def quantize_graphs(
         calibration_file: prompts as JSONL; by default those that come with canvasrt.
         calibration: an earlier result, which replaces the run. Recipes that only quantize weights need none.
 
-    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
-    if `out` is not empty. What an interrupted call has done stays in the cache, and another one goes on from there.
+    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and if
+    `out` is not empty. An interrupted call leaves its progress in the cache, and another call continues from it.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     out = Path(out).expanduser().resolve()
@@ -220,7 +220,7 @@ def read_calibration(bundle: Bundle) -> dict[str, Any]:
 def _load_modelopt() -> None:
     """Import ModelOpt once without its warnings about transformers' version: it does not load models here.
 
-    Nor does it compile kernels, so torch need not warn that there is CUDA but no GPU.
+    It compiles no kernels either, so torch's warning about CUDA without a GPU does not matter.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():

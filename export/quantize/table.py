@@ -18,7 +18,7 @@ from canvasrt.export.quantize.quantized_weight import (
 
 
 class EmbeddingTable(Quantized):
-    """The embedding table: a product uses it, another its transpose, and its rows are looked up."""
+    """The embedding table: one product uses it, another uses its transpose, and rows are looked up."""
 
     def rewrite(self) -> None:
         """Put a dequantized table before the products, and dequantize looked-up rows by themselves.
@@ -52,7 +52,7 @@ class EmbeddingTable(Quantized):
 
 
 class Projection(Quantized):
-    """The table as its two products see it: one of hidden states with its transpose, one of probabilities with it."""
+    """The table as its two products use it: hidden states times its transpose, and probabilities times the table."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
         super().__init__(graph, name, form)

@@ -1,4 +1,4 @@
-"""CPU time for what follows a grammar."""
+"""Limits the CPU time of answers under a grammar."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Allowance:
     ) -> None:
         self._seconds, self._stopped, self._eager = seconds, stopped, eager
         self._begin: float | None = None
-        self._next = 0.0  # when the clock is next read, which takes longer than many a call
+        self._next = 0.0  # when the clock is read next; reading it takes longer than many calls do
 
     @property
     def left(self) -> float:

@@ -43,8 +43,8 @@ class _Path:
 
 
 def near(start: GrammarState) -> int:
-    """Return the number of remaining tokens from which on the search checks that the answer can end: twice the length
-    of the shortest answer, within limits. `start` is the grammar's initial state."""
+    """Return how many remaining tokens make the search check that the answer can end: twice the length of the shortest
+    answer, within limits. `start` is the grammar's initial state."""
     return min(_FARTHEST, max(_NEAR, 2 * start.least))
 
 
@@ -61,10 +61,9 @@ def search(
     """Return the best string of at most `length` tokens, by beam search from left to right.
 
     Args:
-        scores: log-probabilities `[canvas, V]` of every token at every position.
-        room: the number of tokens left for the answer, including the one that ends it.
-        near: with at most so many tokens left, check that the answer can still end.
-        end, pad: the token that ends the answer, and the padding token.
+        scores: log-probabilities `[canvas, V]` of every token at every position. room: the number of tokens left for the
+        answer, including the one that ends it. near: with at most this many tokens left, check that the answer can still
+        end. end, pad: the token that ends the answer, and the padding token.
 
     Returns None if the answer cannot end within `room`. Raises SlowGrammarError when the allowance, to which every position
     adds, is used up.

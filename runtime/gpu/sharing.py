@@ -148,8 +148,8 @@ class _Trial:
 
 
 def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
-    """Fill a request's caches. Of its prompt, only as much as overflows no expert is encoded, and copied until it is long
-    enough: to encode 262,144 tokens at every start would take minutes."""
+    """Fill a request's caches. Only the part of its prompt that overflows no expert is encoded; its cache is then copied
+    until it is long enough. Encoding 262,144 tokens at every start would take minutes."""
     first = prompt[: min(ROOMY, model.prefill_chunk)]
     model.encode([EncodeInput(row, first)])
     length = model.shapes.encode(len(first), model.shapes.widths[0]).length

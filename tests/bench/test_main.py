@@ -1,4 +1,4 @@
-"""The runner of measurements, and those that need no engine of their own."""
+"""The runner of measurements, and the measurements that need no engine of their own."""
 
 from __future__ import annotations
 

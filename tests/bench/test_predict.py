@@ -1,4 +1,4 @@
-"""The table of predictions marks what fits a GPU's memory, as a build's plan says."""
+"""The table of predictions marks what a build's plan says fits a GPU's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of the kernels on a GPU, itself checked: on a fake device with Triton's interpreter."""
+"""Tests the check of the kernels on a GPU, on a fake device with Triton's interpreter."""
 
 from __future__ import annotations
 

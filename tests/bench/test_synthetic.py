@@ -66,7 +66,7 @@ def test_the_released_shape_has_its_parameters(monkeypatch: pytest.MonkeyPatch) 
 def test_nvfp4_is_laid_out_as_modelopt_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare names and shapes of all tensors, types of the experts', and the quantization keys."""
+    """Compare the names and shapes of all tensors, the dtypes of the experts' tensors, and the quantization keys."""
     save_modelopt(modelopt_quantized(NVFP4_EXPERTS), tmp_path / "theirs")
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
     synthetic.write_random_checkpoint(tmp_path / "ours", "small", layers=2, format="nvfp4")

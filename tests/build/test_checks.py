@@ -40,8 +40,8 @@ def released(target: str, precision: str, context: int = 32_768, batch: int = 4)
 def test_a_dry_run_says_what_would_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a GPU, the way out of a refusal; for a CPU, for which anything may be built, the precisions that this machine could
-    run."""
+    """A refusal for a GPU names the way out. Anything may be built for a CPU; the message names the precisions that this
+    machine can run."""
     monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     monkeypatch.setattr(checks, "check_disk", lambda needed: None)

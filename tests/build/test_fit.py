@@ -1,4 +1,4 @@
-"""What `canvasrt targets` says of the released model."""
+"""What `canvasrt targets` says about the released model."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_what_passes_between_engines_counts() -> None:
 
 
 def test_int4_is_packed_on_a_cpu_too() -> None:
-    """Unquantized weights and those in other formats are widened to float32 there."""
+    """On a CPU, unquantized weights and those in other formats are widened to float32."""
     on_gpu, on_cpu = (
         sum(Weights(RELEASED, "int4", on_cpu=on_cpu).segments().values())
         for on_cpu in (False, True)

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(graphs: Bundle, folder: Path, command: Command) -> Built:
-    """Build in a process, where Triton the language compiles; return the bundle and the progress messages."""
+    """Build in a child process, where Triton the language compiles; return the bundle and the messages."""
 
     def make(target: str, name: str, *options: str) -> tuple[Bundle, str]:
         out = folder / name

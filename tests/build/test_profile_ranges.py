@@ -106,7 +106,7 @@ def test_prompts_may_be_read_a_canvas_at_a_time() -> None:
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("context", [1024, 32_768, 262_144])
 def test_every_canvas_takes_the_program_that_is_built_for_canvases(form: str, context: int) -> None:
-    """With any number of slots: a program for variable numbers of tokens has more kernels."""
+    """This holds for any number of slots. A program for variable numbers of tokens has more kernels."""
     entry = {**BODY, "quantized": {"layers.0.experts.gate_up": form}}
     passes = plan_passes(RELEASED, context, 1)
     made = to_json(profiles(entry, RELEASED, passes))

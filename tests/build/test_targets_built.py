@@ -142,7 +142,7 @@ EXPORT_EXTRA = [
 def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
     demo: Path, tmp_path: Path
 ) -> None:
-    """As at a package's first start."""
+    """A package's first start builds in this way."""
     (plan,) = plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", BuildOptions())
     graphs = graphs_of(plan)
     arguments = ["build", str(graphs.path), "--target", "dgx-spark", "-o", str(tmp_path / "out")]

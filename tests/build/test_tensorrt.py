@@ -155,7 +155,7 @@ def without_tensorrt(job: compile.Job, children: compile.Children) -> compile.Co
 def test_large_graphs_go_as_their_engines_are_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of them serves a second build. Without its engine, a segment's graph is written again."""
+    """A second build uses the graphs that are left. Without its engine, a segment's graph is written again."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)
@@ -197,7 +197,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
 def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one that computes the pieces of attention side by side."""
+    """A builder that computes the pieces of attention side by side would need this much."""
 
     def greedy(job: compile.Job, children: compile.Children) -> compile.Compiled:
         made = without_tensorrt(job, children)

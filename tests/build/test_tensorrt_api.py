@@ -31,7 +31,7 @@ from tests.helpers.tensorrt_api import borrowed, documented, parameters
 
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
-# That of the newest image whose TensorRT is known, and later ones.
+# The version in the newest image whose TensorRT is known, and later versions.
 VERSIONS = ("11.1.0.106", "11.3.0.99", "11.4.0.106")
 # Downloaded once per machine.
 DOWNLOADS = Path(tempfile.gettempdir()) / "canvasrt-test-wheels"
@@ -129,7 +129,7 @@ def _class_name(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
-    """Return a build's uses of the module, without a named GPU, as with TensorRT."""
+    """Return a build's uses of the module. The build names no GPU, as builds with TensorRT do not."""
     folder = tmp_path_factory.mktemp("recorded")
     shape = ["batch", 2, 64, 64]
     names = ("query", "key", "value")
@@ -254,7 +254,7 @@ def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Bindings
 
 
 def test_tensorrt_has_what_the_runtime_takes(bindings: Bindings) -> None:
-    """The runtime's tests run over a fake, which has no name or parameter that TensorRT lacks."""
+    """The runtime's tests run over a fake, all of whose names and parameters are TensorRT's."""
     of_rtx = {*RTX, IRuntimeCache, IRuntimeConfig}
     taken = {
         (fake.__name__, name, "call"): parameters(fake, name)

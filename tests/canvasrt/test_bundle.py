@@ -108,7 +108,7 @@ def test_a_newer_schema_is_refused_by_number(tmp_path: Path) -> None:
 
 
 def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
-    """A bundle whose manifest is right in all but what `edit` changes."""
+    """A bundle whose manifest is right except for what `edit` changes."""
     data = json.loads((bundle.path / MANIFEST).read_text())
     edit(data)
     data["digest"] = _digest(data)

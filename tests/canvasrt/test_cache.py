@@ -74,7 +74,7 @@ def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Pa
 def test_interrupted_works_with_other_inputs_stay_within_a_bound(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those that were written to last."""
+    """The folders that were written to last are kept."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path))
     monkeypatch.setattr(cache, "_KEPT_BYTES", 250_000)
     rooms = []

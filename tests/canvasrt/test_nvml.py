@@ -25,7 +25,7 @@ LOST = Gpu("NVIDIA H100", 80 * 10**9, (9, 0), "580.1", "GPU-2")
 
 
 class Fake:
-    """Two GPUs, of which the second is lost and the first tells no clocks."""
+    """Two GPUs: the first reports no clocks, the second is lost."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 

@@ -137,7 +137,7 @@ def test_capacity(exported: Any, shape: str) -> None:
 
 
 def test_padding_changes_nothing(exported: Any) -> None:
-    """Padding after a row's tokens and empty cache slots leave the row's numbers unchanged."""
+    """Neither padding after a row's tokens nor empty cache slots change the row's numbers."""
     _, graphs = exported("tiny")
     config = graphs.config
     random = np.random.default_rng(3)

@@ -190,7 +190,7 @@ def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
     codes = torch.cat([tensors[f"{part}.weight"].view(torch.uint8) for part in parts])
     name = "layers.0.attention.qkv.weight"
     assert np.array_equal(found[f"{name}.values"], codes.numpy())
-    # One product of three matrices with one scale each: one scale per output.
+    # One product of three matrices, each with its own scale, has a scale per output.
     scales = [
         np.full(len(tensors[f"{part}.weight"]), tensors[f"{part}.weight_scale"]) for part in parts
     ]
@@ -306,7 +306,7 @@ def codes_of(folder: Path, name: str) -> StoredCodes:
 
 
 def test_scales_that_differ(copy: Path) -> None:
-    """Gate and up scales differ: one factor per output. Input scales differ: the largest."""
+    """If the scales of gate and up differ, there is a factor per output. If input scales differ, the largest is taken."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{_GATE}.weight_scale_2"] *= 3

@@ -34,7 +34,7 @@ def test_draw_is_the_first_token_past_the_target(size: int) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 def test_draw_never_takes_a_token_without_mass(uniform: float) -> None:
-    """At both ends of [0, 1), with mass in few places, and where rounding passes a row's own sum."""
+    """Uniforms are at both ends of [0, 1), few tokens have mass, and rounding may exceed a row's own sum."""
     random = np.random.default_rng(0)
     mass = random.random((1, 500, 64), np.float32) * (random.random((1, 500, 64)) < 0.1)
     mass[..., 5] = 1e-8

@@ -1,5 +1,5 @@
-"""Regular expressions, Lark grammars and JSON schemas: good ones, damaged ones, hostile ones, and values where a keyword
-does not take them."""
+"""Regular expressions, Lark grammars and JSON schemas: good, damaged and hostile ones, and ones with values that a keyword
+does not take."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def slow_grammar() -> str:
 
 
 def hostile(draw: random.Random) -> tuple[str, str]:
-    """Return a grammar that is small, or just allowed, and that takes much to compile or to follow."""
+    """Return a grammar that is small, or just within the limits, but costly to compile or to follow."""
     size = draw.choice([2, 10, 100, 1000, 4000])
     chain = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(min(size, 400)))
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(min(size, 1200)))
@@ -157,7 +157,7 @@ _ODD = (None, True, False, "a", [], {}, [[]], {"type": []}, -1, 1e400)
 
 
 def any_schema(draw: random.Random) -> Any:
-    """Return a schema; some are true or false, and some are none."""
+    """Return a schema; some are true or false, and some are no schemas at all."""
     chance = draw.random()
     if chance < 0.2:
         return _hostile_schema(draw)
@@ -168,7 +168,7 @@ def any_schema(draw: random.Random) -> Any:
 
 
 def _hostile_schema(draw: random.Random) -> dict[str, Any]:
-    """Return a schema that is small, or just allowed, and that takes much to compile or to follow."""
+    """Return a schema that is small, or just within the limits, but costly to compile or to follow."""
     size = draw.choice([2, 10, 60, 300, 1000])
     nested: dict[str, Any] = {"type": "null"}
     for _ in range(min(size, 300)):

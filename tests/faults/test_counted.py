@@ -184,7 +184,7 @@ def test_images_are_budgeted_while_they_are_fetched(
 
 
 def test_a_log_that_nobody_reads_holds_up_nobody():
-    """What does not fit is counted, in a line that comes once there is a reader again."""
+    """Lines that do not fit are dropped and counted; the count is logged once somebody reads again."""
     reader, writer = os.pipe()
     with open(writer, "w", encoding="utf-8") as stream:
         handler = Patient(logging.StreamHandler(stream), most=100)

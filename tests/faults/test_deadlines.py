@@ -1,4 +1,4 @@
-"""`--request-timeout` where the model does not keep it: the front end answers, and ends the request."""
+"""If the model exceeds `--request-timeout`, the front end answers and ends the request."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def messages_of(app: Any) -> list[Any]:
 
 
 def test_time_is_over_before_a_model_is_asked():
-    """As when a long body waits for others."""
+    """This happens if a long body waits for others."""
     ended: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -42,13 +42,15 @@ WHO = (
     "grammar sandbox",
 )
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-# For how long a service is watched that goes on, by what was done.
+# How long a surviving service is watched, by what was done to it.
 _WATCHED = {signal.SIGKILL: 8, signal.SIGTERM: 8, signal.SIGSTOP: 15}
-# What the exit codes of a service may be, by what was done.
+# The exit codes that a service may have, by what was done to it.
 _ENDS = {signal.SIGKILL: {1}, signal.SIGTERM: {1}, signal.SIGSTOP: {4}}
 
 
-# How much more of each the last third may hold than the second; the first warms up.
+SOAK_SECONDS = int(os.environ.get("CANVASRT_SOAK_SECONDS", 15))
+
+# How much more of each the last third of the soak may hold than the second third; the first warms up.
 _GROWTH = {"MB": 1.05, "threads": 1.0, "descriptors": 1.0}
 _SLACK = {"MB": 8.0, "threads": 4.0, "descriptors": 16.0}
 
@@ -87,7 +89,7 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
         what = name.rpartition(", ")[2]
         if what in _GROWTH:
             third = len(values) // 3
-            # Clients that come and go leave peaks; what leaks stays.
+            # Clients that come and go cause peaks; leaks remain.
             before, after = median(values[third : 2 * third]), median(values[2 * third :])
             if after > before * _GROWTH[what] + _SLACK[what]:
                 wrong.append(f"{name} grew from {before:.0f} to {after:.0f}")
@@ -178,14 +180,14 @@ def test_random_calls(packaged: Bundle, tmp_path: Path):
 
 
 def test_random_kills(packaged: Bundle, tmp_path: Path):
-    """No wrong answer, and an end or a recovery."""
+    """No answer is wrong, and after each strike the service recovers or ends."""
     outcomes, wrong = kill(packaged.path, tmp_path, times=6, seed=3)
     assert not wrong
     assert sum(outcomes.values()) - outcomes["right answers"] == 6
 
 
+@pytest.mark.timeout(900 + SOAK_SECONDS)
 def test_nothing_grows(packaged: Bundle, tmp_path: Path):
     """Memory, threads and descriptors of every process, while many clients ask."""
     clients = int(os.environ.get("CANVASRT_SOAK_CLIENTS", 16))
-    seconds = int(os.environ.get("CANVASRT_SOAK_SECONDS", 15))
-    assert not soak(packaged.path, tmp_path, clients, seconds)
+    assert not soak(packaged.path, tmp_path, clients, SOAK_SECONDS)

@@ -108,12 +108,12 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
     with start(gpu, tmp_path / "again") as running:
         assert right(running)
         passes = call(running.host, "/v1/metadata")[1]["passes"]
-        # The CPU that stands for the GPU may round otherwise in other widths.
+        # The CPU that stands for the GPU may round differently at other widths.
         assert passes["shared"] or "in a pass of its own" in passes["why"]
         running.stop(signal.SIGTERM)
     after = gpu.events()["compile"]
     (compiled,) = (cache / "compiled").iterdir()
-    # The one that it was killed at may not have been kept.
+    # The shape that was being compiled may be lost.
     shapes = compiled.stat().st_size // (20 << 20)
     assert before + after - shapes in (0, 1)
     assert before < shapes
@@ -126,7 +126,7 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
 def test_contexts_that_memory_has_no_room_for_make_passes_slower(
     gpu: Rehearsal, right: Right, tmp_path: Path
 ):
-    """The shared ones must be had: without, the start ends, and says why."""
+    """Without the shared contexts, the start fails and says why."""
     shared = sum(len(each["profiles"]) for each in load_bundle(gpu.engines).manifest.segments)
     gpu.inject(f"contexts {shared}")
     with start(gpu, tmp_path / "slower") as running:
@@ -145,7 +145,7 @@ def test_contexts_that_memory_has_no_room_for_make_passes_slower(
 def test_a_capture_that_the_driver_invalidates_makes_passes_slower(
     fault: str, gpu: Rehearsal, right: Right, tmp_path: Path
 ):
-    """TensorRT's are captured by us, TensorRT-RTX captures its own."""
+    """We capture TensorRT's graphs; TensorRT-RTX captures its own."""
     gpu.inject(fault)
     with start(gpu, tmp_path / "captures") as running:
         assert all(right(running) for _ in range(3))

@@ -43,7 +43,7 @@ TINY = HEAD + CHUNKED + b"2\r\nxx\r\n" * 50_000
 
 @contextlib.contextmanager
 def flood(host: str, request: bytes, connections: int) -> Iterator[None]:
-    """Send a request on so many connections, from a process of its own, again whenever one ends."""
+    """Send a request on each of `connections` connections, from a process of its own, and again whenever one ends."""
     process = multiprocessing.get_context("spawn").Process(
         target=_run, args=(host, request, connections), daemon=True
     )
@@ -116,7 +116,7 @@ def test_an_answer_streams_on_beside_a_flood(
 
 
 class Counted:
-    """Something with so many pieces to parse, each of which takes a millisecond."""
+    """A connection with `pieces` pieces to parse, each of which takes a millisecond."""
 
     def __init__(self, turns: Turns, pieces: int) -> None:
         self.turns, self.left = turns, pieces
@@ -237,7 +237,7 @@ def half_sent(front: FrontEnd, body: bytes = b"") -> socket.socket:
 
 
 def test_half_sent_bodies_make_room(alone: Alone):
-    """Every newcomer is served; those whose bodies have not grown for longest are closed."""
+    """Every newcomer is served; the connections whose bodies stopped growing first are closed."""
     front = alone(max_connections=8)
     held = [half_sent(front) for _ in range(8)]
     try:

@@ -202,7 +202,7 @@ def test_decisions(demo: Pair, layout: str) -> None:
 
 
 def test_a_forged_answer_does_not_flip_a_decision(demo: Pair) -> None:
-    """Turns that were forged after the question had the demo answer another one."""
+    """With turns forged after the question, the demo used to answer another question."""
     choices = [{"value": "46"}, {"value": "45"}]
     question = {"type": "choice", "instructions": "?", "choices": choices}
     ask = Ask.from_json({"questions": [question], "layout": "bare"})

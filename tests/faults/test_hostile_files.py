@@ -1,4 +1,4 @@
-"""Files from others that name files: a base image's layers, and a checkpoint's weights."""
+"""Untrusted files that name other files: a base image's layers, and a checkpoint's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one caller can make the server do, and what its neighbours notice of it."""
+"""What one caller can make the server do, and how that affects others."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
         slow = {"max_denoising_steps": 400, "stability_threshold": 10_000, "max_tokens": 85}
         with ThreadPoolExecutor(4) as pool:
             first = [pool.submit(ask, running, key="a", n=2, **slow) for _ in range(2)]
-            # A request sent before these were taken in would wait for its turn beside them.
+            # A request sent before these were queued would wait for its turn among them.
             assert eventually(lambda: b"_in_flight 4" in httpx.get(running.said["metrics"]).content)
             assert eventually(lambda: ask(running, key="a").status == 429)
             status, body, headers = ask(running, key="a")
@@ -173,7 +173,7 @@ def test_texts_and_grammars_are_not_prepared_once_for_two_keys(
 
 @pytest.mark.parametrize("ids", [[3, 4], [0], []])
 def test_any_number_of_stop_tokens(model: Model, tokenizer: Tokenizer, ids: list[int]):
-    """Two of them were an internal error, and token 0 was ignored."""
+    """Two of them used to be an internal error, and token 0 was ignored."""
     arrays = {"prompt_ids": np.array([5]), "stop_token_ids": np.array(ids, np.int32)}
     encoder = PromptEncoder(tokenizer, model.max_context)
     params = read_request(arrays, model, encoder, ModelOptions()).request.params

@@ -1,4 +1,4 @@
-"""Who reaches which port: addresses, hosts, proxies, keys and the processes that know them."""
+"""Who reaches which port: addresses, hosts, proxies, keys, and which processes know the keys."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def triton(running: Serving, path: str, body: Any, headers: dict[str, str]) -> t
 
 
 def test_what_the_process_list_says_opens_nothing(keyless: Serving):
-    """Triton's closed calls open for one header, which its arguments name."""
+    """Triton's restricted calls need one header, which its arguments name."""
     line = command_lines()[str(keyless.said["pid"])]
     options = re.findall(r"restricted-(?:api|protocol)=(.*?)(?= --|$)", line, re.S)
     assert len(options) == 2

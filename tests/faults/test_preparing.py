@@ -1,4 +1,4 @@
-"""Preparation beside the passes that hangs, takes long, or is refused repeatedly."""
+"""Requests whose preparation, beside the passes, hangs, takes long, or is refused repeatedly."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_thread_that_hangs_is_noticed(
 
 @needs_triton
 def test_searches_do_not_end_the_service(faulty: Faulty, tmp_path: Path):
-    """Even if all of them hang, for longer than a pass may take: others are answered."""
+    """Others are answered even if all of them hang for longer than a pass may take."""
     with (
         serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "2") as running,
         ThreadPoolExecutor(6) as pool,
@@ -71,7 +71,7 @@ def test_searches_do_not_end_the_service(faulty: Faulty, tmp_path: Path):
 
 @needs_triton
 def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
-    """Even if many requests together wait longer than one may."""
+    """Many requests together may wait longer than the limit for one."""
     with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running:
         faulty.set("read 2")
         with ThreadPoolExecutor(8) as pool:
@@ -153,7 +153,7 @@ def test_answers_to_one_request_wait_for_one_compilation(
 
 
 def test_a_panic_is_raised_for_all_who_wait():
-    """It is no Exception, and a result that never came would be waited for without end."""
+    """It is not an Exception; without a result, the caller would wait forever."""
 
     class Panic(BaseException):
         pass

@@ -138,7 +138,7 @@ def test_handshakes_that_fail_give_their_places_back(shorten: Shorten, context: 
 
 
 def test_bodies_hold_so_much_memory_together(shorten: Shorten, monkeypatch: pytest.MonkeyPatch):
-    """Beyond the limit, large bodies are cut off, short ones are not."""
+    """Beyond the limit, large bodies are cut off; short ones are not."""
     shorten("")
     monkeypatch.setattr(connections, "_MOST_HELD", 5 * 2**20)
     part = b"x" * 3 * 2**20
@@ -178,7 +178,7 @@ def test_tiny_chunks_are_cut_off(shorten: Shorten, size: int):
 
 
 def test_chunks_of_a_kilobyte_are_taken(shorten: Shorten):
-    """As clients send that do not know a body's length; some begin with a few bytes."""
+    """Clients that do not know a body's length send this; some begin with a few bytes."""
     shorten("")
     sizes = [*range(1, 20), *[1000] * 3000]
     body = b"".join(b"%x\r\n%s\r\n" % (size, b"x" * size) for size in sizes)
@@ -189,7 +189,7 @@ def test_chunks_of_a_kilobyte_are_taken(shorten: Shorten):
 
 
 def test_requests_follow_each_other_on_one_connection(shorten: Shorten):
-    """Also those that are sent before the answer to the one before, in parts."""
+    """This includes bodies that are sent in parts before the previous answer has come."""
     shorten("")
     post = HEAD % 3 + b"abc"
     get = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

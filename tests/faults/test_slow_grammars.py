@@ -1,4 +1,4 @@
-"""A grammar whose endings are slow to find delays nobody else, and only so much."""
+"""A slow search for a grammar's endings delays no other caller, and its own for a limited time."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def slow(words: Vocabulary) -> GrammarState:
 
 
 def looked(monkeypatch: pytest.MonkeyPatch, seconds: float, name: str = "shortest") -> list[int]:
-    """Make every search for an ending, or call of another method, take that long on the thread's
-    clock. Return the list that records them."""
+    """Make every search for an ending, or every call of another method, take that long on the thread's clock. Return the
+    list that records them."""
     found: list[int] = []
     method = getattr(GrammarState, name)
     monkeypatch.setattr(time, "thread_time", lambda: seconds * len(found))
@@ -80,7 +80,7 @@ def test_a_search_has_one_limit(
 def test_a_request_has_one_limit(
     demo: Pair, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if no canvas reaches it."""
+    """All of its canvases together use up the limit, although none does alone."""
     start = grammar.compile_grammar({"type": "regex", "regex": "[a-z]{170}"}, words, "g")
     asked = request(demo, start, max_new_tokens=180, max_denoising_steps=1)
     monkeypatch.setattr(allowance, "_REST", 0.0)

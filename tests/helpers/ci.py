@@ -1,4 +1,4 @@
-"""Whether this is continuous integration, where what cannot run fails."""
+"""Whether this is continuous integration, where tests that cannot run fail."""
 
 from __future__ import annotations
 

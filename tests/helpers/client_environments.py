@@ -16,7 +16,7 @@ from filelock import FileLock
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canvasrt-clients"
 # pip would take minutes, and cannot leave a requirement out.
 _UV = ("pip", "install", "uv==0.13.9")
-# What uv, pip and npm say of a registry that does not answer.
+# What uv, pip and npm say if a registry does not answer.
 _UNREACHABLE = re.compile(
     r"error sending request|from versions: none|ECONN|ENOTFOUND|EAI_AGAIN|ETIMEDOUT"
 )

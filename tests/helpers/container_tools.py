@@ -20,7 +20,7 @@ from canvasrt.containers.deploy.container_engine import ContainerEngine, find_en
 from canvasrt.errors import CanvasError
 from tests.helpers.ci import in_ci
 
-# Where a container runtime cannot raise limits, systemd does not run, and no bridge can be made.
+# For machines on which a container runtime cannot raise limits, systemd does not run, and no bridge can be made.
 _CONTAINERS_CONF = """
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=20000:20000"]
@@ -36,7 +36,7 @@ HARDENED = (
 
 
 def missing(what: str) -> NoReturn:
-    """Skip a test whose tools are not here; in CI they must be, so fail."""
+    """Skip a test whose tools are missing; in CI, fail it."""
     if in_ci():
         pytest.fail(f"CI is set, and {what}")
     pytest.skip(what)

@@ -46,12 +46,12 @@ class FakeCudaDevice(FakeDevice):
         self.graphs: dict[int, list[Callable[[], Any]]] = {}
         self.replayed = 0
         self.captures = True
-        self.breaks_captures = False  # though TensorRT said that it could be captured
+        self.breaks_captures = False  # although TensorRT said that the work could be captured
         self.contexts_left: int | None = None  # that there is memory for; None for any number
         # What made a request wait: (what, engine), and seconds.
         self.stalls: list[tuple[str, str]] = []
         self.waited = 0.0
-        # Work that may be queued until a kernel fails; None for any amount.
+        # How much work may be queued before a kernel fails; None for any amount.
         self.fails_after: int | None = None
         self._poisoned = False
         self._recording: list[Callable[[], Any]] | None = None
@@ -150,7 +150,7 @@ class DynamicShapesKernelSpecializationStrategy(IntEnum):
 
 
 class ProfilingVerbosity(IntEnum):
-    """What an engine tells of its kernels."""
+    """How an engine describes its kernels."""
 
     LAYER_NAMES_ONLY = 0
     NONE = 1

@@ -1,7 +1,6 @@
 """A package whose engines fail on demand: a file names the fault of the next passes.
 
-The engines, the server and their supervisor are the real ones; only the pass is made to fail, or what
-is done beside it to hang.
+The engines, the server and their supervisor are the real ones; only a pass is made to fail, or a task beside it to hang.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ class Faulty:
     switch: Path
 
     def set(self, fault: str) -> None:
-        """Choose what happens to the passes from now on: cuda, fail, once, hang, nan, or nothing. Or
-        what hangs instead of a pass: read, search; `read 2` takes two seconds."""
+        """Choose what happens to the passes from now on: cuda, fail, once, hang, nan, or nothing. To make a task hang
+        instead, give `read` or `search`; `read 2` takes two seconds."""
         fresh = self.switch.with_suffix(".new")
         fresh.write_text(fault)
         fresh.replace(self.switch)
@@ -147,7 +146,7 @@ def write_model(package: Path, text: str) -> None:
 
 
 class Watch:
-    """Asks for both health routes until the server is gone; the statuses seen, in order."""
+    """Calls both health routes until the server is gone; has the statuses seen, in order."""
 
     def __init__(self, running: Serving) -> None:
         self.seen: dict[str, list[int]] = {"live": [], "ready": []}

@@ -101,5 +101,5 @@ class Server:
         self.backend = backend
 
     def compiled(self) -> Counter[str]:
-        """New shapes by engine."""
+        """Return the new shapes by engine."""
         return Counter(engine for what, engine in self.device.stalls if what == "compile")

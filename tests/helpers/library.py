@@ -115,7 +115,7 @@ def _folder() -> Path:
 
 
 def _relative(argument: Any) -> str:
-    """An argument as text. A path in the cache or in the sources has the same name in every run; others have not."""
+    """An argument as text. A path in the cache or in the sources has the same name in every run; other paths do not."""
     text = str(argument)
     for base in (os.environ["CANVASRT_TEST_CACHE"], str(ROOT)):
         text = text.removeprefix(base + os.sep)

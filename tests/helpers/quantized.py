@@ -123,7 +123,7 @@ class Quantized:
 def quantized(
     plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Quantized]:
-    """`quantized(format)` is the body of `plain_graphs` quantized, made once a set of options."""
+    """`quantized(format)` is the quantized body of `plain_graphs`, made once per set of options."""
     made: dict[tuple, Quantized] = {}
 
     def make(

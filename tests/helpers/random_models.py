@@ -155,7 +155,7 @@ def _session(file: Path) -> onnxruntime.InferenceSession:
 
 
 def _expose_logits(file: Path) -> None:
-    """Make the logits over the temperature, whose largest the head subtracts, an output of the graph."""
+    """Make the logits divided by the temperature an output of the graph; the head subtracts their largest."""
     model = onnx.load(file, load_external_data=False)
     (largest,) = [node for node in model.graph.node if node.op_type == "ReduceMax"]
     model.graph.output.append(

@@ -126,8 +126,8 @@ class ReferenceOutput:
     def check(self, results: Sequence[Result]) -> None:
         """Assert that `results` have the same tokens and steps, row by row.
 
-        Both sides round, so a draw closer than about 1e-6 to another token's share may go either way, and so may the
-        choice between two experts. Such a seed proves nothing: the message says how close the closest ones were.
+        Both sides round, so a draw closer than about 1e-6 to another token's share may go either way, and so may the choice
+        between two experts. Such a seed proves nothing, so the message gives the smallest distances.
         """
         assert len(results) == len(self.tokens)
         for row, result in enumerate(results):
@@ -153,7 +153,7 @@ class Reference:
     ) -> ReferenceOutput:
         """Generate from `prompts` of one length, as one batch; `params` differ only in their seeds.
 
-        `inputs` are the processor's for images.
+        `inputs` are what the processor makes of images.
         """
         first = params[0]
         # The same weights with another canvas length in their configuration.

@@ -75,7 +75,7 @@ class Rehearsal:
         return Counter(line.split()[0] for line in lines)
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Restart the count."""
         (self.folder / "state" / "events").unlink(missing_ok=True)
 
 

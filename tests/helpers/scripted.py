@@ -61,7 +61,7 @@ SPECIAL = (
 )
 # These advance the script by one canvas.
 COUNTED = ("<tool_response|>", "<more>")
-# What ends an answer: as in the released checkpoint, a call ends with the beginning of its result.
+# What ends an answer. As in the released checkpoint, the token that begins a call's result ends the call.
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
@@ -105,7 +105,7 @@ class Script:
                 self.canvases.append((ids + [end] + [pad] * CANVAS)[:CANVAS])
 
     def choose(self, name: str, results: int = 0) -> dict[str, float]:
-        """Return the request field that picks a script; as many tool `results` do not advance it."""
+        """Return the request field that picks a script. The first `results` tool results do not advance it."""
         return {"entropy_bound": float(self._begin[name] + 1 - results)}
 
 

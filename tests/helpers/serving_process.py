@@ -86,7 +86,7 @@ class Serving:
         return self.process.communicate(timeout=120)[1]
 
     def stale(self) -> list[str]:
-        """Processes and shared memory that carry the number of the serving process."""
+        """Processes and shared memory whose names contain the serving process's id."""
         mark = f"-{self.process.pid}-"
         shared = [each.name for each in Path("/dev/shm").glob(f"canvasrt-*{mark}*")]
         lines = command_lines().values()

@@ -1,11 +1,11 @@
-"""What the fake TensorRT takes of the real one's API, and what that documents."""
+"""The part of TensorRT's API that the fake one has, and what the real one documents about it."""
 
 from __future__ import annotations
 
 import inspect
 import re
 
-# What the fake's classes have of their own.
+# Names that only the fake's classes have.
 _OWN = {
     *("fake", "contexts", "config", "profile", "shapes", "addresses", "set_calls", "strategy"),
     *("device", "runtime_cache", "gpu", "known", "graph", "profiles", "compiled", "takes"),

@@ -57,7 +57,7 @@ def test_generations_equal_transformers(tiny: Pair, prompt: Prompt, change: dict
 
 
 def test_rows_have_their_own_and_a_device_agrees(tiny: Pair, prompt: Prompt) -> None:
-    """One batch mixes restricted requests and others; each is as it is alone, on a device too."""
+    """One batch mixes restricted requests and others; each gives the tokens that it gives alone, also on a device."""
     changes = [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}, {"logit_bias": ((5, -100.0),)}]
     params = [replace(BASE, seed=3, **change) for change in changes]
     together = tiny.generate([prompt(20)] * len(params), params, max_batch=len(params))

@@ -142,7 +142,7 @@ def test_prompts_of_the_demo_checkpoint(demo) -> None:
 
 
 def test_an_undertrained_checkpoint(undertrained) -> None:
-    """A model that is unsure: many steps, and partial acceptance."""
+    """An unsure model takes many steps and accepts in part."""
     text = "count 7 to 31"
     prompt = undertrained.tokenizer.encode_chat([{"role": "user", "content": text}])
     base = SamplingParams.from_defaults(

@@ -1,4 +1,4 @@
-"""Log-probabilities against transformers: of the token that stands, from the step that settled it."""
+"""The log-probability of each final token, at the step that settled it, equals transformers'."""
 
 from __future__ import annotations
 

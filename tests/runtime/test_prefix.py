@@ -71,7 +71,7 @@ def test_tokens_are_the_same_with_and_without(model: Model, prompt: Prompt, shar
 
 
 def test_callers_with_keys_share_nothing(model: Model, prompt: Prompt) -> None:
-    """Those without share: each of their requests has a name of its own."""
+    """Callers without a key share the cache, although each of their requests has its own name."""
     beginning = prompt(300)
     generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
     owners = ["a", "b", "a", "~1", "b", "~2", ""]

@@ -12,7 +12,7 @@ import pytest
 from canvasrt.runtime.schedule import Schedule
 
 BATCH, QUANTUM = 4, 8
-# Steps of the demo's answers to its held-out questions with seed 1 → how many took so many.
+# Number of steps of the demo's answers to its held-out questions with seed 1 → how many answers took it.
 RECORDED = {
     2: 2191,
     3: 7,
@@ -51,7 +51,7 @@ class Simulated:
 class Simulation:
     """Clients of which each asks again as soon as it is answered; time is counted in passes.
 
-    keys: every client has one; without keys, the server takes every request for another caller's.
+    keys: every client has one; without keys, each request counts as a caller of its own.
     """
 
     def __init__(self, keys: bool = True) -> None:

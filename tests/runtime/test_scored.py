@@ -1,4 +1,4 @@
-"""Scores of blocks against transformers, and blocks that are redone for a low one."""
+"""Scores of blocks against transformers, and blocks that are redone for a low score."""
 
 from __future__ import annotations
 

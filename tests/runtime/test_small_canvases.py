@@ -55,7 +55,7 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("size", [4, 16])
 def test_the_trained_checkpoints_too(undertrained: Pair, size: int) -> None:
-    """With the end of the sequence, and unsure."""
+    """This model ends its sequences, and is unsure."""
     model = undertrained.model
     text = [{"role": "user", "content": "count 7 to 31"}]
     base = SamplingParams.from_defaults(

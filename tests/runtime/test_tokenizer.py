@@ -117,7 +117,7 @@ def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> 
 
 @pytest.mark.parametrize("name", ["demo", "diffusion_gemma", "gemma4", "gemma3", "gemma"])
 def test_rendering_is_transformers_own(demo, reference, name: str) -> None:
-    """Also of templates that compare their control tokens with parts of messages."""
+    """Some of these templates compare their control tokens with parts of messages."""
     folder = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations)))
     file = folder / "chat_templates" / f"{name}.jinja"
     source = file.read_text("utf-8") if file.exists() else reference.chat_template

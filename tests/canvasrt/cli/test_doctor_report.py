@@ -64,7 +64,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
 def test_a_report_lists_the_compiled_kernels_in_a_container_too(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image names its cache by NIM's variable."""
+    """An image sets NIM's variable to its cache."""
     (tmp_path / "cache" / "compiled").mkdir(parents=True)
     (tmp_path / "cache" / "compiled" / "key").write_bytes(bytes(5))
     monkeypatch.setenv(variable, str(tmp_path / "cache"))

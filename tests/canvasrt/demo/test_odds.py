@@ -1,4 +1,4 @@
-"""Tasks with known probabilities and pictures: the truth about them, and how they are trained on."""
+"""Tasks with known probabilities, and pictures: their right answers, and the examples made from them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
 
 
 def test_the_checkpoint_s_own_codes_must_be_the_same(int4: Any, tmp_path: Path) -> None:
-    """Rounding explains a tenth of a matrix that was quantized here, and nothing of one that was not."""
+    """A matrix that was quantized here may differ by a tenth; one with the checkpoint's codes may not differ."""
     checkpoint, bundle = int4
     name = "model.decoder.layers.1.experts.3.down_proj.weight_scale"
 

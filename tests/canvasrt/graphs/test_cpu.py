@@ -227,8 +227,8 @@ def test_the_sampler_takes_fewer_passes(graphs: Bundle) -> None:
     kinds = Counter(node.op_type for node in model.graph)
     assert kinds["LogSoftmax"] == kinds["Exp"] == kinds["Tanh"] == 1
     assert not kinds["ReduceMax"] + kinds["Log"]
-    assert kinds["Div"] == 2  # of hidden states by the cap, and of the cap by the temperature
-    assert kinds["ReduceSum"] == 4  # the entropy's, that of rows, and two that count tokens
+    assert kinds["Div"] == 2  # hidden / cap, cap / temperature
+    assert kinds["ReduceSum"] == 4  # the sums of the entropy and of rows, and two that count tokens
     after = Session(model, graphs.path, "short_head")
     config, rng = graphs.manifest.model, np.random.default_rng(3)
     shape = 3, config.canvas_length

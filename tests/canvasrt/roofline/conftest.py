@@ -48,11 +48,11 @@ def _released_graphs(out: Path, recipe: str) -> None:
 
 
 def _build_released(out: Path, recipe: str, target: str, experts: str) -> None:
-    """Keep what the tests read. The engines themselves are large, and become holes of their size."""
+    """Keep what the tests read. The engines themselves are large, and are replaced by sparse files of their size."""
     graphs = library.kept(_released_graphs, recipe, code=SOURCES) / f"graphs-{recipe}"
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "engines"
-        # In a process, where Triton the language compiles even if it interprets in this one.
+        # In a child process: in this one, Triton the language may be set to interpret, not compile.
         line = ["build", str(graphs), "-t", target, "-o", str(made), "--experts", experts]
         line += ["--max-context", str(MAX_CONTEXT), "--max-batch", str(MAX_BATCH)]
         command = [sys.executable, "-m", "canvasrt", *line]

@@ -227,7 +227,7 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
         for kernel in attention:
             steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
             assert "Cast" in steps[: steps.index("Exp")], (profile, kernel.name)
-            # Not the zero that ties pieces together, of which there is one per request.
+            # This leaves out the zero that ties pieces together: it has one number per request.
             ones = [each for each in kernel.tensors if each.dims[-1] == 1]
             sums = [each for each in ones if volume(each.dims, SIZES | {"batch": 4}) > 4]
             assert sums, (profile, kernel.name)

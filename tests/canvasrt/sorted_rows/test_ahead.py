@@ -1,4 +1,4 @@
-"""Kernels are compiled without their GPU, in a process where Triton the language compiles instead of interpreting."""
+"""Kernels are compiled without their GPU, in a child process in which Triton the language does not interpret."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, An
 
 
 def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    """In 16 bits, and in FP8 or NVFP4 where Triton supports so few rows; elsewhere, codes become float16, exactly."""
+    """Products are in 16 bits, or in FP8 or NVFP4 where Triton supports this few rows. Elsewhere, codes become float16,
+    which is exact."""
     for each in compiled:
         wanted = "bf16.bf16.f32"
         if "-nvfp4" in each["name"]:
@@ -103,7 +104,7 @@ def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
 
 
 def listed(images: list[dict[str, Any]], folder: Path, *options: str) -> list[str]:
-    """What CUDA's own tool says of images."""
+    """What CUDA's own tool says about compiled kernels."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

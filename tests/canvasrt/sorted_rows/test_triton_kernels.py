@@ -233,7 +233,7 @@ def to_nvfp4(x: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray, np.nd
     scales = to_e4m3(np.abs(blocks).max(-1) / 6 / whole)
     step = (lowbits.numbers_of(E4M3, scales) * np.float32(whole))[..., None]
     numbers = lowbits.values_of(E2M1)[:8]
-    # The nearest; of two, the one with the even code.
+    # The nearest number; if two are equally near, the one with the even code.
     distance = np.abs(np.abs(blocks / np.where(step > 0, step, 1))[..., None] - numbers)
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     codes = order[distance[..., order].argmin(-1)] | (blocks < 0) << 3

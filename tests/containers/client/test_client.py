@@ -77,7 +77,7 @@ def test_the_address_is_host_and_port(url: str | None, address: str):
 
 
 def test_clients_of_one_server_do_not_share_state(server: Server):
-    """Sixteen threads, a client each."""
+    """Each of sixteen threads has its own client."""
     failures: list[Exception] = []
 
     def ask() -> None:
@@ -103,7 +103,7 @@ def test_triton_streams_over_grpc_alone():
 
 @needs_triton
 def test_a_kept_stream_takes_request_after_request(server: Server):
-    """Also after one that was left early, and one that failed."""
+    """A request may follow one that was left early, or one that failed."""
     asked = {"prompt": "12+34=", "seed": 7, "max_new_tokens": 40, "max_denoising_steps": 6}
     url = f"127.0.0.1:{server.ports.grpc}"
 

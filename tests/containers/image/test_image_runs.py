@@ -306,7 +306,7 @@ def test_deploy_shows_the_log_of_what_fails(
 
 
 def test_deploy_says_when_docker_has_no_gpu_runtime(docker: ContainerEngine, command: Command):
-    """A package for a GPU, by its label; this docker has no GPU runtime."""
+    """A package that its label declares for a GPU, on a docker without a GPU runtime."""
     text = f"FROM {STANDIN_TAG}\nLABEL canvasrt.target=rtx-5090\n"
     subprocess.run(
         [docker.name, "build", "--tag", "canvasrt-gpu:1", "-"],

@@ -62,7 +62,7 @@ def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
         (compiled,) = (cache / "compiled").iterdir()
         shapes = compiled.stat().st_size // PER_SHAPE
         assert compiled.stat().st_size > 256 << 20
-        if start == "second":  # the one that it was killed at may not have been kept
+        if start == "second":  # the shape that was being compiled may be lost
             assert before + gpu.events()["compile"] - shapes in (0, 1)
         else:
             assert gpu.events()["compile"] == 0

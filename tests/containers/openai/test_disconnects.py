@@ -1,4 +1,4 @@
-"""A caller who leaves a stream ends its work, and is no error."""
+"""If a caller leaves a stream, its work ends, and no error is logged."""
 
 from __future__ import annotations
 

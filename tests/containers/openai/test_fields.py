@@ -1,4 +1,4 @@
-"""Fields that real clients send: what changes no answer passes, and refusals have the caller's names."""
+"""Fields that real clients send: those that change no answer pass, and refusals use the caller's names."""
 
 from __future__ import annotations
 

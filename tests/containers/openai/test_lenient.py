@@ -1,5 +1,5 @@
-"""What is left out of requests, and said in the reply: unknown fields, unless `--strict`; with `--lenient`, also what is
-not supported."""
+"""Fields that are left out, with a warning in the reply: unknown ones, unless `--strict`; with `--lenient`, also
+unsupported ones."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _pieces(chunks: Any) -> list[str]:
 
 
 def test_a_stop_string_ends_the_work_too(openai: OpenAI, grpc: Client):
-    """Over Triton's own protocols as well, with the tokens that it took."""
+    """The same holds over Triton's own protocols, whose answers include the tokens up to the stop string."""
     text = chat(openai).choices[0].message.content
     stop = text[3:5]
     events = list(grpc.stream({"prompt": "12+34=", "stop": [stop], **SAME, "max_new_tokens": 3000}))
@@ -248,7 +248,7 @@ def test_the_draw_and_the_logits_are_the_caller_s(
 
 
 def test_positions_are_pinned_over_every_protocol(openai: OpenAI, grpc: Client, http: Client):
-    """And a canvas of another size, in the same request."""
+    """The same request also asks for a canvas of another size."""
     canvas = {"seed": [None, 9], "pin": {"3": 41, "17": 42}, "allow": {"5": [50, 51]}}
     more = {"max_denoising_steps": 4, "canvas_length": 16}
     asked = {"prompt": "12+34=", **SAME, **more, "canvas": json.dumps(canvas)}

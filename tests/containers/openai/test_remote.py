@@ -178,7 +178,7 @@ def test_refusals_say_why(site: Any, url: str, why: str) -> None:
 
 
 def test_a_slow_server_is_given_up(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that sends a byte now and then."""
+    """The server sends a byte now and then."""
     monkeypatch.setattr(remote, "FETCH_TIMEOUT", 0.5)
     with pytest.raises(Refused, match=r"longer than 0.5 seconds|cannot be fetched"):
         fetcher().fetch(f"http://public.test:{site.server_address[1]}/slow")

@@ -119,7 +119,7 @@ def test_a_required_tool(client: OpenAI, seed: int, parallel: bool) -> None:
 
 
 def test_a_call_comes_without_strict_and_in_the_smallest_budget(client: OpenAI) -> None:
-    """Also by `/v1/responses`. One token less is refused, with a number that works."""
+    """The same holds for `/v1/responses`. A smaller budget is refused with the number that suffices."""
     loose = tool("lamp", strict=False)
     asked: dict[str, Any] = {"tools": [loose], "tool_choice": "required"}
     with pytest.raises(BadRequestError, match="at least") as caught:
@@ -281,7 +281,7 @@ def test_the_demo_calls_without_thoughts() -> None:
 
 
 def accepts(core: Core, begun: str, text: str) -> bool:
-    """Whether the grammar of calls of `lamp` takes all of `text`."""
+    """Whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
     control = frozenset(core.get_added_tokens_decoder())
     spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}

@@ -35,7 +35,7 @@ CHAT = {"model": "canvasrt", "messages": [{"role": "user", "content": "Hello"}]}
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """Spans of this process, which a provider that is there already collects."""
+    """The spans of this process, from its tracer provider."""
     made = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(made))
@@ -85,7 +85,7 @@ def test_a_request_and_its_blocks_have_spans(
 
 
 def test_a_block_that_a_stop_string_cuts_has_one(exporter: InMemorySpanExporter) -> None:
-    """Settled tokens may end the answer: then no event `block` comes."""
+    """If settled tokens end the answer, no event `block` follows."""
     with trace.get_tracer("test").start_as_current_span("request"):
         blocks = Blocks()
         for kind, steps in (("settled", []), ("block", [3]), ("settled", [3]), ("final", [3, 2])):

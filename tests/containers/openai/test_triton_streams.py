@@ -1,4 +1,4 @@
-"""The front end's own requests on the wire, and streams that carry one after another."""
+"""The front end's own requests on the wire, and streams that are reused for further requests."""
 
 from __future__ import annotations
 

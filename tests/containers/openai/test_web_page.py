@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Any]:
-    """Open the page; at the end, no script has failed and nothing foreign was asked for."""
+    """Open the page; at the end, check that no script failed and no other site was called."""
     contexts, problems, addresses = [], [], []
 
     def visit(front: FrontEnd, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Any:

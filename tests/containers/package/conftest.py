@@ -16,7 +16,7 @@ Relabelled = Callable[..., Path]
 
 @pytest.fixture
 def relabelled(engines: Bundle, tmp_path: Path) -> Relabelled:
-    """The CPU's engines with another target in their manifest: what a package of a GPU's looks like."""
+    """The CPU's engines under another target, to package them as if for a GPU."""
 
     def make(name: str, backend: str = "", version: str = "", **options: Any) -> Path:
         folder = tmp_path / "relabelled" / (name or "graphs")

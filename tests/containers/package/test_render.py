@@ -107,5 +107,5 @@ def test_the_dockerfile_copies_what_root_owns_and_all_can_read(
     for path in (made.path / "engines", *made.path.rglob("*")):
         assert path.stat().st_mode & 0o444 == 0o444, path
         assert path.is_file() or path.stat().st_mode & 0o111 == 0o111, path
-    # The bundle's own files stay closed.
+    # The bundle's own files keep their mode.
     assert {each.stat().st_mode & 0o777 for each in closed.iterdir() if each.is_file()} == {0o600}

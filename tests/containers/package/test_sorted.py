@@ -32,7 +32,7 @@ def graphs() -> Bundle:
 
 @pytest.fixture(scope="module")
 def pieces(graphs: Bundle, tmp_path_factory: pytest.TempPathFactory, command: Command) -> Bundle:
-    """Built in a process, where Triton the language compiles even if it interprets in this one."""
+    """Build in a child process: in this one, Triton the language may be set to interpret, not compile."""
     out = tmp_path_factory.mktemp("pieces") / "engines"
     sizes = ("--max-context", OPTIONS.max_context, "--max-batch", OPTIONS.max_batch)
     line = ("build", graphs.path, "-t", TARGET, "-o", out, "-p", OPTIONS.precision, *sizes)

@@ -32,7 +32,7 @@ INSTALLATION = Installation(Path("tritonserver"), None)
 def test_triton_takes_no_memory_of_the_gpus_it_sees(
     named: tuple[str, ...], there: int, pools: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of none by /dev, which has no GPU under Windows."""
+    """GPUs are not looked up in /dev, which has none under Windows."""
     monkeypatch.setattr(machine, "_listed", lambda: (GPU,) * there)
     monkeypatch.delenv(VISIBLE, raising=False)
     server = Server(Path("repository"), gpus=named)

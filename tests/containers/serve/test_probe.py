@@ -15,7 +15,7 @@ import pytest
 
 from canvasrt.containers.serve import probe
 
-# What the supervisor looks like to the probe; it exits like one that ignores SIGTERM, or not.
+# A process that the probe takes for the supervisor; it may ignore SIGTERM.
 _SERVER = """
 import signal, sys, time
 if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -28,8 +28,8 @@ pytestmark = needs_triton
 
 
 def test_a_server_s_life(engines: Bundle, tmp_path: Path):
-    """Of engines without a package: options reach the models, a closed terminal does not stop what
-    nohup started, and a signal stops everything while a client keeps its connection open."""
+    """Engines without a package: options reach the models; under nohup, a closed terminal does not stop the server; a
+    signal stops everything while a client keeps its connection open."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
     options = (
         "--threads",

@@ -135,7 +135,7 @@ def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
 
 
 def test_the_gpu_that_serves_is_one_that_the_engines_are_for(several: Bundle):
-    """Whatever its number, and not the fastest by CUDA's order."""
+    """It is chosen by its name: neither by its number, nor as the fastest in CUDA's order."""
     there = [
         replace(each, uuid=f"GPU-{number}")
         for number, each in enumerate((RTX_4090, RTX_PRO, RTX_5090, H100, RTX_5090))
@@ -275,7 +275,7 @@ def test_graphs_are_built_once_into_the_cache(
     assert built.manifest.target["name"] == "cpu"
     assert "" in reports
     assert any("Now: " in detail for detail in reports)
-    # The second time nothing is built: not even a program to build with is there.
+    # The second time nothing is built, so no builder is needed.
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert prepare(profile, tmp_path, wait) == out
 

@@ -89,7 +89,7 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
 
 @pytest.mark.acceptance
 def test_tritons_callers_lose_nothing_either(packaged: Bundle, tmp_path: Path):
-    """Those that call Triton itself are served until the end, or learn that it is stopping."""
+    """Callers of Triton itself are served until the end, or learn that it is stopping."""
     from canvasrt.containers.client.triton import Client
     from canvasrt.errors import CanvasError
 
@@ -109,7 +109,7 @@ def test_tritons_callers_lose_nothing_either(packaged: Bundle, tmp_path: Path):
         for thread in threads:
             thread.start()
         assert eventually(lambda: len(outcomes) > 8)
-        running.stop(signal.SIGTERM)  # load without an end does not hold it up
+        running.stop(signal.SIGTERM)  # endless load does not delay it
         for thread in threads:
             thread.join(30)
         assert running.process.returncode == 0
@@ -211,7 +211,7 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
 ):
     """A front end that dies while the engines are built is replaced, too."""
     (tmp_path / "tmp").mkdir()
-    # The test holds the lock on the cache first: a tiny model is built before anybody can look.
+    # The test takes the lock on the cache first; otherwise the tiny model would be built before anybody could look.
     (profile,) = profiles_of(graphs)
     out = engines_folder(profile, tmp_path / "cache")
     out.parent.mkdir(parents=True)

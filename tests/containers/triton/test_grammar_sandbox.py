@@ -71,7 +71,7 @@ def test_so_is_one_that_was_stopped(
 def test_verdicts_do_not_change_places(
     sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even when each process is stopped that replaces another."""
+    """This holds even if every replacement process is stopped, too."""
     for name in ("_PATIENCE", "_LOADING"):
         monkeypatch.setattr(f"{GrammarSandbox.__module__}.{name}", 2.0)
     end, stopped = threading.Event(), {sandbox.pid}

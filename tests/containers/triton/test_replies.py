@@ -106,7 +106,7 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert not replies.ended
     piece, final = replies.replies(Settled(0, 0, 5, ids[2:3]))
     assert replies.ended
-    assert first[0]["text"] == "4"  # 6 could begin the stop string
+    assert first[0]["text"] == "4"  # the 6 could begin the stop string
     assert piece["text"] == ""
     assert final["text"] == "4"
     assert final["token_ids"] == ids[:3]

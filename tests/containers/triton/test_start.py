@@ -23,7 +23,7 @@ __all__ = ["_few_tokens", "folder", "tiny"]
 def test_a_gpu_takes_what_another_of_its_name_compiled(
     other: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unlike GPUs on one volume keep files of their own."""
+    """GPUs of different kinds that share a volume keep separate files."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     compiled = partial(_compiled_kernels, load_bundle(folder, check=False).manifest)
     servers: list[Server] = []

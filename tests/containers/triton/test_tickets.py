@@ -44,7 +44,7 @@ LONG = {"max_new_tokens": 500, "max_denoising_steps": 100, "stability_threshold"
 
 
 def test_time_that_is_over_is_told_wherever_a_request_is(model: Model):
-    """Also while it is being prepared, and while one that runs leaves it no place."""
+    """A request may be running, being prepared, or waiting for the place of a running one."""
     worker = Worker(lambda: Generator(model, max_batch=1), timeout=1)
     runs, waits, prepared = Caller(), Caller(), Caller()
     begin = time.monotonic()

@@ -101,8 +101,7 @@ def test_a_request_s_time_begins_when_it_comes(model: Model):
 
 
 def test_requests_join_a_few_at_a_time(model: Model):
-    """Each may take a while to join: those that run get their steps between them, and every one of
-    them counts as progress."""
+    """Each may take a while to join. Running requests get their steps in between, and every step counts as progress."""
     order: list[str] = []
 
     class Slow(Generator):
@@ -222,7 +221,7 @@ POISON = 9
 
 
 class Poisoned(Generator):
-    """A generator whose passes fail with a request that has a certain token."""
+    """A generator whose passes fail while a request with a certain token runs."""
 
     def _denoise(self) -> list[Event]:
         if any(POISON in each.prompt for each in self._running):  # type: ignore[union-attr]
@@ -282,7 +281,7 @@ def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
 
 
 def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
-    """Unless one succeeds in between."""
+    """A pass that succeeds in between restarts the count."""
     left = [0]
 
     class Broken(Generator):
@@ -308,7 +307,7 @@ def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
 
 
 def test_a_failed_pass_gives_its_slots_back(model: Model):
-    """A device has only so many: leaked ones would end in a server that refuses everything."""
+    """A device's slots are few: if they leaked, the server would soon refuse every request."""
     released: list[Any] = []
     real = model.release
     model.release = lambda row: (released.append(row), real(row))[1]  # type: ignore[method-assign]

@@ -96,13 +96,13 @@ def test_a_gpu_with_a_place_takes_what_waits_for_another(
 
 
 def test_callers_wait_on_every_gpu_alike(models: list[Model]) -> None:
-    """Whatever others have there: their shares of all GPUs are those of each."""
+    """A caller's requests are spread over the GPUs, however many requests others have there."""
     workers = workers_of(models, max_batch=1)
     held, callers = threading.Event(), [Caller() for _ in range(9)]
     for caller in callers:
         ends = caller.event
         caller.event = lambda event, ends=ends: held.wait(30) and ends(event)  # type: ignore[method-assign, misc]
-    for number, worker in enumerate(workers.all):  # of one caller, three more on the first GPU
+    for number, worker in enumerate(workers.all):  # one caller gets three more on the first GPU
         for seed in range(4 - 3 * number):
             submit(worker, request(models[0], seed, owner="a"), callers.pop())
     assert eventually(lambda: [each.count("a") for each in workers.all] == [4, 1])

@@ -87,7 +87,7 @@ class Engine:
 def test_tensorrt_builds_a_body_whose_weights_stay_packed(
     quantized, format: str, weights: str, capability: str
 ) -> None:
-    """With a cache in FP8, too."""
+    """The cache may be in FP8, too."""
     made = quantized(format, weights=weights, cache=weights == "per_tensor")
     values = (*(model := ir.load(made.file)).graph.inputs, *model.graph.outputs)
     cached = [value.dtype for value in values if "_key_" in value.name or "_value_" in value.name]

@@ -73,7 +73,7 @@ def test_memory_does_not_grow_with_the_model(
 def test_memory_of_a_gpu_is_given_back(
     plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it ran out, which is an error with a way out."""
+    """This holds even if memory ran out; the error then says what to do."""
     recipe = replace(load_recipe("nvfp4"), calibration=CalibrationSettings(1, max_new_tokens=8))
     (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
     run = partial(calibrate, plain_graphs, recipe, tmp_path / "prompts.jsonl")

@@ -165,7 +165,7 @@ def test_from_the_checkpoint_it_has_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """No plain graphs are written. Sweeps and graphs that an interrupted call has done are not done again."""
+    """No plain graphs are written. Sweeps and graphs that an interrupted call finished are not repeated."""
     done: list[str] = []
     sweep, write = network.StreamedNetwork._sweep, onnx.write_graph
 

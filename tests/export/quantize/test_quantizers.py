@@ -242,7 +242,7 @@ def test_the_least_error_is_no_larger(format: str) -> None:
 
 
 def test_the_least_error_may_saturate() -> None:
-    """Nearly all numbers are 0.90625, which FP8 holds exactly at a scale under which the largest saturates."""
+    """Nearly all numbers are 0.90625. FP8 holds it exactly, at a scale that makes the largest number saturate."""
     given = np.full((32, 32), 0.90625, np.float32)
     given[3, 4] = 1
     found = dequantize(quantize_weight([given], "fp8", 3.0, "mse"))

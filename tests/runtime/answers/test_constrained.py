@@ -37,7 +37,7 @@ from tests.helpers.reference import Pair
 
 @pytest.mark.parametrize("of", SCHEMAS, ids=str)
 def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
-    """On a whole canvas, and on small ones, which cut what a schema fixes anywhere."""
+    """On a whole canvas, and on small ones, which may end inside text that the schema fixes."""
     start = compile_grammar(schema(of), words, "grammar")
     asked = [request(demo, start, canvas_length=size) for size in (0, 4)]
     for result in Generator(demo.model).run(asked):
@@ -48,7 +48,7 @@ def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> 
 def test_answers_of_random_weights_validate(
     undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any]
 ) -> None:
-    """With room to spare, and with no more than the shortest answer takes."""
+    """The budget is ample, or just enough for the shortest answer."""
     start = compile_grammar(schema(of), words, "grammar")
     for budget, size in ((160, 0), (start.least + 1, 4)):
         asked = request(
@@ -308,7 +308,7 @@ def test_what_the_vocabulary_cannot_spell_is_left_out(
 ) -> None:
     """The demo has no `é`; the other ways are found, however likely the first tokens are."""
     start = compile_grammar(schema({"enum": ways}), words, "g")
-    for room in (6, 100):  # with and without a look at how the answer ends
+    for room in (6, 100):  # near the budget's end, where endings are checked, and far from it
         (result,) = Generator(demo.model).run([request(demo, start, "12+34=", max_new_tokens=room)])
         assert text_of(demo.tokenizer, result) == next(f'"{way}"' for way in ways if way.isascii())
     with pytest.raises(CanvasError, match="cannot be used"):

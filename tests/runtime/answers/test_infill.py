@@ -124,7 +124,7 @@ def test_wrong_gaps_are_refused(demo: Pair, text: str, message: str) -> None:
 def test_the_words_of_a_vocabulary_are_read_once(
     demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large one, that takes half a second."""
+    """Reading a large vocabulary takes half a second."""
     params = SamplingParams.from_defaults(demo.model.sampler, demo.model.config)
     tokenizer = demo.tokenizer
     infill_request("te{3}p", [2], params, demo.model, tokenizer)

@@ -185,7 +185,7 @@ def test_a_device_reads_the_same(tiny: Pair, prompt: Prompt) -> None:
 
 @pytest.mark.parametrize("shares", [True, False], ids=["device", "cpu"])
 def test_reads_of_several_callers_share_a_pass(shares: bool, tiny: Pair, prompt: Prompt) -> None:
-    """On a device; on a CPU they run side by side. Either way, as alone."""
+    """Reads share a pass on a device, and run side by side on a CPU. Both give the results of reads alone."""
     model = open_model(tiny.graphs, check=False, backend=FakeBackend()) if shares else tiny.model
     wanted = [
         DecisionRequest(

@@ -24,7 +24,7 @@ from canvasrt.runtime.engine import KernelCall, Pitched
 
 
 class Status(IntEnum):
-    """Of every call."""
+    """The status that every call returns."""
 
     OK = 0
     FAILED = 900

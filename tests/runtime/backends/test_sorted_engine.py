@@ -89,8 +89,8 @@ def test_plain_tensorrt_captures_the_pieces(bundle: Bundle, tiny: Pair, prompt: 
 def test_quantized_experts_compute_what_the_graph_does(
     recipe: str, tiny: Pair, tmp_path: Path
 ) -> None:
-    """With the graph's codes and scales: others than INT4 round inputs of both products, and a sum's last bits may move one
-    over."""
+    """With the graph's codes and scales. All formats but INT4 round the inputs of both products, and a sum's last bits may
+    move an input to the next code."""
     graphs = tmp_path / "graphs"
     chosen = load_recipe(recipe)
     amax = dict.fromkeys(chosen.formats(tiny.model.config), 4.0)

@@ -84,7 +84,7 @@ def test_requests_apart_have_widths_of_their_own(
 def test_a_step_takes_own_passes_or_a_shared_one_whichever_is_faster(
     tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own passes as wide as a request's past, shared ones as wide as any; a request goes from one to the other and back."""
+    """A request's own passes are as wide as its past, shared ones as wide as any; a request moves between both."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 64)
     model, backend = resident(tiny.graphs)
     widths = model.shapes.widths

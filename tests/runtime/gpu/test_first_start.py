@@ -44,7 +44,7 @@ def test_what_was_compiled_is_kept_for_the_next_start(folder: Path, tmp_path: Pa
 def test_a_start_that_is_killed_goes_on_from_its_last_shape(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the killed one was writing is removed."""
+    """The partial file of the killed process is removed."""
     file = tmp_path / "cache" / "compiled"
     whole = Server(folder)
     whole.model.warm_up()
@@ -77,7 +77,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a full volume no part of a file stays, and what was kept before does."""
+    """On a full volume no partial file stays, and files kept before do."""
     file = tmp_path / "cache" / "compiled"
     file.parent.mkdir()
     file.write_bytes(IRuntimeCache().serialize())
@@ -131,7 +131,7 @@ OWN = "in a pass of its own over 1024 cached tokens"
 def test_requests_share_passes_where_that_changes_no_bit(
     broken: str | None, folder: Path, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device whose products differ in the last bit: at a place, beside others, or in passes of another size."""
+    """The device's products differ in the last bit: at one place, beside others, or in passes of another size."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 1024)
     server = Server(folder)
     model, run, lengths = server.model, DeviceModel._output, set()

@@ -74,7 +74,7 @@ def test_no_request_meets_a_new_shape(
         same([result], Generator(tiny.model).run([request]))
     if rtx:
         assert not server.compiled()
-    # What is left is a capture where a request's width is not that of its place's last one.
+    # What remains is a capture whenever a request's width differs from that of the last request in its place.
     changes = len(done) * len(server.model.shapes.widths)
     assert server.device.count("capture") <= changes * len(server.model.segments)
     assert not server.device.count("context")
@@ -84,7 +84,7 @@ def test_no_request_meets_a_new_shape(
 def test_every_slot_is_warm(
     rtx: bool, apart: bool, few_slots: None, folder: Path, tiny: Pair, prompt: Prompt
 ) -> None:
-    """Requests that stay within the shortest width wait for nothing, in whichever slot, even if they overflow."""
+    """Requests within the shortest width wait for nothing, in any slot, even if they overflow."""
     server = Server(folder, rtx, apart)
     server.model.warm_up()
     server.device.stalls.clear()
@@ -98,7 +98,8 @@ def test_every_slot_is_warm(
 def test_engines_that_feed_all_tokens_to_every_expert(
     tiny: Pair, prompt: Prompt, tmp_path: Path
 ) -> None:
-    """As in NVFP4. The queue of all tokens starts where TensorRT wants tensors to, however few experts there are."""
+    """NVFP4 experts take all tokens. Their queue starts at an address that TensorRT accepts, however few experts there
+    are."""
     folder = write_engines(tiny, tmp_path, quantized={"layers.0.experts.gate_up": "nvfp4"})
     server = Server(folder)
     profiles = load_bundle(folder, check=False).manifest.segments[0]["profiles"]
