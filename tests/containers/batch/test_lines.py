@@ -199,9 +199,7 @@ def test_a_journal_that_another_process_finishes_meanwhile(
     assert not outputs.journal.exists()
 
 
-def test_a_servers_odd_replies_end_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_servers_odd_replies_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = [(429, "9" * 400, b"{}"), (200, "\u00b2", b"[" * 100_000)]
 
     class Odd(BaseHTTPRequestHandler):
