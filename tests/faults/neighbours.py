@@ -22,7 +22,7 @@ from typing import Any
 from tests.faults.grammars import LETTERS, slow_grammar
 from tests.helpers.serving_process import call, chat
 
-SECONDS = 3.0  # per figure
+SECONDS = 4.0  # per figure
 DIGITS = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
 _processes = multiprocessing.get_context("fork")
 Body = Callable[[int], bytes]
