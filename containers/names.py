@@ -60,8 +60,11 @@ CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
 COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 # Variables with secrets, which are removed from children's environments.
 SECRETS = (
+    "CANVASRT_AGAINST_API_KEY",
+    "CANVASRT_API_KEY",
     "CANVASRT_API_KEYS",
     "CANVASRT_API_KEYS_FILE",
+    "CANVASRT_SIGNING_PASSWORD",
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
     "NGC_API_KEY",

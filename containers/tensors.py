@@ -15,6 +15,7 @@ ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
 MAX_CANVAS = 1 << 20  # characters of JSON
+MAX_GRAMMAR = 400_000  # characters of JSON, of which a schema's 64 KB may take six per byte
 MAX_BIASED = 1024  # tokens
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
 

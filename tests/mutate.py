@@ -302,7 +302,7 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     (
         "half a line stays in a batch's journal",
         "containers/batch/journal",
-        "os.truncate(self._outputs.journal, place)",
+        "os.ftruncate(self._file.fileno(), place)",
         "None",
         ("tests/containers/batch/test_lines.py",),
     ),

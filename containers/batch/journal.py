@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 from canvasrt.containers.batch.lines import Line
 from canvasrt.errors import CanvasError
 from canvasrt.staging import sync
+
+_MOST_IDENTITY = 4096  # bytes of the first line
 
 
 class Outputs(NamedTuple):
@@ -24,6 +27,8 @@ class Outputs(NamedTuple):
     @classmethod
     def of(cls, answers: Path) -> Outputs:
         """Return the files beside `answers`: answers.jsonl, answers.errors.jsonl, answers.jsonl.partial."""
+        if not answers.name:
+            raise CanvasError(f"{answers} is a folder", "name a file")
         errors = answers.with_name(f"{answers.stem}.errors{answers.suffix}")
         return cls(answers, errors, answers.with_name(f"{answers.name}.partial"))
 
@@ -40,12 +45,7 @@ class Journal:
         Raises CanvasError if the output is complete, locked, or was begun with another identity.
         """
         self._outputs = outputs
-        path = outputs.journal
-        if not path.exists():
-            for each in (outputs.answers, outputs.errors):
-                if each.exists():
-                    raise CanvasError(f"{each} exists", "name another output, or remove it first")
-        self._file: BinaryIO = path.open("a+b")
+        self._file = self._open()
         try:
             self._lock()
             self._places = self._read(identity)
@@ -77,8 +77,10 @@ class Journal:
         """
         staged = {each: each.with_name(f".{each.name}.tmp") for each in self._outputs[:2]}
         counts = dict.fromkeys(staged, 0)
-        with staged[self._outputs.answers].open("wb") as answers:
-            with staged[self._outputs.errors].open("wb") as errors:
+        for each in staged.values():
+            each.unlink(missing_ok=True)
+        with staged[self._outputs.answers].open("xb") as answers:
+            with staged[self._outputs.errors].open("xb") as errors:
                 for _, place in sorted(self._places.items()):
                     self._file.seek(place)
                     kept = json.loads(self._file.readline())
@@ -96,51 +98,88 @@ class Journal:
         self._outputs.journal.unlink()
         return counts[self._outputs.errors]
 
+    def _open(self) -> BinaryIO:
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+        try:
+            return open(self._outputs.journal, "a+b", opener=opener)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, None):  # a link, or a pipe
+                raise self._foreign() from None
+            raise
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CanvasError(
-                f"another batch writes {self._outputs.answers}",
-                "wait for it, or name another output",
-            ) from None
+            raise self._taken() from None
+        if not os.fstat(self._file.fileno()).st_nlink:  # finished since it was opened
+            raise self._taken()
 
     def _read(self, identity: Mapping[str, Any]) -> dict[int, int]:
-        """Return the file offsets of finished lines by line number. A truncated last line is dropped."""
+        """Return the file offsets of finished lines by line number. A truncated last line is dropped.
+
+        Nothing is written before the first line has shown that this is the batch's journal.
+        """
+        own = _encoded(identity)
         self._file.seek(0)
+        first = self._file.readline(_MOST_IDENTITY)
+        if not first:
+            self._check_new()
+        if first.endswith(b"\n"):
+            self._check_identity(first, identity)
+        elif not own.startswith(first):
+            raise self._foreign()
+        place = len(first) if first.endswith(b"\n") else 0
         places: dict[int, int] = {}
-        place, first = 0, None
         for text in self._file:
             if not text.endswith(b"\n"):
                 break
-            data = self._parsed(text)
-            if first is None:
-                first = data
-            else:
-                places[data["line"]] = place
+            match self._parsed(text):
+                case {"line": int(line), "failed": bool(), "entry": dict()}:
+                    places[line] = place
+                case _:
+                    raise self._foreign()
             place += len(text)
-        os.truncate(self._outputs.journal, place)
+        os.ftruncate(self._file.fileno(), place)
         self._file.seek(0, os.SEEK_END)
-        if first is None:
+        if not place:
             self._write(identity)
-        elif first != identity:
-            names = [name for name in identity if first.get(name) != identity[name]]
+        return places
+
+    def _check_new(self) -> None:
+        for each in self._outputs[:2]:
+            if each.exists():
+                self._outputs.journal.unlink()
+                raise CanvasError(f"{each} exists", "name another output, or remove it first")
+
+    def _check_identity(self, first: bytes, identity: Mapping[str, Any]) -> None:
+        found = self._parsed(first)
+        if not isinstance(found, dict) or found.keys() != identity.keys():
+            raise self._foreign()
+        if names := [name for name in identity if found[name] != identity[name]]:
             raise CanvasError(
                 f"{self._outputs.journal} was begun with another {', '.join(names)}",
                 "repeat the command that began it, or remove the file to begin anew",
             )
-        return places
 
-    def _parsed(self, text: bytes) -> dict[str, Any]:
+    def _parsed(self, text: bytes) -> Any:
         try:
-            data = json.loads(text)
-        except ValueError:
-            data = None
-        if not isinstance(data, dict):
-            raise CanvasError(
-                f"{self._outputs.journal} is damaged", "remove the file to begin anew"
-            )
-        return data
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise self._foreign() from None
+
+    def _foreign(self) -> CanvasError:
+        return CanvasError(
+            f"{self._outputs.journal} is damaged, or not a batch's",
+            "name another output, or remove the file to begin anew",
+        )
+
+    def _taken(self) -> CanvasError:
+        return CanvasError(
+            f"another batch writes {self._outputs.answers}", "wait for it, or name another output"
+        )
 
     def _write(self, data: Mapping[str, Any]) -> None:
         self._file.write(_encoded(data))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from canvasrt.containers.batch.lines import Line
 from canvasrt.containers.batch.run import Reply
 from canvasrt.containers.client.openai import KEY_VARIABLE, address
+from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
@@ -125,11 +125,12 @@ class Servers:
         ) as reply:
             text = await reply.text(errors="replace")
             try:
-                body = json.loads(text)
+                body = load_json(text, most=len(text))
             except ValueError:
                 body = {"error": {"message": text[:_SHOWN], "type": "server_error"}}
             wait = reply.headers.get("Retry-After", "")
-            return Reply(reply.status, body), float(wait) if wait.isdigit() else 0.0
+            seconds = float(wait) if wait.isascii() and wait.isdigit() else 0.0
+            return Reply(reply.status, body), min(seconds, _LONGEST_REST)
 
     def _check_patience(self, why: str) -> None:
         since = [each.down_since for each in self._servers]

@@ -23,6 +23,7 @@ from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
 from canvasrt.containers.openai.tracing import Blocks
 from canvasrt.containers.openai.upstream import Answers, Source
+from canvasrt.containers.tensors import MAX_GRAMMAR
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
 
@@ -93,6 +94,10 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
             )
     if len(prompts) * n > MAX_ANSWERS:
         raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
+    if (size := len(asked.options.get("grammar", ""))) > MAX_GRAMMAR:
+        name = asked.names.get("grammar", "response_format")
+        problem = f"{name} has {size} characters of JSON; at most {MAX_GRAMMAR} are allowed."
+        raise bad_request(problem, name, "invalid_value")
     _check_size([{**asked.options, **prompt} for prompt in prompts], n)
     seed = secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed
     return [{**asked.options, **prompt, "seed": seed + i} for prompt in prompts for i in range(n)]

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Protocol
 
 # Seconds of parsing per iteration of the event loop: of all connections together, and of one connection.
-TURN, SLICE = 0.01, 0.002
+TURN, SLICE = 0.0005, 0.0005
 
 
 class Parsing(Protocol):

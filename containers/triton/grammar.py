@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from canvasrt.containers.tensors import MAX_GRAMMAR
 from canvasrt.containers.triton.grammar_sandbox import GrammarSandbox
 from canvasrt.containers.triton.inputs import read_object
 from canvasrt.containers.triton.shared import Shared
@@ -55,6 +56,8 @@ def read_grammar(
         raise CanvasError(
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"
         )
+    if len(text) > MAX_GRAMMAR:
+        raise CanvasError(f"grammar has {len(text)} characters", f"give at most {MAX_GRAMMAR}")
     spec = read_object("grammar", text, 'send {"type": "json_schema", "schema": {}}')
     control = frozenset[int]()
     if spec.get("type") == "tool_calls":

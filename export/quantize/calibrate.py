@@ -6,6 +6,7 @@ generator. The network runs layer by layer, so memory depends neither on the mod
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from canvasrt.progress import report
 from canvasrt.recipes.recipe import Recipe
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.request import Draft, Finished, Request
+from canvasrt.staging import sync
 
 if TYPE_CHECKING:
     from canvasrt.export.quantize.stored_weights import WeightSource
@@ -85,13 +87,14 @@ def calibrate(
     from canvasrt.export.quantize.network import gpu_memory
 
     finished = room / "finished.json"
-    if finished.exists():
-        return Calibration.read(finished)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Calibration.read(finished)  # unless there is none, or it is cut off
     with gpu_memory():
         found = _observe(weights, recipe, prompts, room)
     # The sweeps make room for graphs.
     whole = finished.with_suffix(".new")
     whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    sync(whole)
     whole.replace(finished)
     shutil.rmtree(room / "sweeps")
     return found

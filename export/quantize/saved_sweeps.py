@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,8 +34,8 @@ class SavedSweeps:
             if state["device"] != device or state["sizes"] != sizes:
                 raise ValueError("another device's, or incomplete")
             self.state = state
-        except (OSError, RuntimeError, EOFError, KeyError, ValueError, UnpicklingError):
-            (folder / _STATE).unlink(missing_ok=True)  # none, or a damaged one
+        except Exception:  # none, or a damaged one, of which any line above may fail
+            (folder / _STATE).unlink(missing_ok=True)
         self._files: dict[int, str] = dict(self.state.get("files", {}))
         self._clean()
 

@@ -1,6 +1,7 @@
 """Measures how long answers take beside attackers: `python -m tests.faults.neighbours HOST:PORT`, a server of the demo.
 
-Prints the median and the maximum, in milliseconds, of plain answers and of those that follow `[0-9]{2}`.
+Prints the median and the maximum, in milliseconds, of plain answers and of those that follow `[0-9]{2}`; and of plain
+answers while the same attackers send to a process that only reads, which is what their own work costs this machine.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import multiprocessing
+import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from statistics import median
 from typing import Any
@@ -19,12 +22,14 @@ from typing import Any
 from tests.faults.grammars import LETTERS, slow_grammar
 from tests.helpers.serving_process import call, chat
 
-SECONDS = 5.0  # per figure
+SECONDS = 4.0  # per figure
 DIGITS = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
+_processes = multiprocessing.get_context("fork")
+Body = Callable[[int], bytes]
 
 
-def main(host: str) -> None:
-    """Print a row per attack."""
+def main(host: str, only: str = "") -> None:
+    """Print a row per attack whose name contains `only`."""
     bias = {
         str(
             call(host, "/tokenize", {"prompt": letter, "add_special_tokens": False}).body["tokens"][
@@ -34,9 +39,9 @@ def main(host: str) -> None:
         for place, letter in enumerate(LETTERS)
     }
     slow = {"max_tokens": 180, "max_denoising_steps": 1, "logit_bias": bias}
-    brackets = b"[" * 101 + b"]" * 15_000_000
-    attacks: list[tuple[str, int, Callable[[int], bytes]]] = [
+    attacks: list[tuple[str, int, Body]] = [
         ("none", 0, lambda n: b""),
+        ("ordinary chats", 4, lambda n: _chat({})),
         *(
             ("a slow grammar", each, lambda n: _chat(_lark(slow_grammar()), **slow))
             for each in (1, 2, 4)
@@ -47,19 +52,27 @@ def main(host: str) -> None:
             lambda n: _chat(_lark(f"{slow_grammar()}\n// {n}"), **slow),
         ),
         ("a new 60 KB enum each time", 4, lambda n: _chat(_enum(n, 3500))),
+        ("an enum of 8 MB", 4, lambda n: _chat(_enum(0, 500_000))),
         ("an enum of 14 MB", 4, lambda n: _chat(_enum(0, 900_000))),
-        (
-            "a prompt of 5 million lists",
-            4,
-            lambda n: b'{"model":"canvasrt","prompt":[%s[]]}' % (b"[]," * 5_200_000),
-        ),
-        ("15 million closing brackets", 4, lambda n: brackets),
+        ("a prompt of 500,000 ids", 4, lambda n: _prompt(b"1," * 500_000 + b"1")),
+        ("a prompt of 5 million lists", 4, lambda n: _prompt(b"[]," * 5_200_000 + b"[]")),
+        ("15 million closing brackets", 4, lambda n: b"[" * 101 + b"]" * 15_000_000),
         ("3 MB of <unk>", 4, lambda n: _chat({}, "<unk>" * 600_000)),
+        ("15 MB of text", 4, lambda n: _chat({}, "abc " * 3_750_000)),
     ]
-    print("| attack | attackers | plain | digits |\n| --- | --- | --- | --- |")
-    for name, attackers, body in attacks:
-        plain, digits = (_beside(host, attackers, body, each) for each in ({}, DIGITS))
-        print(f"| {name} | {attackers} | {plain} | {digits} |", flush=True)
+    print(
+        "| attack | attackers | plain | digits | beside a reader |\n| --- | --- | --- | --- | --- |"
+    )
+    with _reader() as sink:
+        for name, attackers, body in attacks:
+            if only in name:
+                plain, digits = (_beside(host, host, attackers, body, x) for x in ({}, DIGITS))
+                control = _beside(host, sink, attackers, body, {})
+                print(f"| {name} | {attackers} | {plain} | {digits} | {control} |", flush=True)
+
+
+def _prompt(values: bytes) -> bytes:
+    return b'{"model":"canvasrt","prompt":[%s]}' % values
 
 
 def _chat(format: dict[str, Any], content: str = "12+34=", **options: Any) -> bytes:
@@ -77,41 +90,66 @@ def _enum(seed: int, size: int) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-def _beside(
-    host: str, attackers: int, body: Callable[[int], bytes], options: dict[str, Any]
-) -> str:
-    """Return the median and the maximum of answers, from the attack's second second on."""
-    done, numbers = threading.Event(), count()
+class _Reads(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        length = 0
+        while (line := self.rfile.readline()).strip():
+            name, _, value = line.partition(b":")
+            length = int(value) if name.lower() == b"content-length" else length
+        while length > 0:
+            length -= len(self.rfile.read1(min(length, 1 << 18))) or length
+        self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+@contextlib.contextmanager
+def _reader() -> Iterator[str]:
+    """Run a server that reads requests and refuses them."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Reads) as server:
+        server.daemon_threads = True
+        process = _processes.Process(target=server.serve_forever, daemon=True)
+        process.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        process.terminate()
+        process.join()
+
+
+def _attack(host: str, attackers: int, body: Body) -> None:
+    numbers = count()
     sent = [body(0)] if body(0) == body(1) else []  # made once, since making it is work, too
 
     def attack() -> None:
-        while not done.is_set():
+        while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
+                given = sent[0] if sent else body(next(numbers))
                 call(
                     host,
-                    "/v1/chat/completions",
-                    sent[0] if sent else body(next(numbers)),
+                    "/v1/chat/completions" if b'"messages"' in given[:99] else "/v1/completions",
+                    given,
                     timeout=10,
                 )
 
     threads = [threading.Thread(target=attack, daemon=True) for _ in range(attackers)]
     for thread in threads:
         thread.start()
+    threading.Event().wait()
+
+
+def _beside(host: str, target: str, attackers: int, body: Body, options: dict[str, Any]) -> str:
+    """Return the median and the maximum of answers, from the attack's second second on."""
+    attack = _processes.Process(target=_attack, args=(target, attackers, body), daemon=True)
+    attack.start()
     time.sleep(1)
     found: list[float] = []
     end = time.monotonic() + SECONDS
     while time.monotonic() < end or len(found) < 5:
         begin = time.monotonic()
-        assert (
-            chat(host, max_tokens=40, max_denoising_steps=6, seed=len(found), **options).status
-            == 200
-        )
+        status = chat(host, max_tokens=40, max_denoising_steps=6, seed=len(found), **options).status
+        assert status == 200
         found.append(1000 * (time.monotonic() - begin))
-    done.set()
-    for thread in threads:
-        thread.join()
+    attack.kill()
+    attack.join()
     return f"{median(found):.0f}, {max(found):.0f}"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

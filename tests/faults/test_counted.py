@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers import processes
+from canvasrt.containers import processes, untrusted
 from canvasrt.containers.logs import Patient
-from canvasrt.containers.openai import remote
+from canvasrt.containers.openai import body_pool, remote
 from canvasrt.containers.openai.body import read_body
-from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
+from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest, chat_generation
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.generation import answer_inputs
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.ollama import OllamaChat, OllamaPrompt, generate
 from canvasrt.containers.openai.remote import Fetcher, ImageBudget, inline
@@ -57,7 +58,7 @@ def test_values_are_counted_before_they_are_read(
 ):
     read: list[Any] = []
     monkeypatch.setattr(kind, "model_validate_json", read.append)
-    with pytest.raises(ApiError, match=f"values; at most {MAX_VALUES}"):
+    with pytest.raises(ApiError, match=f"more than {MAX_VALUES} values"):
         read_body(kind, json.dumps({"model": "m", **fields}).encode())
     assert not read
 
@@ -95,12 +96,66 @@ def test_counting(text: str, refused: bool):
     assert time.thread_time() - began < 1
 
 
+def test_values_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
+    """Wherever a piece ends: inside strings, escapes and runs of backslashes."""
+    text = json.dumps(['a"[\\\\' * 3, {"\\": ["]", '\\"[[[[', [[1, 2]]]}, "\\\\", []])
+    for piece in range(1, 40):
+        monkeypatch.setattr(untrusted, "_PIECE", piece)
+        assert check_json(text.encode(), 13) == 13
+        with pytest.raises(ValueError, match="more than 12 values"):
+            check_json(text.encode(), 12)
+        monkeypatch.setattr(untrusted, "MAX_DEPTH", 5)
+        check_json(text.encode(), 13)
+        monkeypatch.setattr(untrusted, "MAX_DEPTH", 4)
+        with pytest.raises(ValueError, match="more than 4 brackets"):
+            check_json(text.encode(), 13)
+        monkeypatch.setattr(untrusted, "MAX_DEPTH", 100)
+
+
+def test_long_bodies_rest_while_others_wait(monkeypatch: pytest.MonkeyPatch):
+    rests: list[float] = []
+    monkeypatch.setattr(body_pool.time, "sleep", rests.append)
+
+    def work() -> None:
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    async def run(at_once: int) -> float:
+        pool = body_pool.BodyPool()
+        rests.clear()
+        for _ in range(0, 4, at_once):
+            await asyncio.gather(*(pool.run(2**21, work) for _ in range(at_once)))
+        pool.close()
+        return sum(rests)
+
+    assert asyncio.run(run(1)) == 0
+    assert asyncio.run(run(4)) > 2 * body_pool.REST * 0.015
+
+
 def test_arguments_of_calls_are_counted_together():
     text = json.dumps({"a": [0] * (MAX_VALUES // 2)})
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
     assert read_messages([{"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(ApiError, match=f"may have {MAX_VALUES} values together"):
         read_messages([{"role": "assistant", "tool_calls": [call]}] * 2)
+
+
+def test_large_grammars_are_not_sent_on():
+    enum = {"enum": [f"{n:08}" for n in range(50_000)]}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": enum}}
+    body = json.dumps({"model": "m", "messages": CHAT, "response_format": format})
+    with pytest.raises(ApiError, match="characters of JSON; at most") as error:
+        answer_inputs(chat_generation(read_body(ChatRequest, body.encode())))
+    assert error.value.param == "response_format.json_schema.schema"
+
+
+def test_large_grammars_are_not_parsed(monkeypatch: pytest.MonkeyPatch):
+    """Callers of Triton may send them, too."""
+    monkeypatch.setattr(grammar, "read_object", lambda *_: pytest.fail("it was parsed"))
+    nothing: Any = object()
+    with pytest.raises(CanvasError, match="grammar has 400001 characters"):
+        grammar.read_grammar(" " * 400_001, nothing, nothing)
 
 
 @pytest.mark.acceptance

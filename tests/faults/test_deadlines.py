@@ -187,9 +187,11 @@ def test_a_stream_that_has_begun_ends_with_an_error_when_the_drain_is_over(
     """Server-sent events, and Ollama's lines."""
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
         chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
+        # Many blocks, of which the first ends soon.
+        blocks = {**ENDLESS, "max_denoising_steps": 60, "seed": 1}
         bodies = {
-            "/v1/chat/completions": {**chat, **ENDLESS, "stream": True, "drafts": True},
-            "/api/chat": {**chat, "options": {**ENDLESS, "drafts": True}, "stream": True},
+            "/v1/chat/completions": {**chat, **blocks, "max_tokens": 4000, "stream": True},
+            "/api/chat": {**chat, "options": {**blocks, "num_predict": 4000}, "stream": True},
         }
         replies = []
         for path, body in bodies.items():

@@ -131,10 +131,10 @@ def test_too_many_token_ids_are_refused_before_they_are_sent_on(running: Serving
 def test_stop_strings_take_linear_time():
     def seconds(length: int) -> float:
         cutter = StopCutter(["a" * length + "b"])
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(3):
             cutter.put("a" * length)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
     short = min(seconds(20_000) for _ in range(3))
     assert min(seconds(200_000) for _ in range(2)) < 30 * short

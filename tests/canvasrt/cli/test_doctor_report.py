@@ -13,6 +13,9 @@ from canvasrt.cli.doctor_report import report, without_secrets
 
 SECRETS = {
     "CANVASRT_API_KEYS": 'first-key,se"cond\\key',
+    "CANVASRT_API_KEY": "a-clients-key",
+    "CANVASRT_AGAINST_API_KEY": "another-clients-key",
+    "CANVASRT_SIGNING_PASSWORD": "a-password",
     "HF_TOKEN": "a-token-of-mine",
     "NGC_API_KEY": "an-ngc-key",
 }
@@ -55,6 +58,8 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
         "key-in-a-file",
         "a-token-of-mine",
         "an-ngc-key",
+        "clients-key",
+        "a-password",
         "abcdefgh",
     ):
         assert secret not in text

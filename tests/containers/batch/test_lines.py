@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from canvasrt.containers.batch import servers
 from canvasrt.containers.batch.journal import Journal, Outputs
 from canvasrt.containers.batch.lines import URLS, Line, read_lines
 from canvasrt.containers.batch.run import Reply, run_batch
+from canvasrt.containers.batch.servers import Servers
 from canvasrt.containers.batch.steady import steady
 from canvasrt.containers.openai.app import ENDPOINTS
 from canvasrt.errors import CanvasError
@@ -110,6 +114,9 @@ def test_a_journal_cut_anywhere_gives_the_same_files(
     data = whole.read_bytes()
     for length in range(0, len(data) + 1, 9):
         outputs.journal.write_bytes(data[:length])
+        if not length:
+            outputs.answers.unlink()
+            outputs.errors.unlink()
         echo = Echo()
         run(file, outputs.answers, echo=echo, at_once=3)
         assert [each.read_bytes() for each in outputs[:2]] == expected
@@ -128,13 +135,98 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
     write(tmp_path, chat("two"))
     with pytest.raises(CanvasError, match="begun with another input"):
         run(file, out)
-    outputs.journal.write_bytes(b"{}\nnothing\n")
-    with pytest.raises(CanvasError, match="is damaged"):
-        run(file, out)
     outputs.journal.unlink()
     run(file, out)
     with pytest.raises(CanvasError, match="exists"):
         run(file, out)
+
+
+@pytest.mark.parametrize(
+    "journal",
+    [
+        b"a download, and no newline",
+        b'{"custom_id": "one", "url": "/v1/completions"}',
+        b'{"custom_id": "one"}\n{"custom_id": "two"}',
+        *(
+            b"IDENTITY\n%s\n" % each
+            for each in (b"nothing", b"{}", b'{"line": [1]}', b'{"line": 1}', b"[" * 100_000)
+        ),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_another_file_in_the_journals_place_stays(
+    tmp_path: Path, journal: bytes, linked: bool
+) -> None:
+    file, outputs = write(tmp_path, chat("one")), Outputs.of(tmp_path / "out.jsonl")
+    identity = {"input": read_lines(file, 0).digest, "seed": 0, "model": "echo"}
+    data = journal.replace(b"IDENTITY", json.dumps(identity).encode())
+    there = tmp_path / "there" if linked else outputs.journal
+    there.write_bytes(data)
+    if linked:
+        outputs.journal.symlink_to(there)
+    with pytest.raises(CanvasError, match="is damaged, or not a batch's"):
+        run(file, outputs.answers)
+    assert there.read_bytes() == data
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    file, other = write(tmp_path, chat("one")), tmp_path / "other"
+    other.write_text("mine")
+    (tmp_path / ".out.jsonl.tmp").symlink_to(other)
+    run(file, tmp_path / "out.jsonl")
+    assert other.read_text() == "mine"
+
+
+def test_a_journal_that_another_process_finishes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever that happens between looking for the journal and locking it, the output stays."""
+    file, outputs = write(tmp_path, chat("one")), Outputs.of(tmp_path / "out.jsonl")
+    lock = Journal._lock
+
+    def late(self: Journal) -> None:
+        monkeypatch.setattr(Journal, "_lock", lock)
+        outputs.journal.unlink()
+        outputs.answers.write_text("the other's")
+        lock(self)
+
+    monkeypatch.setattr(Journal, "_lock", late)
+    with pytest.raises(CanvasError, match="another batch writes"):
+        run(file, outputs.answers)
+    assert outputs.answers.read_text() == "the other's"
+    with pytest.raises(CanvasError, match="exists"):
+        run(file, outputs.answers)
+    assert not outputs.journal.exists()
+
+
+def test_a_servers_odd_replies_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = [(429, "9" * 400, b"{}"), (200, "\u00b2", b"[" * 100_000)]
+
+    class Odd(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, wait, body = replies.pop(0)
+            self.send_response(status)
+            self.send_header("Retry-After", wait)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr(servers, "_LONGEST_REST", 0.01)
+    with HTTPServer(("127.0.0.1", 0), Odd) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        opened: Any = Servers([f"http://127.0.0.1:{server.server_port}"], "", 60)
+        file, out = write(tmp_path, chat("one")), tmp_path / "out.jsonl"
+        assert run_batch(file, out, 0, "odd", opened, 1)[:2] == (1, 0)
+        server.shutdown()
+    assert '"message": "[[[' in out.read_text()
+
+
+def test_an_output_needs_a_name() -> None:
+    with pytest.raises(CanvasError, match="is a folder"):
+        Outputs.of(Path("."))
 
 
 def test_only_what_another_run_would_not_repeat_is_replaced() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize import saved_sweeps
+from canvasrt.export.quantize import calibrate, saved_sweeps
 
 
 @pytest.mark.parametrize("change", ["none", "lost", "emptied", "device"])
@@ -42,8 +43,24 @@ def test_a_full_disk_keeps_what_was_saved(tmp_path: Path) -> None:
     assert again.caches(0).tolist() == [1, 1]
 
 
-def test_a_damaged_state_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "state.pt").write_bytes(b"damaged")
+@pytest.mark.parametrize("state", [b"damaged", [1], {"files": [1]}, {"files": {0: 1}}])
+def test_a_damaged_state_is_removed(tmp_path: Path, state: Any) -> None:
+    if isinstance(state, bytes):
+        (tmp_path / "state.pt").write_bytes(state)
+    else:
+        torch.save(state, tmp_path / "state.pt")
     (tmp_path / "row-0-1.pt").touch()
     assert not saved_sweeps.SavedSweeps(tmp_path, "cpu").state
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"routed": 1}', '{"routed": {}, "none": 1}'])
+def test_a_damaged_result_is_found_again(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, nothing = calibrate.Calibration({"a": 1.0}), (None, None, None)
+    (tmp_path / "finished.json").write_text(text)
+    (tmp_path / "sweeps").mkdir()
+    monkeypatch.setattr(calibrate, "_observe", lambda *_: found)
+    for _ in range(2):  # the second one reads it
+        assert calibrate.calibrate(*nothing, tmp_path) == found  # type: ignore[arg-type]
