@@ -40,6 +40,10 @@ Urls = Annotated[
         help="An OpenAI-compatible server; may be given several times.",
     ),
 ]
+Ray = Annotated[
+    str | None,
+    option("--ray", "HOST:PORT", "With --bundle: run on every machine or GPU of this Ray cluster."),
+]
 Seed = Annotated[
     int,
     typer.Option(
@@ -65,6 +69,7 @@ def batch(
     out: Answers,
     bundle: BundleDir = None,
     url: Urls = None,
+    ray: Ray = None,
     seed: Seed = 0,
     concurrency: Concurrency = 64,
     timeout: AnswerTimeout = ANSWER_TIMEOUT,
@@ -81,10 +86,11 @@ def batch(
         if url:
             raise UsageError("--bundle does not go with --url", "give one of them")
         refuse(context, ("timeout",), "does not go with --bundle", "leave it out")
-        answerer = _of_bundle(bundle, threads)
+        answerer = _of_bundle(bundle, threads, ray)
         source = answerer.digest
     else:
         refuse(context, ("threads",), "does not support servers", "leave it out")
+        refuse(context, ("ray",), "needs --bundle", "add --bundle DIR")
         answerer, source = _of_servers(url or [], timeout), "servers"
     begin = time.monotonic()
     with progress(rate=True):
@@ -100,10 +106,14 @@ def batch(
         )
 
 
-def _of_bundle(bundle: Path, threads: int | None) -> Any:
+def _of_bundle(bundle: Path, threads: int | None, ray: str | None) -> Any:
     from canvasrt.extras import require
 
     require("fastapi", "serve")
+    if ray is not None:
+        from canvasrt.containers.batch.cluster import Cluster
+
+        return Cluster(ray, bundle, threads)
     from canvasrt.containers.batch.local import Local
 
     return Local(bundle, threads)

@@ -99,7 +99,7 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
         raise CanvasError(
             f"{where}: body.stream is set", "leave it out: a batch takes whole answers"
         )
-    if URLS[url] and body.get("seed") is None:
+    if URLS[url] and body.get("seed") in (None, -1):
         body = {**body, "seed": _seed(seed, custom_id)}
     return Line(number, custom_id, url, json.dumps(body).encode())
 

@@ -103,8 +103,10 @@ Strings = Annotated[
 Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Budget = Annotated[Whole | None, about("Most new tokens.")]
 Seed = Annotated[
-    Annotated[int, Field(ge=0, lt=2**64)] | None,
-    about("Seed of the noise; the same seed gives the same answer."),
+    Annotated[int, Field(ge=-(2**63), lt=2**64)] | None,
+    # As in vLLM and Ollama, -1 draws one.
+    AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
+    about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
 ]
 
 

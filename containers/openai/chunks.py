@@ -254,11 +254,7 @@ class ChatReply(CompletionReply):
     def scores(self, text: str) -> Json | None:
         if not text:
             return None
-        content = [
-            {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
-            for each in visible_scores(text)
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_scores(text), "refusal": None}
 
 
 def usage_json(usage: Usage) -> UsageJson:
@@ -275,6 +271,14 @@ def usage_json(usage: Usage) -> UsageJson:
 def visible_scores(text: str) -> list[Json]:
     """Parse the model's JSON of log-probabilities; drop the token that ends the answer."""
     return [each for each in json.loads(text) if not each["end"]]
+
+
+def token_scores(text: str) -> list[Json]:
+    """Return log-probabilities in the form of a chat's."""
+    return [
+        {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
+        for each in visible_scores(text)
+    ]
 
 
 def _score(each: Json) -> Json:

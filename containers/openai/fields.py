@@ -124,8 +124,6 @@ OLLAMA: Table = {
     "suffix": ("",),
     "template": ("",),
     "context": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     **_any("options.num_ctx options.num_keep options.num_batch options.num_gpu options.num_gqa"),
     **_any("options.main_gpu options.num_thread options.use_mmap options.use_mlock options.numa"),
     **_any("options.low_vram options.f16_kv options.vocab_only options.logits_all"),

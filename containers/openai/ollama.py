@@ -27,6 +27,7 @@ from canvasrt.containers.openai.chat import (
     chat_generation,
     completion_generation,
 )
+from canvasrt.containers.openai.chunks import token_scores
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
 from canvasrt.containers.openai.fields import OLLAMA, Table
@@ -65,6 +66,8 @@ class OllamaRequest(Body):
     think: Annotated[Any, about("Whether the model thinks before it answers, or how much.")] = None
     keep_alive: Any = None
     format: Annotated[Any, about("`json`, or the schema of the answer.")] = None
+    logprobs: Annotated[bool | None, about("Also return the tokens' log-probabilities.")] = None
+    top_logprobs: Annotated[int | None, about("Likeliest tokens to list with each.")] = None
 
     @property
     def name(self) -> str:
@@ -110,6 +113,7 @@ class OllamaAnswer(TypedDict):
     total_duration: int
     prompt_eval_count: NotRequired[int]  # absent for an empty request, which only loads the model
     eval_count: NotRequired[int]
+    logprobs: NotRequired[list[Json]]
 
 
 def chat(body: OllamaChat) -> Generation:
@@ -119,7 +123,7 @@ def chat(body: OllamaChat) -> Generation:
     fields: Json = {"messages": _messages(body.messages)}
     if body.tools:
         fields["tools"] = body.tools
-    return chat_generation(_read(ChatRequest, body, fields))
+    return chat_generation(_read(ChatRequest, body, fields | _scores(body)))
 
 
 def generate(body: OllamaPrompt) -> Generation:
@@ -128,11 +132,18 @@ def generate(body: OllamaPrompt) -> Generation:
     if not (prompt or body.images):
         return Generation({})  # only loads the model
     if body.raw:
-        return completion_generation(_read(CompletionRequest, body, {"prompt": prompt}))
+        # A completion has one field for both.
+        scores = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
+        return completion_generation(_read(CompletionRequest, body, {"prompt": prompt, **scores}))
     system = [{"role": "system", "content": body.system}] if body.system else []
     check_parts([{"images": body.images}], "images")
     user = {"role": "user", "content": prompt, "images": body.images}
-    return chat_generation(_read(ChatRequest, body, {"messages": _messages([*system, user])}))
+    fields = {"messages": _messages([*system, user]), **_scores(body)}
+    return chat_generation(_read(ChatRequest, body, fields))
+
+
+def _scores(body: OllamaRequest) -> Json:
+    return {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs or None}
 
 
 def _read(kind: Any, body: OllamaRequest, fields: Json) -> Any:
@@ -218,10 +229,13 @@ class GenerateReply(Reply):
         self._begin = time.perf_counter_ns()
 
     def whole(self, answers: Sequence[Answer]) -> Json:
-        return self.close(0, answers[0])[0] if answers else self._loaded()
+        if not answers:
+            return self._loaded()
+        return self.close(0, answers[0])[0] | _told(answers[0].final.logprobs)
 
     def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:
-        return [self._line(pieces)] if pieces else []
+        told = _told(event.logprobs)
+        return [self._line(pieces) | told] if pieces or told else []
 
     def close(self, index: int, answer: Answer) -> list[Json]:
         final, ignored = answer.final, self.asked.ignored
@@ -271,6 +285,10 @@ class GenerateReply(Reply):
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         line = {"model": self.body.model, "created_at": now, "done": False}
         return line | self.text(text_of(pieces, "content"), more)
+
+
+def _told(scores: str) -> Json:
+    return {"logprobs": token_scores(scores)} if scores else {}
 
 
 class ChatLines(GenerateReply):

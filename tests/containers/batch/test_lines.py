@@ -82,6 +82,7 @@ def test_a_seed_follows_from_the_custom_id(tmp_path: Path) -> None:
     assert (first["own"], first["read"]) == (7, None)
     assert seeds(own, two, one) == {each: first[each] for each in ("own", "two", "one")}
     assert seeds(one, seed=1)["one"] != first["one"]
+    assert seeds(chat("one", seed=-1)) == {"one": first["one"]}  # -1 asks a server for a random one
 
 
 def test_prompts_with_one_beginning_run_together(tmp_path: Path) -> None:

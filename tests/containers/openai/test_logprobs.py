@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from openai import OpenAI
 
 from canvasrt.containers.client.triton import Client
+from canvasrt.containers.serve.frontend import FrontEnd
 from tests.helpers.serving import Local, needs_triton
 
 pytestmark = needs_triton
@@ -78,3 +80,29 @@ def test_triton_has_them(http: Client, local: Local) -> None:
         [each.logprob for each in expected.logprobs]
     )
     assert http.infer({"prompt": "12+34=", "max_new_tokens": 8, **OPTIONS}).logprobs == ""
+
+
+@pytest.mark.parametrize("way", ["chat", "generate", "raw"])
+def test_ollama_has_them_in_its_form(front: FrontEnd, openai: OpenAI, way: str) -> None:
+    ollama = pytest.importorskip("ollama").Client(host=front.url.removesuffix("/v1"))
+    options = {**OPTIONS, "num_predict": 20}
+    asked = {"model": "canvasrt", "options": options, "logprobs": True, "top_logprobs": 2}
+    if way == "chat":
+        ask = partial(ollama.chat, messages=CHAT, **asked)
+    else:
+        ask = partial(ollama.generate, prompt="12+34=", raw=way == "raw", **asked)
+    told = ask().logprobs
+    assert told
+    assert all(len(each.top_logprobs) == 2 for each in told)
+    assert [score for line in ask(stream=True) for score in line.logprobs or []] == told
+    if way != "raw":
+        same = openai.chat.completions.create(
+            model="canvasrt",
+            messages=CHAT,  # type: ignore[arg-type]
+            max_tokens=20,
+            logprobs=True,
+            seed=3,
+            extra_body={"max_denoising_steps": 4},
+        )
+        expected = same.choices[0].logprobs.content  # type: ignore[union-attr]
+        assert [each.logprob for each in told] == [each.logprob for each in expected or ()]

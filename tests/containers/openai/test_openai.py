@@ -45,7 +45,7 @@ def test_a_chat_completion(openai: OpenAI, local: Local, tokenizer: Tokenizer):
 
 
 def test_without_a_seed_one_is_drawn_and_told(openai: OpenAI):
-    answers = [chat(openai, seed=None) for _ in range(2)]
+    answers = [chat(openai, seed=seed) for seed in (None, -1)]
     seeds = [answer.canvasrt["seed"] for answer in answers]
     assert seeds[0] != seeds[1]
     again = chat(openai, seed=seeds[0], stream=True)
@@ -123,6 +123,12 @@ def test_drafts_are_sent_on_request(openai: OpenAI):
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert whole.choices[0].message.content.startswith("".join(last["best"]).replace("<pad>", ""))
     assert len(said) > len(whole.choices[0].message.content)
+
+
+def test_a_negative_seed_is_one_of_64_bits(openai: OpenAI):
+    low, high = (chat(openai, seed=seed) for seed in (-5, 2**64 - 5))
+    assert low.canvasrt == high.canvasrt
+    assert low.choices[0].message.content == high.choices[0].message.content
 
 
 def test_n_answers_take_seeds_that_count_up(openai: OpenAI):

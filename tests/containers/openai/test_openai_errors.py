@@ -116,7 +116,12 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
     ),
     ({"n": 0}, "n", "invalid_value", "greater than or equal to 1"),
     ({"n": 1000}, "n", "invalid_value", "128"),
-    ({"seed": -1}, "seed", "invalid_value", "greater than or equal to 0"),
+    (
+        {"seed": -(2**63) - 1},
+        "seed",
+        "invalid_value",
+        "greater than or equal to -9223372036854775808",
+    ),
     ({"seed": 2**64}, "seed", "invalid_value", "18446744073709551616"),
     ({"seed": 2**64 - 1, "n": 2}, "seed", "invalid_value", "below"),
     ({"stop": ["a", 3]}, "stop[1]", "invalid_type", "string"),
