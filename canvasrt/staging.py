@@ -9,10 +9,13 @@ import glob
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from canvasrt.errors import CanvasError
 
@@ -257,4 +260,13 @@ def system_error(error: Exception) -> CanvasError | None:
 
 def raise_exit(number: int, frame: FrameType | None) -> None:
     """Handle a signal: unwind the stack and exit with the shell's code for that signal."""
+    sys.unraisablehook = partial(_send_again, number, sys.unraisablehook)
     raise SystemExit(128 + number)
+
+
+def _send_again(number: int, shown: Any, ignored: Any) -> None:
+    """Send a signal again whose exit was raised in a destructor or a weak reference's callback: Python ignores it."""
+    if ignored.exc_type is SystemExit:
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    else:
+        shown(ignored)

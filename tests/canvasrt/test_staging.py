@@ -130,6 +130,28 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     assert everything_in(tmp_path) == []
 
 
+def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
+    code = """
+        import os, signal, sys, time
+        from pathlib import Path
+        from canvasrt.staging import staging
+
+        class Dropped:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0)
+
+        with staging(Path(sys.argv[1])):
+            Dropped()
+            time.sleep(60)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "out"], timeout=50
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert everything_in(tmp_path) == []
+
+
 def test_a_killed_process_is_tidied_up_after_by_the_next(tmp_path: Path) -> None:
     code = """
         import os, signal, sys

@@ -17,6 +17,7 @@ from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.cli.demo import DECISIONS, DEMO_PROMPTS, SUM_SCHEMA, judge
 from canvasrt.demo.tasks import is_correct, task_of
 from canvasrt.errors import CanvasError
+from tests.helpers import library
 from tests.helpers.serving import needs_triton
 
 needs_checkpoint = pytest.mark.skipif(
@@ -71,7 +72,7 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
 @pytest.mark.acceptance
 @pytest.mark.parametrize("during", ["exporting graphs", "asking"])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, during: str):
-    process = start(tmp_path, CANVASRT_CACHE=str(tmp_path / "cache"))
+    process = start(tmp_path, CANVASRT_CACHE=str(library.empty_cache(tmp_path / "cache")))
     assert process.stderr is not None
     assert any(line.startswith(during) for line in process.stderr)
     process.send_signal(signal.SIGINT)
