@@ -10,9 +10,9 @@ from typing import Any
 
 from canvasrt.build.cache_keys import is_cached
 from canvasrt.build.needs import (
-    check_calibration_memory,
     check_disk,
     check_memory_here,
+    check_memory_to_write,
     gigabytes,
     same_disk,
 )
@@ -123,8 +123,7 @@ def check_space(plans: Sequence[Plan]) -> None:
         kind, needs = plan.precision.text, plan.needs
         engine = kind, plan.target.capabilities
         if not is_cached(plan):
-            if needs.calibration:
-                check_calibration_memory(needs.calibration)
+            check_memory_to_write(needs)
             shared = kinds.count(kind) > 1
             if kind not in counted:
                 peak = max(peak, kept + replace(plan, keep_graphs=shared or plan.keep_graphs).disk)
@@ -144,8 +143,8 @@ def lighter_segments(plan: Plan) -> tuple[int, int] | None:
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
-    needed = replace(plan, layers_per_segment=layers).needs.building
-    return (layers, needed) if needed < plan.needs.building else None
+    needed = replace(plan, layers_per_segment=layers).needs.memory
+    return (layers, needed) if needed < plan.needs.memory else None
 
 
 def check_memory(plan: Plan) -> None:
