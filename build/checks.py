@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache_keys import is_cached
+from canvasrt.build.cache_keys import held_bytes, is_cached
 from canvasrt.build.needs import (
     check_disk,
     check_memory_here,
@@ -113,7 +113,8 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Engines are counted once per precision and capabilities; cached graphs are not counted.
+    Engines are counted once per precision and capabilities. Cached graphs, and what an interrupted build holds, are not
+    counted.
     """
     cache, kinds = cache_folder(), [each.precision.text for each in plans]
     peak = kept = 0
@@ -134,6 +135,8 @@ def check_space(plans: Sequence[Plan]) -> None:
             counted |= {kind, engine}
         if not same_disk(cache, plan.out):
             outputs[plan.out.resolve()] = needs.engines
+    if peak:
+        peak = max(0, peak - held_bytes(plans))
     check_disk({cache: peak, **outputs})
 
 
