@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build import checks
+from canvasrt.build import calibration, checks
 from canvasrt.build import needs as host
 from canvasrt.build.calibration import calibration_needs
 from canvasrt.build.checks import check_buildable, check_memory, check_source
@@ -366,7 +366,9 @@ def test_graphs_in_fp32_are_read_and_held_at_four_bytes_a_weight(tmp_path: Path)
     assert wide.memory - narrow.memory > 1e9
 
 
-def test_the_released_model_is_calibrated_in_a_few_gb(tmp_path: Path) -> None:
+def test_the_released_model_is_calibrated_in_a_few_gb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the number of prompts: the others wait."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 300)
@@ -378,3 +380,10 @@ def test_the_released_model_is_calibrated_in_a_few_gb(tmp_path: Path) -> None:
     assert 5e9 < needs.memory < 12e9
     assert 1.5e12 < needs.flops / needs.work.passes < 3e12
     assert needs.read / needs.work.sweeps == pytest.approx(2 * 25e9, rel=0.1)
+    # Weights that fit into the page cache are read from the disk once.
+    monkeypatch.setattr(calibration, "_flops_per_second", lambda: 1e30)
+    monkeypatch.setattr(calibration, "_bytes_per_second", lambda folder: 1e9)
+    monkeypatch.setattr(calibration, "_device", lambda: "cuda")
+    for free, sweeps in ((24 * 10**9, needs.work.sweeps), (64 * 10**9, 1)):
+        monkeypatch.setattr(calibration, "available_bytes", lambda free=free: free)
+        assert needs.seconds() == pytest.approx(sweeps * 50, rel=0.1)
