@@ -14,8 +14,7 @@ import typer
 
 from bench import results
 from bench.build import Sampler
-from bench.checkpoint import Shape
-from bench.synthetic import write_random_checkpoint
+from bench.checkpoint import Shape, write_apart
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.precision import choose_precisions
 from canvasrt.pipeline import build_all, plan_all
@@ -39,7 +38,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="canvasrt-calibrated-") as work:
         checkpoint, made, file = Path(work, "checkpoint"), Path(work, "made"), Path(work, "prompts")
         os.environ["CANVASRT_CACHE"] = str(made / "cache")
-        model = write_random_checkpoint(checkpoint, shape, layers)
+        model = write_apart(checkpoint, shape, layers)
         settings = checkpoint / "generation_config.json"
         said = json.loads(settings.read_text()) | {"max_denoising_steps": steps}
         settings.write_text(json.dumps(said))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from bench.synthetic import SHAPES, WEIGHT_FORMATS, write_random_checkpoint
+from canvasrt.checkpoints.config import ModelConfig
 
 Shape = Literal[tuple(SHAPES)]  # type: ignore[valid-type]
 Format = Literal[tuple(WEIGHT_FORMATS)]  # type: ignore[valid-type]
@@ -22,3 +25,12 @@ def measure(
 ) -> None:
     """Write a random checkpoint in the Hugging Face layout."""
     write_random_checkpoint(folder, shape, layers, seed, format)
+
+
+def write_apart(folder: Path, shape: Shape, layers: int | None) -> ModelConfig:
+    """Write a checkpoint in a process of its own, which takes its memory along."""
+    options = ["--shape", shape, *(["--layers", str(layers)] if layers else [])]
+    subprocess.run(
+        [sys.executable, "-m", "bench", "checkpoint", "-o", str(folder), *options], check=True
+    )
+    return ModelConfig.from_checkpoint(folder)[0]

@@ -100,18 +100,8 @@ def write_random_checkpoint(
     Matrices have mean zero and variance 1 / inputs; norms and scalars are one, so that activations
     keep their size.
     """
-    text = dict(SHAPES[shape])
-    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
-    count = text["num_hidden_layers"]
-    text["layer_types"] = layer_types(count)
-    config = {
-        "architectures": ["DiffusionGemmaForBlockDiffusion"],
-        "model_type": "diffusion_gemma",
-        "canvas_length": 256,
-        "tie_word_embeddings": True,
-        "dtype": "float32" if format == "fp32" else "bfloat16",
-        "text_config": {"model_type": "diffusion_gemma_text", **text},
-    }
+    config = config_of(shape, layers, "float32" if format == "fp32" else "bfloat16")
+    count = config["text_config"]["num_hidden_layers"]
     with staging(Path(out)) as tmp:
         if format == "nvfp4":
             config["quantization_config"] = _write_quant_config(tmp, count)
@@ -124,6 +114,21 @@ def write_random_checkpoint(
         parts = segments(model, layers_per_segment=1)
         write_shards(tmp, [list(_pieces(part, model, noise, format)) for part in parts])
     return model
+
+
+def config_of(shape: str, layers: int | None, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Return the content of config.json."""
+    text = dict(SHAPES[shape])
+    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    text["layer_types"] = layer_types(text["num_hidden_layers"])
+    return {
+        "architectures": ["DiffusionGemmaForBlockDiffusion"],
+        "model_type": "diffusion_gemma",
+        "canvas_length": 256,
+        "tie_word_embeddings": True,
+        "dtype": dtype,
+        "text_config": {"model_type": "diffusion_gemma_text", **text},
+    }
 
 
 def _write_quant_config(out: Path, layers: int) -> dict[str, Any]:

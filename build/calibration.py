@@ -15,6 +15,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.locate import fingerprint
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, head_matrices, layer_matrices
 from canvasrt.extras import require
+from canvasrt.machine import available_bytes
 from canvasrt.recipes.recipe import Recipe
 
 # Bytes of Python, torch, the tokenizer and a piece of a weight.
@@ -45,7 +46,10 @@ class CalibrationNeeds:
         """Return the seconds on this machine if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
         widening = 0.0 if _device() == "cuda" else self.widened / _WIDENED
-        return round(done + self.read / _bytes_per_second(self.source) + widening)
+        # Weights that stay in the page cache are read from the disk once.
+        once = self.read / self.work.sweeps
+        read = once if once + self.memory < available_bytes() else self.read
+        return round(done + read / _bytes_per_second(self.source) + widening)
 
     def to_json(self) -> dict[str, Any]:
         """Return the data for `--dry-run`."""

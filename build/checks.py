@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache_keys import is_cached
+from canvasrt.build.cache_keys import held_bytes, is_cached
 from canvasrt.build.needs import (
-    check_calibration_memory,
     check_disk,
     check_memory_here,
+    check_memory_to_write,
     gigabytes,
     same_disk,
 )
@@ -113,7 +113,8 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Engines are counted once per precision and capabilities; cached graphs are not counted.
+    Engines are counted once per precision and capabilities. Cached graphs, and what an interrupted build holds, are not
+    counted.
     """
     cache, kinds = cache_folder(), [each.precision.text for each in plans]
     peak = kept = 0
@@ -123,8 +124,7 @@ def check_space(plans: Sequence[Plan]) -> None:
         kind, needs = plan.precision.text, plan.needs
         engine = kind, plan.target.capabilities
         if not is_cached(plan):
-            if needs.calibration:
-                check_calibration_memory(needs.calibration)
+            check_memory_to_write(needs)
             shared = kinds.count(kind) > 1
             if kind not in counted:
                 peak = max(peak, kept + replace(plan, keep_graphs=shared or plan.keep_graphs).disk)
@@ -135,6 +135,8 @@ def check_space(plans: Sequence[Plan]) -> None:
             counted |= {kind, engine}
         if not same_disk(cache, plan.out):
             outputs[plan.out.resolve()] = needs.engines
+    if peak:
+        peak = max(0, peak - held_bytes(plans))
     check_disk({cache: peak, **outputs})
 
 
@@ -144,8 +146,8 @@ def lighter_segments(plan: Plan) -> tuple[int, int] | None:
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
-    needed = replace(plan, layers_per_segment=layers).needs.building
-    return (layers, needed) if needed < plan.needs.building else None
+    needed = replace(plan, layers_per_segment=layers).needs.memory
+    return (layers, needed) if needed < plan.needs.memory else None
 
 
 def check_memory(plan: Plan) -> None:

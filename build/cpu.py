@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from canvasrt.build.cache_keys import lowered_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.cache import EXPORTED_BY, kept_piece, unfinished, unfinished_folder, versions
+from canvasrt.cache import kept_piece, unfinished, unfinished_folder
 from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.progress import report
@@ -21,7 +22,7 @@ from canvasrt.staging import link_or_copy, staging
 def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     """Write the engine bundle of a plan from its graphs."""
     manifest = graphs.manifest
-    with unfinished(*_work_of(graphs)) as room, staging(plan.out) as tmp:
+    with unfinished(*lowered_from(graphs)) as room, staging(plan.out) as tmp:
         if plan.precision.is_quantized:
             embedding, taken = _lower(graphs, tmp, room, plan.spends_graphs)
         else:
@@ -49,14 +50,9 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
     """Return the files of weights that a build does not read again, since an interrupted one has lowered their graphs."""
-    room = unfinished_folder(*_work_of(graphs))
+    room = unfinished_folder(*lowered_from(graphs))
     files = [Path(each["file"]) for each in graphs.manifest.segments]
     return {str(each.with_suffix(".bin")) for each in files if (room / each.stem).is_dir()}
-
-
-def _work_of(graphs: Bundle) -> tuple[str, dict[str, Any]]:
-    made_from = {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}
-    return "lowerings", made_from
 
 
 def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str, Any], list[str]]:

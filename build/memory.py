@@ -65,6 +65,7 @@ class Weights:
         precision: fp32, bf16, or a recipe's precision.
         formats: the quantized weights' formats by global name; None for those of the recipe with the precision's name.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
+        in_files: whether to count graphs' files. Engines hold some weights twice, and ONNX Runtime adds sums of blocks.
     """
 
     model: ModelConfig
@@ -72,6 +73,7 @@ class Weights:
     formats: Mapping[str, str] | None = None
     layers_per_segment: int = LAYERS_PER_SEGMENT
     on_cpu: bool = False
+    in_files: bool = False
 
     @property
     def base(self) -> str:
@@ -90,8 +92,8 @@ class Weights:
 
     def segments(self, without: tuple[str, ...] = ()) -> dict[str, int]:
         """Return the bytes of weights by segment. Names with a suffix in `without` do not count."""
-        widths, sizes = quantizable(self.model), dict[str, float]()
-        for name, count in parameters(self.model).items():
+        sizes = dict[str, float]()
+        for name, size in self.sizes().items():
             if without and name.endswith(without):
                 continue
             segment = "head"
@@ -99,17 +101,35 @@ class Weights:
                 segment = f"body_{int(name.split('.')[1]) // self.layers_per_segment}"
             elif name == "vision":
                 segment = name
-            format = FORMATS.get(self.chosen.get(name, self.base))
-            if format is None:
-                each = _PLAIN_BYTES[self.base]
-            elif self.on_cpu:
-                each = format.cpu_bytes(widths[name])
-            else:
-                each = format.weight_bytes(widths[name]) * format.engine_copies
-            if format is not None and name == TABLE and format.projects:
-                each += _PLAIN_BYTES[self.base]  # the table's 16-bit rows, for lookups
-            sizes[segment] = sizes.get(segment, 0) + count * each
+            sizes[segment] = sizes.get(segment, 0) + size
         return {segment: round(size) for segment, size in sizes.items()}
+
+    def sizes(self) -> dict[str, float]:
+        """Return the bytes of every weight by global name."""
+        widths = quantizable(self.model)
+        return {
+            name: count * self._bytes(name, widths.get(name, 0))
+            for name, count in parameters(self.model).items()
+        }
+
+    @property
+    def table(self) -> int:
+        """The bytes of the embedding table without an FP8 copy for products."""
+        format = FORMATS.get(self.chosen.get(TABLE, ""))
+        count = parameters(self.model)[TABLE]
+        plain = format is None or format.projects
+        return round(count * _PLAIN_BYTES[self.base]) if plain else round(self.sizes()[TABLE])
+
+    def _bytes(self, name: str, width: int) -> float:
+        """Return the bytes per number of a weight with rows of `width`."""
+        format, plain = FORMATS.get(self.chosen.get(name, self.base)), _PLAIN_BYTES[self.base]
+        if format is None:
+            return plain
+        # An FP8 table's 16-bit rows stay for lookups.
+        rows = plain if name == TABLE and format.projects else 0.0
+        if self.on_cpu:
+            return rows + format.cpu_bytes(width, self.in_files)
+        return rows + format.weight_bytes(width) * (1 if self.in_files else format.engine_copies)
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from canvasrt.build.calibration import CalibrationNeeds
 from canvasrt.build.experts import Experts
 from canvasrt.build.memory import ENGINE_CODE, Weights
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, matrices
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
+from canvasrt.targets import Target
 
 # A builder's memory without weights in bytes, and its minimum bytes per byte of a segment's weights. Measured with
 # TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
@@ -22,7 +24,10 @@ BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders use a third of the free memory. The rest is for the page cache.
 SHARE = 3
-
+# Bytes of this process with torch and ModelOpt.
+_PROCESS = 850 * 10**6
+# Bytes of a weight that are read at a time, and rows of a matrix that are quantized at a time (export/).
+CHUNK, ROWS = 1 << 26, 16_384
 
 # The hint for a build that does not fit.
 LIGHTER = (
@@ -33,13 +38,22 @@ LIGHTER = (
 
 @dataclass(frozen=True)
 class Needs:
-    """A build's needs in bytes: peak `memory`; `segments`, the builder's memory by segment; `graphs` and `engines` on
-    disk; `written`, the size by engine."""
+    """A build's needs in bytes.
+
+    Attributes:
+        segments: the builder's memory by segment.
+        quantizing: the memory of writing graphs.
+        graph_files, engine_files: what is written to disk, by segment.
+        table: of the head's graph, the embedding table, which stays when other weights go.
+        workers: how many builders may run at once.
+    """
 
     segments: Mapping[str, int]
-    graphs: int
-    engines: int
-    written: Mapping[str, int]
+    quantizing: int
+    graph_files: Mapping[str, int]
+    engine_files: Mapping[str, int]
+    table: int = 0
+    workers: int = 1
     calibration: CalibrationNeeds | None = None
 
     @property
@@ -48,8 +62,48 @@ class Needs:
         return max(self.segments.values(), default=0)
 
     @property
+    def writing(self) -> int:
+        """The memory until all graphs are written."""
+        return max(self.quantizing, self.calibration.memory if self.calibration else 0)
+
+    @property
     def memory(self) -> int:
-        return max(self.building, self.calibration.memory if self.calibration else 0)
+        together = sum(self.segments[name] for name in self._first_builders())
+        return max(self.writing, _PROCESS + together)
+
+    @property
+    def graphs(self) -> int:
+        return sum(self.graph_files.values())
+
+    @property
+    def engines(self) -> int:
+        return sum(self.engine_files.values())
+
+    def disk(self, spends_graphs: bool) -> int:
+        """Return the most on disk at a time. What a calibration keeps is gone before graphs are written. With
+        `spends_graphs`, a segment's graph goes once its engine is there."""
+        most = self.calibration.disk if self.calibration else 0
+        if not spends_graphs:
+            return max(most, self.graphs + self.engines)
+        order = sorted(self.engine_files, key=lambda name: -self.segments.get(name, 0))
+        together = max(1, len(self._first_builders()))
+        held = self.graphs
+        for place, name in enumerate(order):
+            running = sum(self.engine_files[each] for each in order[place : place + together])
+            most = max(most, held + running)
+            held += self.engine_files[name] - self.graph_files.get(name, 0)
+            held += self.table if name == "head" else 0
+        return most
+
+    def _first_builders(self) -> list[str]:
+        """Return the segments that are built first, at the same time (build/parallel.py)."""
+        first: list[str] = []
+        left = available_bytes() // SHARE
+        for name in sorted(self.segments, key=lambda each: -self.segments[each]):
+            if not first or (self.segments[name] <= left and len(first) < self.workers):
+                first.append(name)
+                left -= self.segments[name]
+        return first
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--dry-run` prints."""
@@ -59,20 +113,50 @@ class Needs:
 
 def host_needs(
     built: Weights,
-    graphs: Iterable[Weights],
+    graphs: Weights | None,
     experts: Experts,
+    workers: int = 1,
     calibration: CalibrationNeeds | None = None,
 ) -> Needs:
     """Return the needs of a build with an empty cache, which first calibrates and writes `graphs`."""
-    engines, sizes = 0, built.segments()
+    engines: dict[str, int] = {}
+    stored = replace(built, in_files=True).segments()
     if not built.on_cpu:
-        engines = sum(sizes.values()) + ENGINE_CODE * len(sizes)
+        engines = {name: size + ENGINE_CODE for name, size in built.segments().items()}
     elif built.precision not in PLAIN:
         # A CPU's engines are links to the graphs, unless weights are widened to float32.
-        engines = sum(sizes.values())
-    written = sum(sum(each.segments().values()) for each in graphs)
-    builders = {} if built.on_cpu else builder_needs(built, experts)
-    return Needs(builders, written, engines, sizes, calibration)
+        engines = stored
+    return Needs(
+        {} if built.on_cpu else builder_needs(built, experts),
+        _PROCESS if graphs is None else _PROCESS + _quantizing(graphs),
+        {} if graphs is None else graphs.segments(),
+        engines,
+        0 if graphs is None else graphs.table,
+        workers,
+        calibration,
+    )
+
+
+def _quantizing(graphs: Weights) -> int:
+    """Return the memory of quantizing the largest weights: two pieces as read and in float32, two float32 matrices, and the
+    codes; the allocator keeps those of experts."""
+    pieces = matrix = 0
+    experts, others = 0.0, 0.0
+    for name, each in matrices(graphs.model).items():
+        pieces = max(pieces, 3 * min(2 * each.size, 2 * CHUNK))
+        format = FORMATS.get(graphs.chosen.get(name, ""))
+        codes = each.size * format.weight_bytes(each.width) if format else 0.0
+        if name.endswith((GATE_UP, DOWN)):
+            experts, size = max(experts, codes), each.size // graphs.model.num_experts
+        else:
+            others, size = max(others, codes), min(each.size, ROWS * each.width)
+        matrix = max(matrix, 8 * size if codes else 0)
+    return round(pieces + matrix + experts + max(experts, others))
+
+
+def builders_at_once(target: Target) -> int:
+    """Return how many engines may be built at once: on the GPU itself one, since a builder times kernels there."""
+    return len(os.sched_getaffinity(0)) if target.builds_anywhere else 1
 
 
 def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
@@ -108,11 +192,13 @@ def check_memory_here(segment: str, need: int) -> None:
     )
 
 
-def check_calibration_memory(needs: CalibrationNeeds) -> None:
-    """Raise CanvasError if a calibration would take more memory than is free."""
-    if needs.memory > (free := available_bytes()):
+def check_memory_to_write(needs: Needs) -> None:
+    """Raise CanvasError if calibrating or quantizing would take more memory than is free."""
+    if needs.writing > (free := available_bytes()):
+        calibrates = needs.calibration and needs.calibration.memory == needs.writing
         raise CanvasError(
-            f"calibrating takes about {gigabytes(needs.memory)} of memory, but only {gigabytes(free)} are free",
+            f"{'calibrating' if calibrates else 'writing graphs'} takes about {gigabytes(needs.writing)} of memory, but only"
+            f" {gigabytes(free)} are free",
             f"close other programs, or {LIGHTER}",
         )
 

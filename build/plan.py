@@ -13,7 +13,7 @@ from canvasrt import extras
 from canvasrt.build.calibration import CalibrationNeeds, calibration_needs, prompts_of
 from canvasrt.build.experts import SLOTS, Experts, find_experts
 from canvasrt.build.memory import Estimate, Weights, estimate
-from canvasrt.build.needs import Needs, builder_needs, host_needs
+from canvasrt.build.needs import Needs, builder_needs, builders_at_once, host_needs
 from canvasrt.build.options import (
     DEFAULT_OPTIONS,
     Adapters,
@@ -186,32 +186,22 @@ class Plan:
     @cached_property
     def needs(self) -> Needs:
         """The needs of the build on this machine."""
-        source = self.source
-        graphs: list[Weights] = []
-        if source.graphs is None and not self.quantizes:
-            exported = source.precision or self.precision.exported
-            graphs.append(
-                replace(self.weights, precision=exported, formats=source.formats, on_cpu=False)
-            )
-        if self.quantizes:
-            graphs.append(replace(self.weights, on_cpu=False))
+        source, graphs = self.source, None
+        if source.graphs is None or self.quantizes:
+            graphs = replace(self.weights, on_cpu=False, in_files=True)
+            if not self.quantizes:
+                exported = source.precision or self.precision.exported
+                graphs = replace(graphs, precision=exported, formats=source.formats)
         calibration = None
         with contextlib.suppress(CanvasError):  # invalid prompts, for which `check_plan` raises
             calibration = self.calibrates
-        return host_needs(self.weights, graphs, self.experts, calibration)
+        workers = builders_at_once(self.target)
+        return host_needs(self.weights, graphs, self.experts, workers, calibration)
 
     @property
     def disk(self) -> int:
-        """The most that a build with an empty cache has on disk at a time. What a calibration keeps is gone before graphs are
-        written."""
-        needs = self.needs
-        calibrating = needs.calibration.disk if needs.calibration else 0
-        if not self.spends_graphs:
-            return max(calibrating, needs.graphs + needs.engines)
-        # While an engine is built, its graph is there too. At most two of the largest are, as a rule; on a CPU, one.
-        side_by_side = 1 if self.target.capability is None else 2
-        running = sum(sorted(needs.written.values())[-side_by_side:])
-        return max(calibrating, max(needs.graphs, needs.engines) + running)
+        """The most that a build with an empty cache has on disk at a time."""
+        return self.needs.disk(self.spends_graphs)
 
     @cached_property
     def calibrates(self) -> CalibrationNeeds | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from canvasrt.build import compile, pieces
 from canvasrt.build.compile import Children, Job
-from canvasrt.build.needs import SHARE, builder_memory, check_memory_here
+from canvasrt.build.needs import SHARE, builder_memory, builders_at_once, check_memory_here
 from canvasrt.build.parallel import ParallelTask, run_all
 from canvasrt.build.plan import Plan
 from canvasrt.build.profile_ranges import Profile, profiles, to_json
@@ -186,8 +185,7 @@ def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, J
         # The largest engine first, because it determines the total time.
         sorted(tasks, key=lambda task: -task.memory),
         available_bytes() // SHARE,
-        # One at a time: a builder that times kernels needs an idle GPU, and identical segments reuse the timing cache.
-        len(os.sched_getaffinity(0)) if plan.target.builds_anywhere else 1,
+        builders_at_once(plan.target),
         started=lambda name: report(f"building {name} for {plan.target.name}", 0, 1),
         finished=lambda name: report(f"building {name} for {plan.target.name}", 1, 1),
         stop=children.kill,

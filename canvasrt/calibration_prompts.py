@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from canvasrt.cache import QUANTIZED_BY, versions
 from canvasrt.checkpoints import locate as checkpoints
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import MAX_CONTEXT, PREFILL_CHUNK
@@ -19,6 +20,7 @@ from canvasrt.recipes.recipe import CalibrationSettings, Recipe
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from canvasrt.types import Json
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_ids")
 _HINT = (
@@ -252,3 +254,15 @@ _FITS = {
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 60 else f"{text[:60]}…"
+
+
+def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
+    """Return the kind of a quantization and all inputs that determine it, by which an interrupted one is found
+    again."""
+    made_from = {
+        **source,
+        "recipe": recipe.to_json(),
+        "prompts": prompts and prompts.check() and prompts.sha256,
+        "made_by": versions(QUANTIZED_BY, "export", "runtime"),
+    }
+    return "calibrations" if prompts else "quantizations", made_from

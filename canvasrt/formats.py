@@ -129,11 +129,12 @@ class NumberFormat:
         block = self.block(width)
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
-    def cpu_bytes(self, width: int) -> float:
-        """Return bytes per number on a CPU: codes, float32 scales and the blocks' float32 sums, or float32 numbers."""
+    def cpu_bytes(self, width: int, in_file: bool = False) -> float:
+        """Return bytes per number on a CPU: codes, float32 scales and, unless in a file, the blocks' float32 sums; or float32
+        numbers."""
         if not self.packed_on_cpu:
             return 4.0
-        return self.bits / 8 + 8 / (self.block(width) or width)
+        return self.bits / 8 + (4 if in_file else 8) / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
         """Return the scale with which the largest code is `amax`. If calibration recorded only zeros, any scale works,

@@ -14,7 +14,7 @@ import torch
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import kept_piece, unfinished
-from canvasrt.calibration_prompts import CalibrationPrompts
+from canvasrt.calibration_prompts import CalibrationPrompts, work_of
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.description import Description, describe
 from canvasrt.checkpoints.quantized import Quantization
@@ -26,7 +26,7 @@ from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
 from canvasrt.export.quantize.calibrate import Calibration, calibrate
-from canvasrt.export.quantize.quantize import Quantizer, counted, work_of
+from canvasrt.export.quantize.quantize import Quantizer, counted
 from canvasrt.export.quantize.stored_weights import CheckpointWeights
 from canvasrt.export.segments import EMBEDDING_FILE, SegmentModule, segments
 from canvasrt.export.weights import weights

@@ -123,7 +123,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     if here.calibration:
         console.print(f"  calibrates {_calibration(here.calibration)}")
     console.print(
-        f"  building   {size(here.building)} of memory{less}; on disk {size(here.graphs)} of graphs"
+        f"  building   {size(here.memory)} of memory{less}; on disk {size(here.graphs)} of graphs"
         f" and {size(here.engines)} of engines, {size(plan.disk)} at the peak, minus what is in the cache"
     )
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")

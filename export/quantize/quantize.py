@@ -16,8 +16,8 @@ import onnx_ir as ir
 import torch
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.cache import QUANTIZED_BY, kept_piece, unfinished, versions
-from canvasrt.calibration_prompts import CalibrationPrompts
+from canvasrt.cache import kept_piece, unfinished
+from canvasrt.calibration_prompts import CalibrationPrompts, work_of
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, local_names
 from canvasrt.errors import CanvasError
@@ -198,18 +198,6 @@ def quantize_graphs(
             quantizer.write_calibration(tmp)
             _describe(graphs, tmp, quantizer)
     return load_bundle(out, kind="graphs", check=False)
-
-
-def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization and all inputs that determine it, by which an interrupted one is found
-    again."""
-    made_from = {
-        **source,
-        "recipe": recipe.to_json(),
-        "prompts": prompts and prompts.check() and prompts.sha256,
-        "made_by": versions(QUANTIZED_BY, "export", "runtime"),
-    }
-    return "calibrations" if prompts else "quantizations", made_from
 
 
 def read_calibration(bundle: Bundle) -> dict[str, Any]:

@@ -12,12 +12,11 @@ import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import unfinished
-from canvasrt.calibration_prompts import CalibrationPrompts
+from canvasrt.calibration_prompts import CalibrationPrompts, work_of
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.calibrate import calibrate as calibrate_weights
 from canvasrt.export.quantize.packed import Packed
-from canvasrt.export.quantize.quantize import work_of
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.export.quantize.stored_weights import StoredWeights
 from canvasrt.graphs import external, lowbits

@@ -1,0 +1,70 @@
+"""What a build takes on this machine, against measured builds (`python -m bench calibrated`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.synthetic import config_of
+from canvasrt.build import checks
+from canvasrt.build import needs as host
+from canvasrt.build import plan as plans
+from canvasrt.build.options import BuildOptions
+from canvasrt.build.plan import Plan, plan
+from canvasrt.build.source import Source
+from canvasrt.cache import cache_folder
+from canvasrt.checkpoints.config import read_config
+from canvasrt.pipeline import build_all, plan_all
+from canvasrt.targets import find_target
+
+
+def planned(shape: str, layers: int | None, target: str, precision: str) -> Plan:
+    model, _ = read_config(config_of(shape, layers), None)
+    source = Source(Path(shape), model, {"kind": "checkpoint"})
+    return plan(source, target, "out", BuildOptions(precision))
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "memory", "disk"),
+    [("released", 3, 2.54e9, 3.50e9), ("300m", 9, 1.22e9, 0.395e9), ("narrow", 6, 1.45e9, 0.195e9)],
+)
+def test_a_build_without_calibration(shape: str, layers: int, memory: int, disk: int) -> None:
+    made = planned(shape, layers, "cpu", "int4")
+    assert made.needs.memory == pytest.approx(memory, rel=0.1)
+    assert made.disk == pytest.approx(disk, rel=0.1)
+
+
+def test_a_build_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 22 GB of free memory, builders run one by one; with 60 GB, both at once."""
+    monkeypatch.setattr(host, "available_bytes", lambda: 22 * 10**9)
+    made = planned("released", 3, "rtx-5090", "fp8")
+    assert made.needs.memory == pytest.approx(8.53e9, rel=0.1)
+    assert made.disk == pytest.approx(8.74e9, rel=0.1)
+    alone = made.needs.memory
+    monkeypatch.setattr(host, "available_bytes", lambda: 60 * 10**9)
+    assert made.needs.memory - alone == min(made.needs.segments.values())
+
+
+@pytest.mark.parametrize(
+    "place", ["canvasrt.export.graphs._write_host_head", "canvasrt.build.cpu._rewrite"]
+)
+def test_what_an_interrupted_build_holds_is_not_needed_again(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted when its last graph is quantized, and when all are lowered and their weights have gone."""
+    cache, needed = tmp_path / "cache", []
+    cache.mkdir()
+    (cache / "traces").symlink_to(cache_folder() / "traces")
+    monkeypatch.setenv("CANVASRT_CACHE", str(cache))
+    monkeypatch.setattr(plans, "KEPT_GRAPHS", 0)
+    monkeypatch.setattr(checks, "check_disk", lambda folders: needed.append(folders[cache]))
+    (made,) = plan_all("demo", [find_target("cpu")], tmp_path / "out", BuildOptions("int4"))
+    with monkeypatch.context() as broken:
+        broken.setattr(place, lambda *_: pytest.fail("interrupted"))
+        with pytest.raises(pytest.fail.Exception, match="interrupted"):
+            build_all([made])
+    checks.check_space([made])
+    first, again = needed
+    assert first == made.disk
+    assert again < 0.7 * first
