@@ -70,7 +70,7 @@ def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[in
 
 def accept(entropy: np.ndarray, bound: float) -> np.ndarray:
     """Return the accepted positions, bool `[canvas]`. A position is accepted if the entropies of all more certain
-    positions sum to at most `bound` (`EntropyBoundSampler.accept_canvas`)."""
+    positions sum to at most `bound`, as in `export/head.py`."""
     order = np.argsort(entropy, kind="stable")
     ordered = entropy[order]
     kept = np.zeros(len(entropy), bool)

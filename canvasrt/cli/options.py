@@ -141,7 +141,7 @@ KeepGraphs = Annotated[
     bool,
     typer.Option(
         "--keep-graphs",
-        help="Keep large graphs in the cache, for other targets and later builds for a CPU; else they go as engines are built.",
+        help="Keep large graphs in the cache, for other targets and later builds for a CPU. By default, a graph is deleted once its engine is built.",
     ),
 ]
 DryRun = Annotated[

@@ -9,10 +9,10 @@ from pathlib import Path
 import onnx_ir as ir
 
 from canvasrt.defaults import GEOMETRY
-from canvasrt.graphs.experts import split_experts
+from canvasrt.graphs.cpu_experts import split_experts
+from canvasrt.graphs.cpu_sampler import shorten_sampler
 from canvasrt.graphs.geometry import split_geometry
 from canvasrt.graphs.nbits import use_nbits
-from canvasrt.graphs.sampler import shorten_sampler
 from canvasrt.graphs.simplify import simplify_layers
 from canvasrt.graphs.table import split_table
 

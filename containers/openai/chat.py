@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, fail
-from canvasrt.containers.openai.canvases import canvas_of, sampling_of
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_formats import Format, format_of
 from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
+from canvasrt.containers.openai.vllm_fields import canvas_of, sampling_of
 from canvasrt.runtime.pictures import BUDGETS
 
 

@@ -369,7 +369,7 @@ def test_graphs_in_fp32_are_read_and_held_at_four_bytes_a_weight(tmp_path: Path)
 def test_the_released_model_is_calibrated_in_a_few_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of prompts: the others wait."""
+    """The number of prompts makes no difference, because only a few are held at a time."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 300)
     recipe = parse_precision("nvfp4-mixed").recipe

@@ -29,7 +29,7 @@ REPORTS = {
     *("containers/batch/local.py", "containers/openai/app.py"),
     # Bodies in OpenAI's form have other names for them.
     *("containers/openai/infill.py", "containers/openai/response_events.py"),
-    "containers/openai/canvases.py",  # vLLM has other names for them
+    "containers/openai/vllm_fields.py",  # vLLM has other names for them
     # Calls are only enforced without fields that cannot be combined with a grammar.
     "containers/openai/tools.py",
 }

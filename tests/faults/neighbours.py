@@ -135,7 +135,7 @@ def _attack(host: str, attackers: int, body: Body) -> None:
 
 
 def _beside(host: str, target: str, attackers: int, body: Body, options: dict[str, Any]) -> str:
-    """Return the median and the maximum of answers, from the attack's second second on."""
+    """Return the median and the maximum of answers, from one second after the attack begins."""
     attack = _processes.Process(target=_attack, args=(target, attackers, body), daemon=True)
     attack.start()
     time.sleep(1)

@@ -18,13 +18,13 @@ import pytest
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.graphs.cpu import rewrite_graph
+from canvasrt.graphs.cpu_experts import split_experts
+from canvasrt.graphs.cpu_sampler import shorten_sampler
 from canvasrt.graphs.edit import insert, made_by, user
-from canvasrt.graphs.experts import split_experts
 from canvasrt.graphs.geometry import split_geometry
 from canvasrt.graphs.lower import lower_graph
 from canvasrt.graphs.names import DOMAIN, SLOTS
 from canvasrt.graphs.nbits import use_nbits
-from canvasrt.graphs.sampler import shorten_sampler
 from canvasrt.graphs.simplify import simplify_layers
 from canvasrt.runtime.body_inputs import Geometry
 from tests.helpers import library

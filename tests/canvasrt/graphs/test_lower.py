@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.formats import FORMATS
-from canvasrt.graphs.experts import split_experts
+from canvasrt.graphs.cpu_experts import split_experts
 from canvasrt.graphs.lower import lower, lower_graph
 from canvasrt.graphs.names import DOMAIN, UNPACK
 from canvasrt.graphs.nbits import use_nbits
