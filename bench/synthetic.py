@@ -183,7 +183,7 @@ _W4A16 = {
 
 
 class _Noise:
-    """Cheap random values: pieces of two small pools, each from its own offset."""
+    """Cheap random values: each piece is copied from one of two small pools of random numbers, at another offset."""
 
     _POOL = 1 << 23
     _CHUNK = 1 << 21

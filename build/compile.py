@@ -243,7 +243,7 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     # Makes the builder list its kernels. Changes neither the engine's size nor the build time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     _use_timings(config, job.timing)
-    # Without this flag, a call could allocate memory, which a CUDA graph cannot capture. TensorRT lacks the flag.
+    # Without this flag, a call could allocate memory, which a CUDA graph cannot capture. Only TensorRT-RTX has it.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)
     if job.capabilities:

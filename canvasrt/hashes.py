@@ -38,7 +38,7 @@ DIFFERS = "differs from the manifest (SHA-256)"
 def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
     """Return the SHA-256 of files under `root`, by name. Hashes several files concurrently.
 
-    With `doing`, reports the hashed bytes as progress of this work.
+    If `doing` describes the work, the hashed bytes are reported as its progress.
     """
     names, report = list(names), listener()
     total = sum((root / name).stat().st_size for name in names)

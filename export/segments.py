@@ -143,7 +143,7 @@ def trace_layer(
 def _either_queue(model: ir.Model) -> None:
     """Allow `gate_queues` to have one element, which torch cannot trace: all experts then share one input.
 
-    Shapes derived from it are dropped.
+    Shapes derived from its old size are dropped.
     """
     queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
     queues.shape = ir.Shape(["gate_queues"])

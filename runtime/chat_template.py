@@ -44,7 +44,7 @@ class ControlTexts:
         return _HALF.sub(lambda found: self._plain.get(ord(found[0]), found[0]), text)
 
     def pieces(self, marked: str) -> list[str]:
-        """Cut marked text wherever callers' characters would be tokenized as a control token.
+        """Split marked text inside every control token that a caller's characters would otherwise form.
 
         The concatenated pieces are the unmarked text. Raises CanvasError if there are too many.
         """

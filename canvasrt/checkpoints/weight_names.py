@@ -79,7 +79,7 @@ def head_matrices(config: ModelConfig) -> dict[str, Matrix]:
 
 
 def matrices(config: ModelConfig) -> dict[str, Matrix]:
-    """Return every matrix by its global name, such as `layers.3.mlp.down`, without the vision tower's."""
+    """Return every matrix except the vision tower's, by its global name, such as `layers.3.mlp.down`."""
     return {
         f"layers.{index}.{name}": matrix
         for index in range(len(config.layers))

@@ -53,7 +53,7 @@ Decisions = Annotated[
     options.option(
         "--decisions",
         "FILE",
-        "Measure probabilities on labelled questions: JSON Lines or YAML, or demo.",
+        "Measure how well probabilities match the answers to labelled questions: a JSON Lines or YAML file, or `demo`.",
     ),
 ]
 Samples = Annotated[

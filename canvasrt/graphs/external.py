@@ -57,7 +57,7 @@ def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
 
 
 def mapped(tensor: ir.ExternalTensor) -> np.ndarray:
-    """Return external data as a map of its file."""
+    """Return external data, memory-mapped from its file."""
     size = int(tensor.length if tensor.length is not None else tensor.nbytes)
     return np.memmap(tensor.path, np.uint8, "r", int(tensor.offset or 0), (size,))
 

@@ -156,7 +156,7 @@ def _fold_scales(graph: ir.Graph) -> None:
         for product in products:
             name = f"{node.outputs[0].name}_in_{product.name}"
             factor = scale
-            if rank:  # a number for each input, so for each row of the weights
+            if rank:  # one number for each input feature, that is, for each row of the weights
                 factor = insert(product, "Unsqueeze", [scale, last], f"{name}_rows")
             weight = insert(product, "Mul", [product.inputs[1], factor], name)
             product.replace_input_with(0, x)

@@ -83,7 +83,7 @@ def bars(
         if len(names) * len(series) <= 2 * LABELLED:
             axes.bar_label(drawn, [form.format(each) for each in values], fontsize=8, padding=1.5)
     axes.set_xticks(range(len(names)), names)
-    # Few groups get the same width as many would.
+    # A chart of few groups draws them as wide as a chart of many.
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)

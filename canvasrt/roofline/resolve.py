@@ -103,8 +103,8 @@ class _Resolver:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return, by tensor's name, how many elements a kernel reads, for tensors that it only reads by gathers and
-    slices."""
+    """Return how many elements a kernel reads of each tensor that it reads only by gathers and slices, by tensor
+    name."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}

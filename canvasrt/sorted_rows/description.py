@@ -95,7 +95,7 @@ class KernelForm:
 
     @property
     def name(self) -> str:
-        """Names it in a segment's file, and its own file."""
+        """The name of this description in a segment's file, and of its own file."""
         about = [self.format or self.dtype, self.following and f"to-{self.following}"]
         blocks = f"blocks-{self.block}" if self.block else None
         return "-".join([self.function, *(each for each in (*about, blocks) if each)])

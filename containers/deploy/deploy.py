@@ -135,8 +135,7 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
     if package.architecture not in (None, engine.architecture):
         raise CanvasError(
             f"{package.tag} is for {package.architecture}, but this machine is {engine.architecture}",
-            f"package engines for a target whose host is {engine.architecture};"
-            " `canvasrt targets` lists them",
+            f"package engines for a target whose host is {engine.architecture}",
         )
 
 

@@ -1,7 +1,8 @@
 """Unsupported fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests, as data.
 
-A table lists, for every field, the values that do not change the answer. These are accepted; others are refused. A
-list is accepted if all of its elements are. A field that is neither in a table nor in the body's model is unknown.
+A table has the fields that cannot change an answer here, each with the values that are accepted. Other values are
+refused. A list is accepted if all of its elements are. A field that is neither in a table nor in the body's model is
+unknown.
 """
 
 from __future__ import annotations

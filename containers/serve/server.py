@@ -96,7 +96,7 @@ class Server:
         `output`, whose last lines are in `recent`. model: the models' options. cache: canvasrt's cache folder, if not
         the default. options: further options of tritonserver. ready_timeout: seconds for loading the models. gpus:
         UUIDs of the GPUs, which all run an instance of the model; if empty, CUDA's first GPU. http_socket: a Unix
-        socket for Triton's HTTP server; then the front end listens on the HTTP port.
+        socket for Triton's HTTP server. If given, the front end listens on the HTTP port instead of Triton.
         """
         self.repository = repository
         self.host = host

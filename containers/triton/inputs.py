@@ -200,7 +200,7 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
             raise CanvasError(f"logit_bias names {token!r}, which is not a token id", example)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CanvasError(f"logit_bias of token {token} is {value!r}", example)
-    # Sorted, so that the order cannot change last bits.
+    # Sorted, because the order in which numbers are added changes a sum's last bits.
     return tuple(sorted((int(token), float(value)) for token, value in found.items()))
 
 

@@ -33,8 +33,8 @@ class Workers:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """makes: the `make` of every GPU's worker. observe: called with all generators. beat: called with the time of
-        the oldest of the workers' last beats. lost, max_tokens, timeout: see `Worker`."""
+        """makes: one `make` per GPU's worker. observe: called with the generators of all workers. beat: called with a
+        time after which every worker has beaten. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
         self._beats = [time.monotonic()] * len(makes)

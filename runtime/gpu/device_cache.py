@@ -222,7 +222,7 @@ class DeviceCache:
 
     @property
     def token_sizes(self) -> list[int]:
-        """The bytes of one token's keys, by layer. Its values take as many."""
+        """The bytes of one token's keys, by layer. Its values take as many bytes as its keys."""
         return [layer.heads * layer.token for layer in self._layers]
 
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -57,7 +57,7 @@ def connect(front: FrontEnd) -> socket.socket:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other end of a connection, on which nothing is to be read, is open."""
+    """Whether the other end has kept an idle connection open."""
     connection.settimeout(0.01)
     try:
         return bool(connection.recv(1))

@@ -24,7 +24,7 @@ PARAMS = SamplingParams(
     max_new_tokens=64, max_denoising_steps=11, entropy_bound=1.0, confidence_threshold=1.0, seed=5
 )
 IMAGE = 510  # the tiny model's image token
-# Text lengths around images; soft tokens exceed the sliding window of 64, or do not.
+# Text lengths around images. In some cases an image's soft tokens exceed the sliding window of 64.
 SHAPES = {
     "one": ([20, 30], [noise(90, 70)]),
     "first": ([1, 5], [noise(40, 160, 1)]),
