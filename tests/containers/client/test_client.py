@@ -37,7 +37,7 @@ def test_a_server_that_never_answers(silent: str, protocol: client_module.Protoc
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_an_answer_that_takes_too_long(server: Server, protocol: client_module.Protocol):
     url = f"127.0.0.1:{getattr(server.ports, protocol)}"
-    options = {**ENDLESS, "max_denoising_steps": 500}
+    options = {**ENDLESS, "max_denoising_steps": 2000}
     late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
     with Client(url, protocol, timeout=0.5) as client, late:
         client.infer({"prompt": "x", "max_new_tokens": 4, **options})

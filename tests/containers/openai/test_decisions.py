@@ -175,7 +175,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"temperatures": {"choice": 0}}, "temperatures.choice", "0.01 to 100"),
     ({"temperatures": {"essay": 1.0}}, "temperatures.essay", "predicate, choice, score"),
-    ({"seed": -1}, "seed", "greater than or equal to 0"),
+    ({"seed": -(2**63) - 1}, "seed", "greater than or equal to"),
 ]
 
 

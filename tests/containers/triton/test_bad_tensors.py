@@ -69,7 +69,7 @@ CASES = (
         Bad(
             f"too deep in {name}",
             {**inputs, name: text("[" * 100_000)},
-            (f"{name} is not JSON: it has too many brackets",),
+            (f"{name} is not JSON: it has more than 100 brackets inside each other",),
         )
         for name, inputs in (
             ("messages", {}),
