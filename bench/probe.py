@@ -52,7 +52,9 @@ def measure(
     names = modules.split(",") if modules else [*WHOLE, *MODULES]
     if unknown := set(names) - {*WHOLE, *MODULES}:
         known = ", ".join([*WHOLE, *MODULES])
-        raise UsageError(f"--modules {min(unknown)}: there is no such try", f"give some of {known}")
+        raise UsageError(
+            f"--modules names {min(unknown)}, which is unknown", f"give some of {known}"
+        )
     figures: dict[str, list[dict[str, str]]] = {"outcomes": []}
     with tempfile.TemporaryDirectory(prefix="canvasrt-probe-") as folder:
         for name, said in probe(Path(folder), names, capabilities.split(",")):

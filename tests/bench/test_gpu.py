@@ -121,7 +121,7 @@ def test_a_probe_that_is_cut_keeps_what_was_tried(
         probe.measure("engines,sorted", out=out)
     rows = json.loads(out.read_text())["figures"]["outcomes"]
     assert rows == [{"tried": "engines", "generate": "it ran here"}]
-    with pytest.raises(UsageError, match="demo: there is no such try"):
+    with pytest.raises(UsageError, match="names demo, which is unknown"):
         probe.measure("demo")
 
 
