@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from hashlib import sha256
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import numpy as np
 

@@ -120,7 +120,7 @@ def test_quantized_experts_compute_what_the_graph_does(
         interpret(form, grid, arguments, capability)
 
     monkeypatch.setattr(interpreted, "interpret", wrong)
-    with pytest.raises(CanvasError, match="our kernels .*gate_up-.*, down-.* are wrong"):
+    with pytest.raises(CanvasError, match=r"our kernels .*gate_up-.*, down-.* are wrong"):
         open_sorted(engines)
 
 
