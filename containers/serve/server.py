@@ -48,7 +48,6 @@ from canvasrt.errors import CanvasError, EngineError, StalledError
 from canvasrt.machine import gpus
 
 UNLOAD_TIMEOUT = 3  # seconds to unload the models after requests in flight have finished
-PROBE_TIMEOUT = 5.0
 # Names of files in the scratch folder.
 _STOPPING, _HEARTBEAT, _REASON, _EVIDENCE = "stopping", "heartbeat", "reason", "evidence"
 _FILES = {
@@ -62,6 +61,7 @@ _CLOSED = "model-repository,shared-memory,logging,trace"
 # The header that would permit them. Command lines cannot hold a secret, so it is a header that cannot be sent.
 _NO_HEADER = "closed\r\n"
 POLL = 0.05
+_LOST = 10.0  # seconds in which Triton may itself report that a loading model's process has died
 
 
 class Server:
@@ -158,10 +158,10 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        at_once = threading.Event()
+        force = threading.Event()
         if kind is not None:  # no caller is waiting
-            at_once.set()
-        self.stop(force=at_once)
+            force.set()
+        self.stop(force)
 
     def start(self) -> None:
         """Start the process. Raises CanvasError if a port is in use or tritonserver is missing."""
@@ -212,21 +212,24 @@ class Server:
         Raises CanvasError if the server exits, or after `ready_timeout` seconds.
         """
         deadline = time.monotonic() + self._ready_timeout
+        whole = time.monotonic()  # the last time at which no model's process was dead
         while not (interrupted and interrupted.is_set()):
             self.check_alive()
             meanwhile()
             protect_shm(self.run_name)
-            if self._get("http", "/v2/health/ready"):
-                self._models = children(self._process.pid) if self._process else set()
+            running, dead = children(self.pid or 0)
+            whole = whole if dead else time.monotonic()
+            if time.monotonic() > whole + _LOST:  # Triton itself would wait until the timeout
+                raise self._model_lost()
+            if not dead and self._get("http", "/v2/health/ready"):
+                self._models = running
                 protect_shm(self.run_name)
                 if self._folder is not None:
                     self._stall = StallWatch(self._folder / _HEARTBEAT, self._answers)
                 return
             if time.monotonic() > deadline:
-                raise self._failure(
-                    f"tritonserver was not ready after {self._ready_timeout:g} s",
-                    "allow more time with --ready-timeout",
-                )
+                message = f"tritonserver was not ready after {self._ready_timeout:g} s"
+                raise self._failure(message, "allow more time with --ready-timeout")
             time.sleep(POLL)
 
     def _answers(self) -> bool:
@@ -244,15 +247,16 @@ class Server:
             message = f"tritonserver stopped with {how}" + (f": {cause}" if cause else "")
             raise self._failure(message, "see its output")
         if any(not is_running(model) for model in self._models):
-            reason = reason_left(self._folder / _REASON) if self._folder else None
-            if reason is not None:
-                raise self._failure(*reason, kind=EngineError)
-            raise self._failure(
-                "a model's process has ended, perhaps because memory ran out",
-                "start the server again; its output may say why",
-            )
+            raise self._model_lost()
         if self._guard is not None:
             self._guard.check()
+
+    def _model_lost(self) -> CanvasError:
+        reason = reason_left(self._folder / _REASON) if self._folder else None
+        if reason is not None:
+            return self._failure(*reason, kind=EngineError)
+        message = "a model's process has ended, perhaps because memory ran out"
+        return self._failure(message, "start the server again; its output may say why")
 
     def check_progress(self, limit: float) -> None:
         """Raise StalledError if a process is stopped by a signal, or after `limit` seconds without a step or without an
@@ -311,7 +315,7 @@ class Server:
         found = re.search(rb"^canvasrt_requests_in_flight (\S+)", page, re.M)
         return int(float(found[1])) if found else 0
 
-    def _get(self, port: str, path: str, timeout: float = PROBE_TIMEOUT) -> bytes:
+    def _get(self, port: str, path: str, timeout: float = 5.0) -> bytes:
         """Return the body of a page of the server; empty unless the status is 200."""
         host = callable_host(self.metrics_host) if port == "metrics" else self.address
         unix = self.http_socket if port == "http" else None
@@ -339,7 +343,6 @@ class Server:
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.run_name}",
-            # The timeout for loading a model.
             f"--backend-config=python,stub-timeout-seconds={math.ceil(self._ready_timeout)}",
             # Triton does not copy to or from GPUs, because the models do.
             "--pinned-memory-pool-byte-size=0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -129,6 +130,21 @@ def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
         assert running.process.returncode == 1
         assert "error: a model's process has ended" in errors
         assert not running.stale()
+
+
+def test_a_model_that_dies_while_loading_ends_the_start(packaged: Bundle, tmp_path: Path):
+    """Triton itself would wait for it until the timeout, of ten minutes."""
+    command = [sys.executable, "-m", "canvasrt", "serve", str(packaged.path), *ANY_PORTS]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    killed: list[str] = []
+    while not killed:  # before it has imported anything
+        for number, line in command_lines().items():
+            if re.search(rf"_stub \S*model.py canvasrt\S*-{process.pid}-", line):
+                os.kill(int(number), signal.SIGKILL)
+                killed.append(number)
+    errors = process.communicate(timeout=60)[1]
+    assert "error: a model's process has ended" in errors or "failed to load all models" in errors
+    assert process.returncode == 1
 
 
 @pytest.mark.acceptance
