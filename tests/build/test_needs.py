@@ -43,13 +43,20 @@ def test_a_build_without_calibration(shape: str, layers: int, memory: int, disk:
     assert made.disk == pytest.approx(disk, rel=0.1)
 
 
-@pytest.mark.parametrize(("precision", "memory"), [("fp8", 6.15e9), ("nvfp4-mixed", 8.07e9)])
-def test_a_build_of_engines(precision: str, memory: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("precision", "layers", "memory", "disk"),
+    [("fp8", 3, 6.36e9, 7.23e9), ("fp8", 15, 6.15e9, None), ("nvfp4-mixed", 15, 8.07e9, 12.49e9)],
+)
+def test_a_build_of_engines(
+    precision: str, layers: int, memory: float, disk: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With 22 GB of free memory, builders run one by one; with 60 GB, the two largest at once."""
     monkeypatch.setattr(host, "available_bytes", lambda: 22 * 10**9)
-    made = planned("released", 15, "rtx-5090", precision)
+    made = planned("released", layers, "rtx-5090", precision)
     alone = made.needs.memory
     assert alone == pytest.approx(memory, rel=0.1)
+    if disk is not None:
+        assert made.disk == pytest.approx(disk, rel=0.1)
     monkeypatch.setattr(host, "available_bytes", lambda: 60 * 10**9)
     assert made.needs.memory - alone == sorted(made.needs.segments.values())[-2]
 
