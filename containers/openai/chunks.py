@@ -29,6 +29,7 @@ from canvasrt.containers.openai.generation import (
     own_parts,
 )
 from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.containers.openai.vllm_fields import vllm_scores
 from canvasrt.types import Json
 
 
@@ -176,13 +177,17 @@ class CompletionReply(Reply):
         """Return log-probabilities in OpenAI's form, without the token that ends the answer."""
         if not text:
             return None
-        scores = visible_scores(text)
+        scores = vllm_scores(self.body, visible_scores(text))
         ends = accumulate((len(each["text"]) for each in scores), initial=0)
         return {
             "tokens": [each["text"] for each in scores],
             "token_logprobs": [each["logprob"] for each in scores],
             "top_logprobs": [
-                {other["text"]: other["logprob"] for other in each["top"]} for each in scores
+                # The first token of a prompt has none.
+                None
+                if each["logprob"] is None
+                else {other["text"]: other["logprob"] for other in each["top"]}
+                for each in scores
             ],
             "text_offset": list(ends)[:-1],
         }
@@ -254,7 +259,8 @@ class ChatReply(CompletionReply):
     def scores(self, text: str) -> Json | None:
         if not text:
             return None
-        return {"content": token_scores(text), "refusal": None}
+        scores = vllm_scores(self.body, visible_scores(text))
+        return {"content": list(map(token_score, scores)), "refusal": None}
 
 
 def usage_json(usage: Usage) -> UsageJson:
@@ -273,12 +279,9 @@ def visible_scores(text: str) -> list[Json]:
     return [each for each in json.loads(text) if not each["end"]]
 
 
-def token_scores(text: str) -> list[Json]:
-    """Return log-probabilities in the form of a chat's."""
-    return [
-        {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
-        for each in visible_scores(text)
-    ]
+def token_score(each: Json) -> Json:
+    """Return a token's log-probability in the form of a chat's."""
+    return {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
 
 
 def _score(each: Json) -> Json:
