@@ -174,10 +174,12 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form, without the token that ends the answer."""
+        """Return log-probabilities in OpenAI's form, without the token that ends the answer. After an echo they have it,
+        since lm-eval takes the last one for the answer's."""
         if not text:
             return None
-        scores = vllm_scores(self.body, visible_scores(text))
+        shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
+        scores = vllm_scores(self.body, shown)
         ends = accumulate((len(each["text"]) for each in scores), initial=0)
         return {
             "tokens": [each["text"] for each in scores],

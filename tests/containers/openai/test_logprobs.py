@@ -93,6 +93,9 @@ def test_an_echo_begins_with_the_prompt_and_its_scores(
     assert "".join(each.choices[0].text for each in stream) == told.text
     listed = [each.choices[0].logprobs for each in stream if each.choices[0].logprobs]
     assert [score for each in listed for score in each.token_logprobs] == scores.token_logprobs
+    ended = openai.completions.create(prompt=ids, **asked, logit_bias={"1": 100}).choices[0]
+    assert (ended.text, ended.finish_reason) == ("12+34=", "stop")
+    assert len(ended.logprobs.token_logprobs or ()) == len(ids) + 1  # type: ignore[union-attr]
     plain = openai.completions.create(prompt=ids, **asked | {"logprobs": None}).choices[0]
     assert plain.text == told.text
 
