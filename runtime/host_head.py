@@ -22,11 +22,12 @@ _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.w
 class TokenScore:
     """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its position.
 
-    step: the denoising step, from 1, that computed the distribution.
+    step: the denoising step, from 1, that computed the distribution; 0 for tokens of the prompt, whose first one has no
+    log-probability.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     step: int
 
@@ -83,16 +84,23 @@ class HostHead:
         return out
 
     def scores(
-        self, hidden: np.ndarray, tokens: Sequence[int], top: int, step: int
+        self,
+        hidden: np.ndarray,
+        tokens: Sequence[int],
+        top: int,
+        step: int,
+        listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return the tokens' log-probabilities, with the `top` likeliest tokens at their positions. `hidden` is the
-        last layer's output there, float32 `[n, hidden_size]`."""
+        """Return the tokens' log-probabilities, with those of the `top` likeliest tokens at their positions, or of the
+        token itself and the `listed` ones. `hidden` is the last layer's output there, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
-        for row, token in zip(logs, tokens, strict=True):
-            best = np.argsort(-row, kind="stable")[:top]
-            listed = tuple((int(each), float(row[each])) for each in best)
-            found.append(TokenScore(int(token), float(row[token]), listed, step))
+        for row, token in zip(logs, map(int, tokens), strict=True):
+            shown = (
+                dict.fromkeys((token, *listed)) if listed else np.argsort(-row, kind="stable")[:top]
+            )
+            best = tuple((int(each), float(row[each])) for each in shown)
+            found.append(TokenScore(token, float(row[token]), best, step))
         return found
 
     def log_likelihoods(self, hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
