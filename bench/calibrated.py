@@ -1,4 +1,4 @@
-"""Measures a build straight from a bf16 checkpoint, calibration included, beside what the plan says of it."""
+"""Measures a build straight from a bf16 checkpoint, calibration included, and compares it with the plan's figures."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Subject:
     path: Path
     model: Model
     given: DenoiseInput
-    memory: int  # bytes that opening it and a first pass took, without what is mapped from files
+    memory: int  # bytes that opening the bundle and a first pass took, without mapped files
     seconds: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 

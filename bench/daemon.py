@@ -24,8 +24,7 @@ _PATIENCE = 30.0
 def docker(scratch: Path | None = None) -> Iterator[ContainerEngine]:
     """Provide docker; if no daemon answers, start one until the block ends.
 
-    `scratch` is the folder for its images. CanvasError when that is not possible: it needs root and
-    `dockerd`.
+    `scratch` is the folder for its images. Raises CanvasError without root or `dockerd`.
     """
     found = None
     try:
@@ -76,7 +75,7 @@ def _daemon(folder: Path) -> Iterator[str]:
 
 
 def _unmount(folder: Path) -> None:
-    """Remove the mounts that it leaves behind for the host's network."""
+    """Remove the mounts that the daemon leaves behind for the host's network."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     mounts = [line.split()[1] for line in lines]
     for mount in reversed([each for each in mounts if each.startswith(f"{folder}/")]):

@@ -87,7 +87,7 @@ def measure(
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For graphs and engines: 40 GB.")
     ] = None,
-    steps: Annotated[str, typer.Option(help="Some of them, by name.")] = ",".join(STEPS),
+    steps: Annotated[str, typer.Option(help="Names of some of the steps.")] = ",".join(STEPS),
     minutes: Annotated[float, typer.Option(metavar="N", help="Of this start.")] = 24 * 60,
 ) -> None:
     """Run the steps that have not ended yet, in order, until the time is up."""
@@ -101,7 +101,7 @@ def measure(
     state = out / _STATE
     ended = json.loads(state.read_text()) if state.exists() else {}
     before = {name: ended.get(name, {"how": _GOES_ON, "seconds": 0}) for name in steps.split(",")}
-    # Failures may have lacked a package that is there now.
+    # Steps that failed may have lacked a package that is there now.
     for name in sorted(before, key=lambda name: before[name]["how"].startswith(_FAILED)):
         how, took = before[name]["how"], before[name]["seconds"]
         if not how.startswith((_GOES_ON, _FAILED)):

@@ -32,7 +32,7 @@ def is_cached(plan: Plan) -> bool:
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision of the export. If a quantized checkpoint's own precision is requested, it is that one."""
+    """Return the precision of the export. It is a quantized checkpoint's own precision if that is requested."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 

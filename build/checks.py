@@ -85,7 +85,7 @@ def _check_base(target: Target, graphs: Bundle) -> None:
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(
-            f"the graphs were quantized from {base}, but engines for {target.name} need ones from bf16",
+            f"the graphs were quantized from {base}, but engines for {target.name} need graphs from bf16",
             "quantize graphs of `canvasrt export CHECKPOINT --precision bf16 -o DIR`",
         )
 
@@ -189,7 +189,7 @@ def what_fits(plan: Plan, memory: int) -> str:
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return options, each of which alone makes the plan fit; else a combination of options; else other targets."""
+    """Return options that each make the plan fit; without any, a combination of options; without one, other targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS

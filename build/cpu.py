@@ -49,7 +49,8 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the files of weights that a build does not read again, since an interrupted one has lowered their graphs."""
+    """Return the files of weights that a build does not read again, since an interrupted build has lowered their
+    graphs."""
     room = unfinished_folder(*lowered_from(graphs))
     files = [Path(each["file"]) for each in graphs.manifest.segments]
     return {str(each.with_suffix(".bin")) for each in files if (room / each.stem).is_dir()}

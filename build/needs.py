@@ -18,8 +18,8 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder's memory without weights in bytes, and its bytes per byte of a segment's weights where a format has no own
-# factor. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
+# A builder's memory in bytes without weights, and bytes per byte of a segment's weights for formats without a factor of
+# their own. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders use a third of the free memory. The rest is for the page cache.
@@ -44,7 +44,7 @@ class Needs:
         segments: the builder's memory by segment.
         quantizing: the memory of writing graphs.
         graph_files, engine_files: what is written to disk, by segment.
-        table: of the head's graph, the embedding table, which stays when other weights go.
+        table: the embedding table in the head's graph, which stays when other weights are removed.
         workers: how many builders may run at once.
     """
 
@@ -80,8 +80,8 @@ class Needs:
         return sum(self.engine_files.values())
 
     def disk(self, spends_graphs: bool) -> int:
-        """Return the most on disk at a time. What a calibration keeps is gone before graphs are written. With
-        `spends_graphs`, a segment's graph goes once its engine is there."""
+        """Return the most on disk at a time. A calibration's files are removed before graphs are written. With
+        `spends_graphs`, a segment's graph is removed once its engine exists."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:
             return max(most, self.graphs + self.engines)
@@ -155,7 +155,8 @@ def _quantizing(graphs: Weights) -> int:
 
 
 def builders_at_once(target: Target) -> int:
-    """Return how many engines may be built at once: on the GPU itself one, since a builder times kernels there."""
+    """Return how many engines may be built at once: only one if they are built on the GPU, since the builder times
+    kernels there."""
     return len(os.sched_getaffinity(0)) if target.builds_anywhere else 1
 
 
