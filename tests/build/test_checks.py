@@ -262,7 +262,8 @@ def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantized once for both targets, and one engine per capability; never in bf16. One target's graphs go early."""
+    """Both targets share quantized graphs, and each capability gets an engine; nothing is written in bf16. The graphs
+    of one target are removed early."""
     needed: dict[Path, int] = {}
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)
@@ -369,7 +370,7 @@ def test_graphs_in_fp32_are_read_and_held_at_four_bytes_a_weight(tmp_path: Path)
 def test_the_released_model_is_calibrated_in_a_few_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of prompts makes no difference, because only a few are held at a time."""
+    """The number of prompts makes no difference, because only a few are in memory at a time."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 300)
     recipe = parse_precision("nvfp4-mixed").recipe
