@@ -60,7 +60,7 @@ def export_graphs(
         is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
         calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
-        recipe: how to quantize weights while bf16 graphs are written. The result equals that of `quantize_graphs`.
+        recipe: how to quantize the weights during the export of bf16 graphs. The result equals that of `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
     architecture, and when `out` is not empty. Then `out` is not written, but the progress of a calibration or

@@ -60,7 +60,8 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Convert tensors to a request. Raises CanvasError, which names the wrong tensor or the operator's limit.
+    """Convert tensors to a request. Raises CanvasError for a wrong tensor, which it names, and for a request beyond the
+    operator's limits.
 
     `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
     """
