@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from canvasrt.extras import require
 
 _FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds until a server that is down is tried again
 PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
-_SHOWN = 200  # maximum characters to show of a reply that is not JSON
+MOST_REPLY = 64 * 2**20  # bytes of a reply
+_SHOWN = 200  # maximum characters to show of a server's message
+
+
+class _NoAnswerError(Exception):
+    """A reply that is no answer, although its status says so."""
 
 
 @dataclass
@@ -86,7 +92,7 @@ class Servers:
                 server.down(time.monotonic(), 0.0)
                 self._check_patience(str(error))
                 continue
-            except (self._http.ClientError, TimeoutError) as error:
+            except (self._http.ClientError, TimeoutError, _NoAnswerError) as error:
                 server.down(time.monotonic(), 0.0)
                 why = str(error) or f"no answer within {self._timeout:g} s"
                 return Reply(None, f"{server.root}: {why}")
@@ -96,6 +102,9 @@ class Servers:
                 server.down(time.monotonic(), wait)
                 self._check_patience(_message(reply.body))
                 continue
+            if (reply.status or 0) >= 500:  # another server may do better
+                server.down(time.monotonic(), wait)
+                return reply
             server.up()
             if reply.status == 429:
                 await asyncio.sleep(max(wait, _FIRST_REST))
@@ -123,11 +132,14 @@ class Servers:
             headers={"X-Request-Id": line.request_id},
             allow_redirects=False,
         ) as reply:
-            text = await reply.text(errors="replace")
+            text = await _read(reply)
             try:
                 body = load_json(text, most=len(text))
+                json.dumps(body, allow_nan=False)
             except ValueError:
                 body = {"error": {"message": text[:_SHOWN], "type": "server_error"}}
+            if reply.status == 200 and (not isinstance(body, dict) or body.get("error")):
+                raise _NoAnswerError(f"no answer in the reply {text[:_SHOWN]!r}")
             wait = reply.headers.get("Retry-After", "")
             seconds = float(wait) if wait.isascii() and wait.isdigit() else 0.0
             return Reply(reply.status, body), min(seconds, _LONGEST_REST)
@@ -142,8 +154,18 @@ class Servers:
             )
 
 
+async def _read(reply: Any) -> str:
+    """Return a reply's text, in JSON's encoding, whatever its headers say."""
+    data = bytearray()
+    async for piece in reply.content.iter_chunked(1 << 16):
+        data += piece
+        if len(data) > MOST_REPLY:
+            raise _NoAnswerError(f"the reply has more than {MOST_REPLY >> 20} MiB")
+    return data.decode(errors="replace")
+
+
 def _message(body: Any) -> str:
     try:
-        return str(body["error"]["message"])
+        return str(body["error"]["message"])[:_SHOWN]
     except (KeyError, TypeError):
         return str(body)[:_SHOWN]

@@ -6,8 +6,7 @@ import asyncio
 from time import perf_counter
 from typing import Protocol
 
-# Seconds of parsing per iteration of the event loop: of all connections together, and of one connection.
-TURN, SLICE = 0.0005, 0.0005
+TURN = 0.0005  # seconds of parsing per iteration of the event loop
 
 
 class Parsing(Protocol):
@@ -47,9 +46,9 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        end = perf_counter() + TURN
-        while self._waiting and (now := perf_counter()) < end:
-            self._current, self._ends = next(iter(self._waiting)), min(now + SLICE, end)
+        self._ends = perf_counter() + TURN
+        while self._waiting and perf_counter() < self._ends:
+            self._current = next(iter(self._waiting))
             self.leave(self._current)
             self._current.read_on()
         self._current, self._due = None, False

@@ -25,7 +25,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.__main__ import _config
 from canvasrt.containers.openai.connections import RESERVED, Places
-from canvasrt.containers.openai.parse_turns import SLICE, TURN, Turns
+from canvasrt.containers.openai.parse_turns import TURN, Turns
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.helpers.alone import Alone, connect, is_open
 from tests.helpers.serving import eventually, needs_triton
@@ -143,11 +143,11 @@ def test_connections_take_turns_at_being_parsed():
             await asyncio.sleep(0)
             looks += 1
             # A look at the other tasks comes after a turn's pieces.
-            assert left - sum(each.left for each in long) <= (TURN + SLICE) / 0.001 + 1
+            assert left - sum(each.left for each in long) <= TURN / 0.001 + 1
             if short.left == 0 and looks < 10:
                 assert all(each.left > 50 for each in long)
         assert short.left == 0
-        assert max(each.longest for each in long) <= SLICE / 0.001 + 1
+        assert max(each.longest for each in long) <= TURN / 0.001 + 1
 
     asyncio.run(run())
 

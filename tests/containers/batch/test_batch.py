@@ -200,23 +200,46 @@ def test_the_command(tmp_path: Path, engines: Bundle, capsys: pytest.CaptureFixt
     assert "out.jsonl exists" in capsys.readouterr().err
 
 
+# Runs the command, says when so many lines are in the journal, and waits for a signal there.
+STOPS = """
+import signal, sys
+from canvasrt.__main__ import main
+from canvasrt.containers.batch.journal import Journal
+
+def add(self, *given):
+    global left
+    real(self, *given)
+    left -= 1
+    if left == 0:
+        print(flush=True)
+        signal.pause()
+
+real, left = Journal.add, int(sys.argv.pop(1))
+Journal.add = add
+main()
+"""
+
+
 @pytest.mark.acceptance
 def test_killed_at_any_line(tmp_path: Path, engines: Bundle) -> None:
     file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
     _, (expected, _) = asked(file, "expected.jsonl", Local(engines.path, 1))
     outputs = Outputs.of(tmp_path / "out.jsonl")
-    command = [sys.executable, "-m", "canvasrt", "batch", str(file), "-o", str(outputs.answers)]
+    command = ["batch", str(file), "-o", str(outputs.answers)]
     command += ["--bundle", str(engines.path), "--threads", "1"]
     rng, killed = random.Random(4), 0
     while not outputs.answers.exists():
-        least = count_done(outputs) + rng.randint(1, 4)
-        signals = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None:
-                if count_done(outputs) >= least:
-                    process.send_signal(signals[killed % 3])
-                    killed += 1
-                    break
+        stops = [sys.executable, "-c", STOPS, str(rng.randint(1, 4))]
+        with subprocess.Popen(
+            [*stops, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            assert process.stdout is not None
+            if process.stdout.readline() == b"\n":
+                before = count_done(outputs)
+                process.send_signal((signal.SIGKILL, signal.SIGINT, signal.SIGTERM)[killed % 3])
+                killed += 1
+            process.communicate()
         assert process.returncode in (0, -9, 130, 143)
+        assert outputs.answers.exists() or count_done(outputs) >= before
     assert killed >= 3
     assert outputs.answers.read_bytes() == expected.read_bytes()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from canvasrt.containers.batch import servers
 from canvasrt.containers.batch.journal import Journal, Outputs
 from canvasrt.containers.batch.lines import URLS, Line, read_lines
 from canvasrt.containers.batch.run import Reply, run_batch
-from canvasrt.containers.batch.servers import Servers
 from canvasrt.containers.batch.steady import steady
 from canvasrt.containers.openai.app import ENDPOINTS
 from canvasrt.errors import CanvasError
@@ -198,31 +194,6 @@ def test_a_journal_that_another_process_finishes_meanwhile(
     with pytest.raises(CanvasError, match="exists"):
         run(file, outputs.answers)
     assert not outputs.journal.exists()
-
-
-def test_a_servers_odd_replies_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = [(429, "9" * 400, b"{}"), (200, "\u00b2", b"[" * 100_000)]
-
-    class Odd(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            status, wait, body = replies.pop(0)
-            self.send_response(status)
-            self.send_header("Retry-After", wait)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    monkeypatch.setattr(servers, "_LONGEST_REST", 0.01)
-    with HTTPServer(("127.0.0.1", 0), Odd) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        opened: Any = Servers([f"http://127.0.0.1:{server.server_port}"], "", 60)
-        file, out = write(tmp_path, chat("one")), tmp_path / "out.jsonl"
-        assert run_batch(file, out, 0, "odd", opened, 1)[:2] == (1, 0)
-        server.shutdown()
-    assert '"message": "[[[' in out.read_text()
 
 
 def test_an_output_needs_a_name() -> None:
