@@ -48,6 +48,7 @@ PLAN: dict[str, tuple[str, ...]] = {
     "nvfp4-experts": _BLACKWELL,
     "fp8": (*_ADA, *_BLACKWELL, "h100", "h200"),
     "bf16": ("rtx-4090", "rtx-pro-6000", "dgx-spark", "a100", "h100", "h200", "b200"),
+    "int4-mixed": ("l4", *_ADA, "h100"),
     "int4": (
         *("rtx-3090", "rtx-a6000", "rtx-4080", "l4", "rtx-5080", *_ADA, *_BLACKWELL),
         *("a100", "h100", "h200", "b200", "dgx-station"),
@@ -122,7 +123,20 @@ def predictions(
             "kernels": len(even.rows),
             "parts": {part: 1e3 * value for part, value in even.parts().items()},
             "block_ms": 1e3 * predictor.block_seconds(gpu, batch, context),
+            "reads": reads_per_second(predictor, gpu, batch, context),
         }
+
+
+def reads_per_second(
+    predictor: Predictor, gpu: GpuRates, batch: int, context: int
+) -> dict[str, float]:
+    """Return decisions per second, of one read after a prompt of a canvas's length: on the shortest canvas, in own passes,
+    and on whole canvases, in passes of `batch`. They run no head: the host scores their few labels."""
+    prompt = predictor.encode(gpu, context).seconds
+    short = predictor.encode(gpu, context, predictor.passes.lengths[0]).seconds
+    rows = predictor.denoise(gpu, batch, context).rows
+    shared = sum(row.seconds for row in rows if row.segment != "head")
+    return {"short": 1 / (prompt + short), "whole": batch / (batch * prompt + shared)}
 
 
 @cache

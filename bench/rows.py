@@ -17,13 +17,12 @@ import numpy as np
 from bench import results
 from canvasrt.checkpoints.released import released_model
 from canvasrt.errors import UsageError
-from canvasrt.formats import E2M1, E4M3, FORMATS, formats_of
-from canvasrt.graphs import lowbits
+from canvasrt.formats import FORMATS, formats_of
 from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import kernel_arguments
 from canvasrt.runtime.engine import KernelCall
-from canvasrt.sorted_rows import ahead
+from canvasrt.sorted_rows import ahead, reference
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
     GATE_UP_KERNEL,
@@ -34,9 +33,7 @@ from canvasrt.sorted_rows.description import (
     STACK_PARTS,
     ExpertSizes,
     KernelForm,
-    inputs_per_step,
 )
-from canvasrt.sorted_rows.stacks import in_steps
 
 PLAIN_DTYPE = "bfloat16"
 INT4_BLOCK, NVFP4_BLOCK = (FORMATS[name].blocks[0] for name in ("int4", "nvfp4"))
@@ -52,15 +49,13 @@ class Stack:
         self._shape = (form.sizes.experts, outputs, form.width)
         rows, size = self._shape[:2], form.width**-0.5
         # Parts that a format lacks are never read.
-        self.blocks = self.scales = np.zeros(1, np.float32)
+        self.blocks = self.scales = np.zeros((form.sizes.experts, 0), np.float32)
         if form.format in ("int4", "nvfp4"):
-            self._codes = random.integers(0, 256, (*rows, form.width // 2), np.uint8)
+            self.values = random.integers(0, 256, (*rows, form.width // 2), np.uint8)
         if form.format == "int4":
             blocks = random.random((*rows, form.width // INT4_BLOCK), np.float32) * 0.2 * size
             self.blocks = blocks.astype(ml_dtypes.bfloat16)
-            self.values = in_steps(self._codes, form.width, inputs_per_step(form))
         elif form.format == "nvfp4":
-            self.values = self._codes
             # E4M3 from 1/8 to below 2.
             self.blocks = random.integers(32, 64, (*rows, form.width // NVFP4_BLOCK), np.uint8)
             self.scales = np.full(rows, 0.3 * INNER_SCALE * size, np.float32)
@@ -75,15 +70,8 @@ class Stack:
 
     def matrix(self, expert: int) -> np.ndarray:
         """Return one expert's numbers `[out, in]` in float32."""
-        if self.form.format == "int4":
-            blocks = self.blocks[expert].astype(np.float32)
-            return lowbits.dequantize("int4", self._codes[expert], blocks=blocks)
-        if self.form.format == "nvfp4":
-            scale = self.scales[expert, 0]
-            return lowbits.dequantize("nvfp4", self._codes[expert], scale, self.blocks[expert])
-        if self.form.format == "fp8":
-            return lowbits.numbers_of(E4M3, self.values[expert]) * self.scales[expert][:, None]
-        return self.values[expert].astype(np.float32)
+        parts = (getattr(self, part)[expert].reshape(-1).view(np.uint8) for part in STACK_PARTS)
+        return reference.matrix(self.form, *parts)
 
 
 class LayerOnDevice:
@@ -167,21 +155,10 @@ class LayerOnDevice:
         return float(np.max(errors))  # NaN if one is
 
     def _row(self, token: int, expert: int) -> np.ndarray:
-        first, second = self._formats
-        x = self.x[token].astype(np.float32)
-        x = _to_nvfp4(x) if first == "nvfp4" else x
-        gate, up = np.split(self.gate_up.matrix(expert) @ x, 2)
-        tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
-        inner = 0.5 * gate * (1 + tanh) * up
-        if second == "fp8":
-            inner = np.clip(inner / INNER_SCALE, -E4M3.largest, E4M3.largest).astype(
-                ml_dtypes.float8_e4m3fn
-            )
-        elif second == "nvfp4":
-            inner = _to_nvfp4(inner)
-        else:
-            inner = inner.astype(ml_dtypes.bfloat16)
-        return self.down.matrix(expert) @ inner.astype(np.float32)
+        x, form = self.x[token : token + 1].astype(np.float32), self.gate_up.form
+        x = reference.rounded(x, form, INNER_SCALE) if form.format == "nvfp4" else x
+        gate_up, down = self.gate_up.matrix(expert), self.down.matrix(expert)
+        return reference.results(x, gate_up, down, self.down.form, INNER_SCALE)[0]
 
     def _plan(self) -> Iterator[KernelCall]:
         sizes, at = self.sizes, self._at
@@ -212,19 +189,10 @@ class LayerOnDevice:
 
     def _give(self, array: np.ndarray) -> int:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        address = self.device.allocate(flat.nbytes)
+        address = self.device.allocate(max(1, flat.nbytes))
         self.device.upload(address, flat)
         self.device.synchronize()
         return address
-
-
-def _to_nvfp4(x: np.ndarray) -> np.ndarray:
-    """Return a row as the kernels round it to NVFP4, divided by its scale, which the stacks' scales include."""
-    blocks = x.reshape(-1, NVFP4_BLOCK) / INNER_SCALE
-    share = np.minimum(np.abs(blocks).max(1, keepdims=True) / E2M1.largest, E4M3.largest)
-    scales = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    codes = (blocks / np.where(scales > 0, scales, 1)).astype(ml_dtypes.float4_e2m1fn)
-    return (codes.astype(np.float32) * scales).reshape(-1)
 
 
 def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -302,6 +302,8 @@ def plan(
     # Do not refuse prompts here, because another target of the same build may need them.
     check_calibration(options.calibration, True, precision.text)
     check_adapters(source, options.adapters)
+    context = check_context(source, options.max_context)
+    layers = check_layers(source, options.layers_per_segment)
     # Raises CanvasError for a recipe with a pattern that matches nothing.
     formats = precision.formats(source.model)
     experts = find_experts(options.experts)
@@ -310,10 +312,10 @@ def plan(
         source,
         target,
         precision,
-        check_context(source, options.max_context),
+        context,
         options.max_batch,
         Path(out).expanduser(),
-        check_layers(source, options.layers_per_segment),
+        layers,
         options.calibration,
         options.adapters,
         experts,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
 from canvasrt.build.cache_keys import exported_from, exported_precision, quantized_from
-from canvasrt.build.checks import check_buildable, check_plan, check_space
+from canvasrt.build.checks import check_plan, check_space
 from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
 from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import choose_precisions
@@ -49,14 +49,14 @@ def build_bundle(
 
 
 def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
-    """Build all plans, which must share a source. Common graphs are exported and quantized once.
+    """Build all plans, which `plan_all` has checked and which must share a source. Common graphs are exported and
+    quantized once.
 
-    All checks run before the first byte is written.
+    The disks are checked before the first byte is written.
     """
     bundles = [made.existing() for made in plans]
     missing = [number for number, found in enumerate(bundles) if found is None]
     for number in missing:
-        check_plan(plans[number])
         check_output(plans[number].out)
     check_space([plans[number] for number in missing])
     graphs: dict[str, Bundle] = {}
@@ -87,8 +87,6 @@ def plan_all(
     precisions = choose_precisions(targets, options.precision, found.precision)
     is_calibrated = any(each.is_calibrated for each in precisions)
     check_calibration(options.calibration, is_calibrated, precisions[0].text)
-    for target in targets if check else ():
-        check_buildable(target)
     folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
     plans = cut_alike(
         [
@@ -116,24 +114,19 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
         gone = [how.built_weights(each, graphs) for how, each in zip(builders, same, strict=True)]
         return set.intersection(*gone) if gone else set()
 
-    if plan.quantizes and recipe is not None:
-        plain = plan.source.graphs is not None or cache.has_all(exported_from(plan))
-        quantize = partial(_quantize, plan, recipe) if plain else partial(_export, plan, recipe)
-        return cache.get(quantized_from(plan), quantize, absent)
-    return _unquantized(plan, absent)
+    exported, given = exported_from(plan), plan.source.graphs
+    if not plan.quantizes or recipe is None:
+        return given or cache.get(exported, partial(_export, plan, None), absent)
 
+    def quantize(out: Path) -> None:
+        from canvasrt.export.quantize.quantize import quantize_graphs
 
-def _unquantized(plan: Plan, absent: Callable[[Bundle], Collection[str]] | None = None) -> Bundle:
-    """Return the graphs as given, or exported from the checkpoint."""
-    if plan.source.graphs is not None:
-        return plan.source.graphs
-    return GraphCache().get(exported_from(plan), partial(_export, plan, None), absent)
+        plain = given or cache.get(exported, partial(_export, plan, None))
+        quantize_graphs(plain, out, recipe, plan.calibration)
 
-
-def _quantize(plan: Plan, recipe: Recipe, out: Path) -> None:
-    from canvasrt.export.quantize.quantize import quantize_graphs
-
-    quantize_graphs(_unquantized(plan), out, recipe, plan.calibration)
+    from_graphs = given is not None or cache.has_all(exported)
+    make = quantize if from_graphs else partial(_export, plan, recipe)
+    return cache.get(quantized_from(plan), make, absent)
 
 
 def _export(plan: Plan, recipe: Recipe | None, out: Path) -> None:

@@ -115,10 +115,11 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         if inputs:
             _check(file, f"{name}'s input_activations", inputs, compressed.kind, _INPUTS)
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
+    algorithm = format.name.upper() + ("" if static else "-dynamic")
+    made = Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
     if not format.rounds_inputs:
         _check_extras(file.parent)
-    algorithm = format.name.upper() + ("" if static else "-dynamic")
-    return Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
+    return made
 
 
 def _check(

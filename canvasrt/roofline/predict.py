@@ -141,10 +141,10 @@ class Predictor:
         sizes = CallSizes(rows, self.passes.canvas, context, capacity or usual)
         return self._pass(DENOISE, gpu, sizes, [*self._bodies(), "head"])
 
-    def encode(self, gpu: GpuRates, context: int) -> PredictedPass:
-        """Return a pass that encodes one request's finished canvas: only the body segments."""
-        canvas = self.passes.canvas
-        sizes = CallSizes(1, canvas, context, encode_capacity(self.model, canvas))
+    def encode(self, gpu: GpuRates, context: int, length: int | None = None) -> PredictedPass:
+        """Return a pass that encodes one request's finished canvas, or `length` tokens: only the body segments."""
+        length = length or self.passes.canvas
+        sizes = CallSizes(1, length, context, encode_capacity(self.model, length))
         return self._pass(ENCODE, gpu, sizes, self._bodies())
 
     def block_seconds(

@@ -93,6 +93,16 @@ class KernelForm:
     following: str | None = None
     block: int | None = None
 
+    @classmethod
+    def named(cls, name: str, sizes: ExpertSizes, dtype: str) -> KernelForm:
+        """Return the inverse of `name`."""
+        function, format, *rest = name.split("-")
+        about = dict(zip(rest[::2], rest[1::2], strict=True))
+        block = int(about["blocks"]) if "blocks" in about else None
+        return cls(
+            function, sizes, dtype, None if format == dtype else format, about.get("to"), block
+        )
+
     @property
     def name(self) -> str:
         """The name of this description in a segment's file, and of its own file."""

@@ -83,6 +83,7 @@ def _resources(sizes: ReplicaSizes, on_volume: bool) -> dict[str, Any]:
         "cache.size": _gib(sizes.cache),
         "startupSeconds": sizes.startup,
         "furtherGpuSeconds": sizes.further,
+        "furtherGpuGi": math.ceil(sizes.contexts / GIB),
     }
 
 

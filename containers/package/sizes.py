@@ -49,8 +49,8 @@ _LARGE = 10**9  # bytes of weights above which more than two CPU cores pay
 class ReplicaSizes:
     """A replica's resources: bytes, whole cores, and seconds until it must be ready.
 
-    `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` is for one GPU, and `further` is added
-    for every other GPU.
+    `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` and `memory` are for one GPU; every
+    other one adds `further` and `contexts`.
     """
 
     memory: int
@@ -60,6 +60,7 @@ class ReplicaSizes:
     cache: int
     startup: int
     further: int
+    contexts: int = 0
 
 
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
@@ -94,6 +95,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         else (_COMPILED if compiles else _UNUSED_CACHE),
         startup=round(startup),
         further=round(further),
+        contexts=CONTEXT_ON_HOST * estimate_of(manifest, max_batch, on_cpu).contexts,
     )
 
 

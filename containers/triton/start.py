@@ -18,7 +18,8 @@ def open_all(
     """Open a model on each of `count` GPUs, and warm it up.
 
     With `proves`, requests share passes if this changes no bits on any GPU. The second result is the test's `Evidence`
-    as a dictionary; empty without a test.
+    as a dictionary; empty without a test. Models whose bits differ from the first one's are left out: a seed's tokens must
+    not depend on the GPU.
     """
     models, found = [], []
     for number in range(count):
@@ -27,12 +28,28 @@ def open_all(
         found.append(_warmed_up(models[-1], proves))
     why = next((each["why"] for each in found if each and not each["shared"]), "")
     if not why:
-        return models, found[0]
+        return _alike(models), found[0]
     log.warning("requests share no passes: %s", why)
     for model, each in zip(models, found, strict=True):
         if each["shared"]:
             _withdraw(model)
-    return models, next(each for each in found if each and not each["shared"])
+    return _alike(models), next(each for each in found if each and not each["shared"])
+
+
+def _alike(models: list[Any]) -> list[Model]:
+    """Return the models that compute the first one's bits, on fixed requests."""
+    if len(models) == 1:
+        return models
+    from canvasrt.runtime.gpu.sharing import digest
+
+    first, *others = (digest(model) for model in models)
+    for number, each in enumerate(others, 1):
+        if each != first:
+            log.warning("GPU %d takes no requests: its bits differ from those of GPU 0", number)
+    return [
+        models[0],
+        *(model for model, each in zip(models[1:], others, strict=True) if each == first),
+    ]
 
 
 def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from canvasrt.sorted_rows.description import (
     SortedLayer,
     SortedSegment,
 )
+from canvasrt.sorted_rows.reference import TOLERATED, TRIAL_TOKENS, Trial
 
 # Tensors with two buffers: a piece reads one and writes the other.
 _KEPT = (*CARRIED, SHARES)
@@ -65,6 +66,7 @@ class SharedBuffers:
         self._most: dict[str, int] = {}
         self._buffers: dict[str, int] = {}
         self._kernels: dict[tuple[Path, str], int] = {}
+        self.checked: set[tuple[str | None, ...]] = set()  # a layer's kernels, by name
 
     def reserve(self, needed: Mapping[str, int]) -> None:
         """Plan memory for a segment's buffers: bytes by name."""
@@ -117,7 +119,8 @@ class SortedEngine:
         self.outputs = _joined((each.outputs for each in self._pieces), internal)
         most = max(each["batch"]["max"] * each["length"]["max"] for each in profiles)
         between.reserve(self._segment.sizes.buffers(most, host_dtype(self._segment.dtype).itemsize))
-        self._weights = self._upload(file.with_name(self._segment.weights))
+        self._stored = np.memmap(file.with_name(self._segment.weights), np.uint8, "r")
+        self._weights = self._upload(self._stored)
         self._kernels: dict[str, tuple[int, KernelImage]] = {
             kernel: self._load(kernel) for kernel in self._segment.kernels
         }
@@ -127,6 +130,8 @@ class SortedEngine:
         for piece in self._pieces:
             piece.prepare()
         self._between.allocate()
+        for layer in self._segment.layers:
+            self._check(layer)
 
     def launch(self, call: EngineCall) -> None:
         launches = self._launches.get(call.key)
@@ -137,9 +142,34 @@ class SortedEngine:
         for each in launches:
             each()
 
-    def _upload(self, file: Path) -> int:
+    def _check(self, layer: SortedLayer) -> None:
+        """Compare a layer's kernels with NumPy, once per kind: wrong ones would cost tokens, but raise no error."""
+        kernels = (layer.rounding, layer.gate_up.kernel, layer.down.kernel)
+        if kernels in self._between.checked:
+            return
+        self._between.checked.add(kernels)
+        trial, between = Trial(self._segment, layer, self._stored), self._between
+        device, positions = between.device, np.arange(TRIAL_TOKENS)
+        given = {between.address(EXPERT_INPUT): trial.x, between.address(EXPERT_INDEX): trial.index}
+        given[at := device.allocate(positions.nbytes)] = positions
+        for address, array in given.items():
+            device.upload(address, array)
+        for call in self._experts(layer, TRIAL_TOKENS, at):
+            device.run_kernel(call)
+        shape = (self._segment.sizes.top_k, TRIAL_TOKENS, self._segment.sizes.size)
+        found = np.empty(shape, host_dtype(self._segment.dtype))
+        device.download(found, between.address(EXPERT_ROWS))
+        device.synchronize()
+        if not (error := trial.error(found)) <= TOLERATED:
+            raise CanvasError(
+                f"on {device.name}, our kernels {', '.join(filter(None, kernels))} are wrong: they differ from NumPy by"
+                f" {error:.0%}",
+                "build with --experts slots, and report it",
+            )
+
+    def _upload(self, data: np.ndarray) -> int:
         """Copy the experts' weights to the device; return their address."""
-        data, device = np.memmap(file, np.uint8, "r"), self._between.device
+        device = self._between.device
         address = device.allocate(data.nbytes)
         device.upload(address, data)
         device.synchronize()

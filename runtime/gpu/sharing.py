@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 import numpy as np
 
@@ -63,6 +64,17 @@ def prove(model: DeviceModel) -> Evidence:
     return Evidence(True, trial.compared, "", round(1e3 * shared, 2), milliseconds)
 
 
+def digest(model: DeviceModel) -> str:
+    """Return a hash of fixed requests' results in passes of every kind. No request may be running."""
+    kept, trial = model.own_passes, _Trial(model)
+    given = trial.requests({})
+    ways = [*model.shapes.widths, *([0] if model.shapes.shares else [])]
+    found = b"".join(trial.bits(width, given if not width else given[:1], 0) for width in ways)
+    trial.release(given)
+    model.own_passes = kept
+    return sha256(found).hexdigest()
+
+
 class _Trial:
     """Compares a request's results. `differs` has the first difference by width of the own pass; key 0 is the shared
     pass."""
@@ -77,7 +89,7 @@ class _Trial:
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
         for place in places:
-            given = self._requests({place: (prompt, canvas)})
+            given = self.requests({place: (prompt, canvas)})
             one = [given[place]]
             ways = [(0, "alone", one), (0, "in company", given)]
             ways += [
@@ -86,21 +98,21 @@ class _Trial:
                 if width >= length
             ]
             for width, how, inputs in ways:
-                found = self._bits(width, inputs, inputs.index(given[place]))
+                found = self.bits(width, inputs, inputs.index(given[place]))
                 wanted = wanted or found
                 self.compared += 1
                 if found != wanted:
                     tokens = min(kind, model.canvas_length)
                     what = f"bits differ {how}, at place {place}, with {tokens} different tokens"
                     self.differs.setdefault(width, what)
-            self._release(given)
+            self.release(given)
 
     def seconds(self) -> tuple[dict[int, float], float]:
         """Return the seconds of own passes by width, and of a full shared pass."""
-        given = self._requests({})
+        given = self.requests({})
         own = {width: self._fastest(width, given[:1]) for width in self._model.shapes.widths}
         shared = self._fastest(0, given)
-        self._release(given)
+        self.release(given)
         return own, shared
 
     def _fastest(self, width: int, inputs: Sequence[DenoiseInput]) -> float:
@@ -111,7 +123,7 @@ class _Trial:
             taken.append(time.perf_counter() - begin)
         return min(taken)
 
-    def _requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
+    def requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
         """Return a request for every place. `chosen` sets prompts and canvases by place; the others are random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
@@ -126,7 +138,7 @@ class _Trial:
     def _tokens(self, length: int, kind: int = _KINDS[0]) -> np.ndarray:
         return self._random.integers(0, min(self._model.config.vocab_size, kind), length)
 
-    def _release(self, given: Sequence[DenoiseInput]) -> None:
+    def release(self, given: Sequence[DenoiseInput]) -> None:
         for each in given:
             self._model.release(each.row)
 
@@ -139,7 +151,7 @@ class _Trial:
             each.row.loads.clear()
         return found
 
-    def _bits(self, width: int, inputs: Sequence[DenoiseInput], index: int) -> bytes:
+    def bits(self, width: int, inputs: Sequence[DenoiseInput], index: int) -> bytes:
         """Return all of a request's outputs of a pass as bytes."""
         out, row = self._denoise(width, inputs)[index], inputs[index].row
         arrays = (out.canvas, out.argmax, out.entropy, out.accepted, out.hidden)

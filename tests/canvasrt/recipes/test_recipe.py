@@ -71,6 +71,7 @@ def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConf
     [
         ("fp8", {"fp8"}, "fp8"),
         ("int4", {"int4"}, "int8"),
+        ("int4-mixed", {"int4", "fp8"}, "fp8"),
         ("nvfp4", {"nvfp4"}, "fp8"),
         ("nvfp4-mixed", {"nvfp4", "fp8"}, "fp8"),
         ("nvfp4-experts", {"nvfp4"}, None),

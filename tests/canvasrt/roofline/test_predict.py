@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.few_experts import WIDTHS
+from bench.predict import reads_per_second
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.pass_shapes import usual_capacity
@@ -39,6 +40,16 @@ def test_a_pass_is_the_sum_of_its_kernels_and_above_its_floor(predictor: Predict
     assert {row.segment for row in made.rows} == {"body_0", "head"}
     assert made.seconds > made.floor_seconds > 0
     assert len(made.rows) * GPU.launch < made.seconds
+
+
+def test_decisions_encode_their_prompt_and_run_no_head(predictor: Predictor) -> None:
+    found = reads_per_second(predictor, GPU, 4, 1024)
+    encoded, short = (predictor.encode(GPU, 1024, length).seconds for length in (None, 64))
+    assert short < encoded
+    assert 1 / found["short"] == pytest.approx(encoded + short)
+    passes = predictor.denoise(GPU, 4, 1024)
+    head = sum(row.seconds for row in passes.rows if row.segment == "head")
+    assert 4 / found["whole"] == pytest.approx(4 * encoded + passes.seconds - head)
 
 
 def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle) -> None:

@@ -33,6 +33,7 @@ TARGETS = [
     *(("fp8", target) for target in ("rtx-4090", "rtx-pro-6000")),
     *(("nvfp4", target) for target in ("rtx-5090", "dgx-spark")),
     ("nvfp4-mixed", "rtx-5090"),
+    ("int4-mixed", "rtx-4090"),
     ("nvfp4-experts", "dgx-spark"),
     ("int4", "rtx-4090", SORTED),
     ("fp8", "rtx-pro-6000", SORTED),

@@ -1,4 +1,7 @@
-"""The clients of docs/clients.md, as their users install them, do what their scripts in clients/ do."""
+"""The clients of docs/clients.md, as their users install them, do what their scripts in clients/ do.
+
+They ask at temperature 0, since one seed in 700 makes the demo answer 45.
+"""
 
 from __future__ import annotations
 

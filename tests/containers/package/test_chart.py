@@ -293,6 +293,7 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
         cache=50 * GIB,
         startup=1234,
         further=100,
+        contexts=2 * GIB - 1,
     )
     write_chart(tmp_path / "h100", "canvasrt:1", find_target("h100"), sizes=sizes)
     write_chart(tmp_path / "cpu", "canvasrt:1", find_target("cpu"), sizes=sizes)
@@ -309,6 +310,12 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
         assert volumes["shm"]["sizeLimit"] == "1Gi"
     (several,) = pod(render(tmp_path / "h100", "gpus=3"))["containers"]
     assert several["startupProbe"]["failureThreshold"] == -(-(1234 + 2 * 100) // 5)
+    memory = [several["resources"][kind]["memory"] for kind in ("requests", "limits")]
+    assert memory == ["26Gi", "37Gi"]
+    assert several["resources"]["requests"]["cpu"] == 4
+    own = "resources.limits.memory=99G"  # no sum in another unit
+    (several,) = pod(render(tmp_path / "h100", "gpus=3", own))["containers"]
+    assert several["resources"]["limits"]["memory"] == "99G"
     assert several["args"][:: len(several["args"]) - 1] == ["serve", "--devices=all"]
     (claim,) = render(tmp_path / "h100")["StatefulSet"]["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "50Gi"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.triton.start import open_all
 from canvasrt.runtime.gpu import sharing
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import _compiled_kernels
 from tests.helpers.fake_tensorrt import FakeCudaDevice
@@ -54,3 +58,29 @@ def test_requests_share_passes_only_if_every_gpu_proved_it(
     models, evidence = open_all(lambda number: servers[number].model, 2, proves=True)
     assert [each.rows_apart for each in models] == [refuses is not None] * 2
     assert evidence["shared"] == (refuses is None)
+
+
+@pytest.mark.parametrize("proves", [False, True])
+@pytest.mark.parametrize("other", [0, 1e-6])
+def test_a_gpu_that_computes_other_bits_takes_no_requests(
+    other: float,
+    proves: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second one's entropies differ in their last bits, in every pass: so it proves that passes may be shared."""
+    servers, run = [Server(folder) for _ in range(3)], DeviceModel._output
+
+    def output(model: DeviceModel, *given: Any) -> Any:
+        found = run(model, *given)
+        exact = np.ones_like(found.entropy) + other * (model is servers[1].model)
+        return replace(found, entropy=exact, hidden=exact, canvas=exact, argmax=exact)
+
+    monkeypatch.setattr(DeviceModel, "_output", output)
+    monkeypatch.setattr(DeviceModel, "_fetch", lambda *_: np.zeros(1))
+    models, evidence = open_all(lambda number: servers[number].model, 3, proves)
+    same = [servers[n].model for n in ((0, 2) if other else (0, 1, 2))]
+    assert models == same
+    assert evidence.get("shared", False) == proves
+    assert ("GPU 1 takes no requests" in capsys.readouterr().err) == bool(other)

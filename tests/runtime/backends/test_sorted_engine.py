@@ -25,8 +25,18 @@ from canvasrt.runtime.backends.sorted_engine import SortedEngine
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
-from canvasrt.sorted_rows.description import EXPERT_ROWS, SORTED_SUFFIX, ExpertSizes, SortedSegment
+from canvasrt.sorted_rows.description import (
+    DOWN_KERNEL,
+    EXPERT_ROWS,
+    GATE_UP_KERNEL,
+    SORT,
+    SORTED_SUFFIX,
+    ExpertSizes,
+    SortedSegment,
+)
+from tests.helpers import interpreted
 from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.interpreted import interpret
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
 from tests.helpers.sorted_bundles import build_sorted, open_sorted
@@ -87,15 +97,16 @@ def test_plain_tensorrt_captures_the_pieces(bundle: Bundle, tiny: Pair, prompt: 
 
 @pytest.mark.parametrize("recipe", ["int4", "fp8", "nvfp4-experts"])
 def test_quantized_experts_compute_what_the_graph_does(
-    recipe: str, tiny: Pair, tmp_path: Path
+    recipe: str, tiny: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the graph's codes and scales. All formats but INT4 round the inputs of both products, and a sum's last bits may
-    move an input to the next code."""
+    move an input to the next code. A kernel that reads other weights is refused."""
     graphs = tmp_path / "graphs"
     chosen = load_recipe(recipe)
     amax = dict.fromkeys(chosen.formats(tiny.model.config), 4.0)
     quantize_graphs(tiny.graphs, graphs, chosen, calibration=Calibration(amax=amax))
-    model, _ = open_sorted(build_sorted(graphs, tmp_path / "engines", precision=recipe))
+    engines = build_sorted(graphs, tmp_path / "engines", precision=recipe)
+    model, _ = open_sorted(engines)
     if recipe.startswith("nvfp4"):
         graphs = lowered(load_bundle(graphs), tmp_path / "lowered")
     standard = open_model(graphs, backend=FakeBackend(body_profiles()), check=False)
@@ -103,6 +114,27 @@ def test_quantized_experts_compute_what_the_graph_does(
     ours, theirs = (states(each) for each in (model, standard))
     spread = np.abs(theirs).max()
     assert np.abs(ours - theirs).max() < (1e-5 if recipe == "int4" else 0.01) * spread
+
+    def wrong(form: Any, grid: Any, arguments: list[Any], capability: Any) -> None:
+        arguments[1] += 16 * (form.function == DOWN_KERNEL)
+        interpret(form, grid, arguments, capability)
+
+    monkeypatch.setattr(interpreted, "interpret", wrong)
+    with pytest.raises(CanvasError, match=r"our kernels .*gate_up-.*, down-.* are wrong"):
+        open_sorted(engines)
+
+
+@pytest.mark.parametrize("broken", [SORT, GATE_UP_KERNEL, DOWN_KERNEL])
+def test_a_kernel_that_does_nothing_is_refused(
+    broken: str, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skip(form: Any, *arguments: Any) -> None:
+        if form.function != broken:
+            interpret(form, *arguments)
+
+    monkeypatch.setattr(interpreted, "interpret", skip)
+    with pytest.raises(CanvasError, match="kernels gate_up-float32, down-float32 are wrong"):
+        open_sorted(bundle)
 
 
 def lowered(graphs: Bundle, out: Path) -> Path:

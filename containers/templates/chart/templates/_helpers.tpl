@@ -27,6 +27,17 @@ canvasrt/target: {{ .Values.target }}
 {{- if .Values.node.capability }}true{{ end -}}
 {{- end -}}
 
+{{/* Resources with the memory of all GPUs. */}}
+{{- define "canvasrt.resources" -}}
+{{- $memory := .resources.memory | default "" -}}
+{{- if and (include "canvasrt.onGpu" .root) (hasSuffix "Gi" $memory) -}}
+{{- $further := mul .root.Values.furtherGpuGi (sub .root.Values.gpus 1) -}}
+{{- toYaml (merge (dict "memory" (printf "%dGi" (add (trimSuffix "Gi" $memory) $further))) .resources) -}}
+{{- else -}}
+{{- toYaml .resources -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "canvasrt.affinity" -}}
 nodeAffinity:
   requiredDuringSchedulingIgnoredDuringExecution:

@@ -147,10 +147,10 @@ containers:
       capabilities:
         drop: [ALL]
     resources:
-      requests: {{ toYaml .Values.resources.requests | nindent 8 }}
+      requests: {{ include "canvasrt.resources" (dict "root" . "resources" .Values.resources.requests) | nindent 8 }}
       limits:
         {{- with .Values.resources.limits }}
-        {{- toYaml . | nindent 8 }}
+        {{- include "canvasrt.resources" (dict "root" $ "resources" .) | nindent 8 }}
         {{- end }}
         {{- if include "canvasrt.onGpu" . }}
         nvidia.com/gpu: {{ .Values.gpus }}

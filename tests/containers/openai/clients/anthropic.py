@@ -3,7 +3,12 @@ import os
 import anthropic
 
 client = anthropic.Anthropic(base_url=os.environ["BASE"], api_key="x")
-ask = {"model": "canvasrt", "max_tokens": 64, "messages": [{"role": "user", "content": "12+34="}]}
+ask = {
+    "model": "canvasrt",
+    "max_tokens": 64,
+    "extra_body": {"temperature": 0},
+    "messages": [{"role": "user", "content": "12+34="}],
+}
 assert client.messages.create(**ask).content[0].text == "46"
 with client.messages.stream(**ask) as stream:
     assert "".join(stream.text_stream) == "46"

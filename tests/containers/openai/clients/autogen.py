@@ -20,7 +20,11 @@ async def weather(city: str) -> str:
 
 async def main() -> None:
     client = OpenAIChatCompletionClient(
-        model="canvasrt", base_url=os.environ["BASE"] + "/v1", api_key="x", model_info=INFO
+        model="canvasrt",
+        base_url=os.environ["BASE"] + "/v1",
+        api_key="x",
+        model_info=INFO,
+        temperature=0,
     )
     agent = AssistantAgent("adder", client, system_message=None)
     assert (await agent.run(task="12+34=")).messages[-1].content == "46"

@@ -16,7 +16,7 @@ def weather(city: str) -> str:
     return city
 
 
-chat = ChatOllama(model="canvasrt", base_url=os.environ["BASE"])
+chat = ChatOllama(model="canvasrt", base_url=os.environ["BASE"], temperature=0)
 assert chat.invoke("12+34=").content == "46"
 assert "".join(each.content for each in chat.stream("12+34=")) == "46"
 assert isinstance(chat.with_structured_output(Sum).invoke("12+34="), Sum)

@@ -16,7 +16,7 @@ def weather(fahrenheit: bool) -> str:
     return str(fahrenheit)
 
 
-chat = ChatOpenAI(model="canvasrt", base_url=os.environ["BASE"] + "/v1", api_key="x")
+chat = ChatOpenAI(model="canvasrt", base_url=os.environ["BASE"] + "/v1", api_key="x", temperature=0)
 assert chat.invoke("12+34=").content == "46"
 assert "".join(each.content for each in chat.stream("12+34=")) == "46"
 for method in ("json_schema", "function_calling"):

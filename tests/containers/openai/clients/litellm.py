@@ -19,8 +19,8 @@ routes = {"ollama": BASE, "ollama_chat": BASE, "openai": BASE + "/v1", "hosted_v
 
 def answer(route: str, **more: Any) -> Any:
     messages = [{"role": "user", "content": "12+34="}]
-    options = {"api_base": routes[route], "api_key": "x", "messages": messages, **more}
-    return litellm.completion(model=f"{route}/canvasrt", **options)
+    options = {"api_base": routes[route], "api_key": "x", "temperature": 0, "messages": messages}
+    return litellm.completion(model=f"{route}/canvasrt", **options, **more)
 
 
 def text(route: str, **more: Any) -> str:

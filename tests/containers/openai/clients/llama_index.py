@@ -21,8 +21,8 @@ def weather(city: str) -> str:
 
 options = {"api_key": "x", "is_chat_model": True, "is_function_calling_model": True}
 for llm in (
-    Ollama(model="canvasrt", base_url=BASE),
-    OpenAILike(model="canvasrt", api_base=BASE + "/v1", **options),
+    Ollama(model="canvasrt", base_url=BASE, temperature=0),
+    OpenAILike(model="canvasrt", api_base=BASE + "/v1", temperature=0, **options),
 ):
     assert llm.complete("12+34=").text == "46"
     assert llm.chat([ChatMessage(role="user", content="12+34=")]).message.content == "46"

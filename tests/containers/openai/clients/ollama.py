@@ -4,10 +4,15 @@ import os
 import ollama
 
 client = ollama.Client(host=os.environ["BASE"])
-chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "12+34="}]}
+options = {"temperature": 0}
+chat = {
+    "model": "canvasrt",
+    "messages": [{"role": "user", "content": "12+34="}],
+    "options": options,
+}
 number = {"type": "integer", "minimum": 0, "maximum": 99}
 schema = {"type": "object", "properties": {"sum": number}, "required": ["sum"]}
-assert client.generate("canvasrt", "12+34=").response == "46"
+assert client.generate("canvasrt", "12+34=", options=options).response == "46"
 assert client.chat(**chat).message.content == "46"
 assert "".join(each.message.content for each in client.chat(**chat, stream=True)) == "46"
 assert 0 <= json.loads(client.chat(**chat, format=schema).message.content)["sum"] <= 99

@@ -2,7 +2,8 @@ import assert from "node:assert/strict";
 import OpenAI from "openai";
 
 const client = new OpenAI({ baseURL: process.env.BASE + "/v1", apiKey: "x" });
-const ask = { model: "canvasrt", messages: [{ role: "user", content: "12+34=" }] };
+const settings = { model: "canvasrt", temperature: 0 };
+const ask = { ...settings, messages: [{ role: "user", content: "12+34=" }] };
 const chats = client.chat.completions;
 assert.equal((await chats.create(ask)).choices[0].message.content, "46");
 assert.equal(await chats.stream(ask).finalContent(), "46");
@@ -16,4 +17,4 @@ assert.equal((await chats.create({ ...ask, tools })).choices[0].message.content,
 const forced = { ...ask, tools, tool_choice: "required" };
 const [call] = (await chats.create(forced)).choices[0].message.tool_calls;
 assert.ok(JSON.parse(call.function.arguments).sum <= 99);
-assert.equal((await client.responses.create({ model: "canvasrt", input: "12+34=" })).output_text, "46");
+assert.equal((await client.responses.create({ ...settings, input: "12+34=" })).output_text, "46");

@@ -10,7 +10,8 @@ class Sum(BaseModel):
 
 
 client = openai.OpenAI(base_url=os.environ["BASE"] + "/v1", api_key="x")
-ask = {"model": "canvasrt", "messages": [{"role": "user", "content": "12+34="}]}
+settings = {"model": "canvasrt", "temperature": 0}
+ask = {**settings, "messages": [{"role": "user", "content": "12+34="}]}
 chats = client.chat.completions
 assert chats.create(**ask).choices[0].message.content == "46"
 with chats.stream(**ask) as stream:
@@ -24,12 +25,11 @@ assert chats.create(**ask, tools=tools).choices[0].message.content == "46"
     .message.tool_calls
 )
 assert isinstance(call.function.parsed_arguments, Sum)
-assert client.responses.create(model="canvasrt", input="12+34=").output_text == "46"
+assert client.responses.create(**settings, input="12+34=").output_text == "46"
 assert isinstance(
     client.responses.parse(model="canvasrt", input="12+34=", text_format=Sum).output_parsed, Sum
 )
 prompt = "<|turn>user\n12+34=<turn|>\n<|turn>model\n"
-assert (
-    client.completions.create(model="canvasrt", prompt=prompt, max_tokens=8).choices[0].text == "46"
-)
+answer = client.completions.create(**settings, prompt=prompt, max_tokens=8)
+assert answer.choices[0].text == "46"
 assert client.models.list().data[0].id == "canvasrt"

@@ -13,7 +13,7 @@ class Sum(BaseModel):
 
 provider = OpenAIProvider(base_url=os.environ["BASE"] + "/v1", api_key="x")
 for kind in (OpenAIChatModel, OpenAIResponsesModel):
-    model = kind("canvasrt", provider=provider)
+    model = kind("canvasrt", provider=provider, settings={"temperature": 0})
     agent = Agent(model)
     assert agent.run_sync("12+34=").output == "46"
 

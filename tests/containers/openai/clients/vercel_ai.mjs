@@ -4,7 +4,7 @@ import { generateText, jsonSchema, Output, streamText, tool } from "ai";
 
 const options = { name: "canvasrt", supportsStructuredOutputs: true };
 const model = createOpenAICompatible({ ...options, baseURL: process.env.BASE + "/v1" })("canvasrt");
-const ask = { model, prompt: "12+34=" };
+const ask = { model, prompt: "12+34=", temperature: 0 };
 assert.equal((await generateText(ask)).text, "46");
 assert.equal(await streamText(ask).text, "46");
 const sum = { type: "integer", minimum: 0, maximum: 99 };
