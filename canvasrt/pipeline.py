@@ -114,9 +114,12 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
         gone = [how.built_weights(each, graphs) for how, each in zip(builders, same, strict=True)]
         return set.intersection(*gone) if gone else set()
 
-    exported, given = exported_from(plan), plan.source.graphs
+    given = plan.source.graphs
+    if given is not None and not plan.quantizes:
+        return given  # on a machine without the export, too
+    exported = exported_from(plan)
     if not plan.quantizes or recipe is None:
-        return given or cache.get(exported, partial(_export, plan, None), absent)
+        return cache.get(exported, partial(_export, plan, None), absent)
 
     def quantize(out: Path) -> None:
         from canvasrt.export.quantize.quantize import quantize_graphs

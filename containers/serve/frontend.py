@@ -30,6 +30,7 @@ _POLL = 0.05
 _SILENCE = 10.0  # seconds without a heartbeat of the event loop after which the process is replaced
 _FIRST_BEAT = 60.0  # the same for a starting process
 _END = 5.0  # seconds for an idle process to exit
+_BEFORE_REQUESTS = ("starting", "building", "loading")  # phases in which no request is accepted
 
 
 class FrontEnd:
@@ -213,7 +214,7 @@ class FrontEnd:
     def drain(self, grace: float, force: threading.Event | None = None) -> bool:
         """As `stop`, but keep the process running if requests are still in flight."""
         process = self._process
-        if process is None or process.poll() is not None:
+        if process is None or process.poll() is not None or self._phase[0] in _BEFORE_REQUESTS:
             return True
         self.notify("stopping")
         # The child still accepts pending connections; close our sockets, so that no new ones arrive.

@@ -23,6 +23,7 @@ NAMED_IN = {
     "canvasrt/sorted_rows/ahead.py",
     "canvasrt/sorted_rows/description.py",
     "canvasrt/sorted_rows/predicted.py",
+    "canvasrt/sorted_rows/reference.py",
     "canvasrt/sorted_rows/stacks.py",
     "canvasrt/roofline/cost.py",
     "bench/rows.py",

@@ -130,6 +130,14 @@ def test_ready_is_said_when_callers_are_let_in(server: Server):
         front.stop(grace=5)
 
 
+def test_a_front_end_that_has_accepted_no_request_is_not_waited_for(server: Server):
+    front = FrontEnd.over(server, FrontOptions(port=0))
+    front.start()
+    assert front.pid
+    os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
+    assert front.stop(grace=1)
+
+
 def test_health_can_have_a_port_of_its_own(server: Server):
     with FrontEnd.over(server, FrontOptions(port=0, health_port=0)) as front:
         assert front.health_port
