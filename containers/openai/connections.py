@@ -251,6 +251,12 @@ class Connection(H11Protocol):
         self.places.held -= self._body.size
         self._body = _Body()
 
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the reply to a HEAD request has no body
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         self._forget_body()
         if self.stage is Stage.ANSWER and not self._transport.is_closing():

@@ -204,3 +204,15 @@ def test_requests_follow_each_other_on_one_connection(shorten: Shorten):
             found += caller.recv(1 << 16)
         assert found.count(b"HTTP/1.1 200 OK") == 5
         assert eventually(lambda: (places.open, places.held) == (1, 0))
+
+
+def test_a_head_request_with_two_lengths_ends_its_connection(
+    shorten: Shorten, capsys: pytest.CaptureFixture[str]
+):
+    """The reply to a HEAD request has no body; writing one raised an error, which asyncio logged."""
+    shorten("")
+    head = CHUNKED.replace(b"POST", b"HEAD").replace(b"Host", b"Content-Length: 4\r\nHost")
+    with listening(reading) as (port, places), calling(port, head) as caller:
+        assert caller.recv(100).startswith(b"HTTP/1.1 400")
+        assert eventually(lambda: places.open == 0)
+    assert "Fatal error" not in capsys.readouterr().err
