@@ -4,6 +4,7 @@ connections. uvicorn only limits the number."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections import OrderedDict
@@ -291,8 +292,9 @@ class Connection(H11Protocol):
             self._transport.close()
             return
         self._enter(Stage.END)
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
+        with contextlib.suppress(OSError):  # the caller may have left meanwhile
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
         self._transport.resume_reading()
 
     def drop(self, why: str) -> None:
