@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from canvasrt.containers.triton import worker
 from canvasrt.containers.triton.tickets import Busy
 from canvasrt.containers.triton.workers import Workers
 from canvasrt.runtime.generator import Generator
@@ -128,4 +129,39 @@ def test_a_gpu_that_hangs_is_not_hidden_by_another(models: list[Model]) -> None:
     begun = time.monotonic()
     assert eventually(lambda: len(beats) > 3 and beats[-1] == beats[-3] < begun)
     hangs.set()
+    workers.close()
+
+
+def test_callers_avoid_a_gpu_that_stalls(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "STUCK", 1000.0)
+    wanted = [request(models[0], seed) for seed in range(9)]
+    alone = Generator(models[1], 1).run(wanted)
+    workers = workers_of(models)
+    stalls, goes_on, stuck = threading.Event(), threading.Event(), Caller()
+    stuck.event = lambda event: stalls.set() or goes_on.wait(60)  # type: ignore[method-assign, func-returns-value]
+    submit(workers, request(models[0], 9), stuck)
+    assert stalls.wait(60)
+    workers.all[0].beaten -= 1000.0
+    callers = [Caller() for _ in wanted]
+    for each, caller in zip(wanted, callers, strict=True):
+        submit(workers, each, caller)
+    for caller, result in zip(callers, alone, strict=True):
+        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+    goes_on.set()
+    workers.close()
+
+
+def test_gpus_whose_passes_are_all_slow_are_alike(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "STUCK", -1.0)
+    workers = workers_of(models)
+    goes_on, caller = threading.Event(), Caller()
+    caller.event = lambda event: goes_on.wait(60)  # type: ignore[method-assign]
+    for seed in range(10):
+        submit(workers, request(models[0], seed), caller)
+    assert [each.load for each in workers.all] == [5, 5]
+    goes_on.set()
     workers.close()
