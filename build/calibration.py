@@ -46,9 +46,10 @@ class CalibrationNeeds:
         """Return the seconds on this machine if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
         widening = 0.0 if _device() == "cuda" else self.widened / _WIDENED
-        # Weights that stay in the page cache are read from the disk once.
+        # Later sweeps read from the disk what did not fit into the page cache.
         once = self.read / self.work.sweeps
-        read = once if once + self.memory < available_bytes() else self.read
+        again = min(once, max(0, once + self.memory - available_bytes()))
+        read = once + (self.work.sweeps - 1) * again
         return round(done + read / _bytes_per_second(self.source) + widening)
 
     def to_json(self) -> dict[str, Any]:

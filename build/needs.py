@@ -12,14 +12,14 @@ from typing import Any
 from canvasrt.build.calibration import CalibrationNeeds
 from canvasrt.build.experts import Experts
 from canvasrt.build.memory import ENGINE_CODE, Weights
-from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, matrices
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, matrices
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder's memory without weights in bytes, and its minimum bytes per byte of a segment's weights. Measured with
-# TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
+# A builder's memory without weights in bytes, and its bytes per byte of a segment's weights where a format has no own
+# factor. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders use a third of the free memory. The rest is for the page cache.
@@ -165,15 +165,19 @@ def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
     This is for whole segments; pieces without experts take less.
     """
     kinds = {weights.precision, *(weights.formats or {}).values()}
+    head = {weights.chosen.get(TABLE, weights.base)}
     sizes = weights.segments(without=experts.outside)
-    return {name: builder_memory(name, size, kinds) for name, size in sizes.items()}
+    return {
+        name: builder_memory(name, size, head if name == "head" else kinds)
+        for name, size in sizes.items()
+    }
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:
     """Return the bytes that building a segment takes, from its weights' bytes and formats."""
     known = [FORMATS[name].builder_factor for name in formats if name in FORMATS]
-    factor = HEAD_FACTOR if segment == "head" else max(known, default=BUILDER_FACTOR)
-    return BUILDER_BASE + round(weights * factor)
+    least = HEAD_FACTOR if segment == "head" else BUILDER_FACTOR
+    return BUILDER_BASE + round(weights * max(known, default=least))
 
 
 def check_memory_here(segment: str, need: int) -> None:

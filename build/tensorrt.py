@@ -21,7 +21,7 @@ from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.hashes import hash_files
-from canvasrt.machine import BUILDER_MODULES, available_bytes
+from canvasrt.machine import BUILDER_MODULES, available_bytes, return_freed_memory
 from canvasrt.progress import report
 from canvasrt.roofline import (
     builder_log,
@@ -181,6 +181,7 @@ def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, J
         need = builder_memory(each.name, each.weights, each.formats)
         check_memory_here(each.name, need)
         tasks.append(ParallelTask(each.name, need, _builder(plan, each, out, cache, children)))
+    return_freed_memory()
     made |= run_all(
         # The largest engine first, because it determines the total time.
         sorted(tasks, key=lambda task: -task.memory),

@@ -159,6 +159,7 @@ _TABLE = (
         blocks=(16,),
         block_scales=E4M3,
         input_quantizer="TRT_FP4DynamicQuantize",
+        builder_factor=2.3,
         feeds_all_tokens=True,
         modelopt="NVFP4",
     ),
@@ -169,6 +170,7 @@ _TABLE = (
         capability=(8, 9),
         weight_error=0.05,
         projects=True,
+        builder_factor=2.0,  # the mapped file, and a copy
         caches=True,
         modelopt="FP8",
         compressed=Compressed(
@@ -196,6 +198,7 @@ _TABLE = (
         weight_error=0.03,
         of_table=True,
         engine_copies=2,
+        builder_factor=3.2,
         rounds_inputs=False,
         packed_on_cpu=True,
     ),

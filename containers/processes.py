@@ -117,10 +117,14 @@ def group_members(group: int) -> set[int]:
     return {each.pid for each in found if each.running and each.group == group}
 
 
-def children(parent: int) -> set[int]:
-    """Return the child processes of a process that are not zombies."""
-    found = (_state_of(folder) for folder in Path("/proc").glob("[0-9]*"))
-    return {each.pid for each in found if each.running and each.parent == parent}
+def children(parent: int) -> tuple[set[int], set[int]]:
+    """Return the child processes of a process: those that are running, and zombies."""
+    found = [_state_of(folder) for folder in Path("/proc").glob("[0-9]*")]
+    running, dead = (
+        {each.pid for each in found if each.parent == parent and each.running is state}
+        for state in (True, False)
+    )
+    return running, dead
 
 
 def is_running(pid: int) -> bool:

@@ -17,6 +17,7 @@ MAX_IMAGES = 1024
 MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_GRAMMAR = 400_000  # characters of JSON, of which a schema's 64 KB may take six per byte
 MAX_BIASED = 1024  # tokens
+MAX_LISTED = 128  # tokens to list with each log-probability, as in vLLM
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
 
 # Request parameters. With ERRORS, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON with
@@ -137,6 +138,12 @@ _INPUTS = (
     ),
     *OPTIONS,
     Tensor(
+        "logprob_token_ids",
+        "INT32",
+        ANY,
+        "tokens to list with each log-probability, in place of the likeliest ones",
+    ),
+    Tensor(
         "logit_bias",
         "BYTES",
         ONE,
@@ -146,6 +153,12 @@ _INPUTS = (
     Tensor("stop", "BYTES", ANY, "strings that end the answer, which is cut before them"),
     Tensor("stop_token_ids", "INT32", ANY, "tokens that end the answer, besides the checkpoint's"),
     Tensor("ignore_eos", "BOOL", ONE, "no token ends the answer: it takes the whole budget"),
+    Tensor(
+        "echo",
+        "BOOL",
+        ONE,
+        "begin `text` with the prompt, and `logprobs` with those of the prompt's tokens",
+    ),
     Tensor("control", "BOOL", ONE, "keep the tokens around thoughts and tool calls in the text"),
     Tensor(
         "infill",

@@ -37,18 +37,19 @@ class Conditions:
         """Whether conditions apply to all steps, not only to a block's first canvas."""
         return bool(self.pin or self.allow or self.least)
 
-    def check(self, config: ModelConfig, budget: int, ends: Sequence[int]) -> None:
-        """Raise CanvasError, which names the path, for positions beyond the answer, unknown tokens, and contradictory
+    def check(self, config: ModelConfig, budget: int, room: int, ends: Sequence[int]) -> None:
+        """Raise CanvasError, which names the path, for positions beyond the canvases, unknown tokens, and contradictory
         conditions.
 
-        budget: maximum number of tokens of the answer. ends: the tokens that end the sequence.
+        budget: maximum number of tokens of the answer. room: positions of its canvases. ends: the tokens that end the
+        sequence.
         """
         for name, given in (("seed", self.seed), ("pin", self.pin), ("allow", self.allow)):
             for position, value in given.items():
                 path = f"canvas.{name}.{position}"
-                if not 0 <= position < budget:
+                if not 0 <= position < room:
                     raise CanvasError(
-                        f"{path} is out of range", f"give positions from 0 to {budget - 1}"
+                        f"{path} is out of range", f"give positions from 0 to {room - 1}"
                     )
                 tokens = value if isinstance(value, tuple) else (value,)
                 if not tokens:
@@ -79,10 +80,9 @@ class Conditions:
                     "leave out one of them",
                 )
         for position, token in self.seed.items():
-            other = "pin" if position in self.pin else "allow"
-            if token not in self._listed(position, token):
+            if token != self.pin.get(position, token):
                 raise CanvasError(
-                    f"canvas.seed.{position} is {token}, which canvas.{other}.{position} rules out",
+                    f"canvas.seed.{position} is {token}, which canvas.pin.{position} rules out",
                     "leave out one of them",
                 )
 

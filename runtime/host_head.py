@@ -22,11 +22,12 @@ _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.w
 class TokenScore:
     """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its position.
 
-    step: the denoising step, from 1, that computed the distribution.
+    step: the denoising step, from 1, that computed the distribution; 0 for tokens of the prompt, whose first one has no
+    log-probability.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     step: int
 
@@ -83,16 +84,21 @@ class HostHead:
         return out
 
     def scores(
-        self, hidden: np.ndarray, tokens: Sequence[int], top: int, step: int
+        self,
+        hidden: np.ndarray,
+        tokens: Sequence[int],
+        top: int,
+        step: int,
+        listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return the tokens' log-probabilities, with the `top` likeliest tokens at their positions. `hidden` is the
-        last layer's output there, float32 `[n, hidden_size]`."""
+        """Return the tokens' log-probabilities, with those of the `top` likeliest tokens at their positions, or of the
+        token itself and the `listed` ones. `hidden` is the last layer's output there, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
-        for row, token in zip(logs, tokens, strict=True):
-            best = np.argsort(-row, kind="stable")[:top]
-            listed = tuple((int(each), float(row[each])) for each in best)
-            found.append(TokenScore(int(token), float(row[token]), listed, step))
+        for row, token in zip(logs, map(int, tokens), strict=True):
+            shown = dict.fromkeys((token, *listed)) if listed else _likeliest(row, top)
+            best = tuple((int(each), float(row[each])) for each in shown)
+            found.append(TokenScore(token, float(row[token]), best, step))
         return found
 
     def log_likelihoods(self, hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -154,6 +160,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     wide = np.asarray(logits, np.float64)
     wide = wide - wide.max(axis=-1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+def _likeliest(row: np.ndarray, count: int) -> np.ndarray:
+    """Return the tokens of the `count` largest values, largest first; of equal ones, the token with the lowest id."""
+    least = np.partition(row, -count)[-count] if count else np.inf
+    few = np.flatnonzero(row >= least)  # sorting a whole vocabulary takes over ten times as long
+    return few[np.argsort(-row[few], kind="stable")][:count]
 
 
 def _rms_norm(x: np.ndarray, eps: np.float32) -> np.ndarray:

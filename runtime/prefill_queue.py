@@ -69,6 +69,10 @@ class PrefillQueue:
             groups, features = see_groups(chunk.groups, self._pictures, self._model.see)
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
+    def watch_prompt(self, watch: Callable[[np.ndarray], bool]) -> None:
+        """Set the `EncodeInput.keep` of all of the prompt's chunks, none of which then comes from the prefix cache."""
+        self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
+
     def add(self, tokens: np.ndarray) -> None:
         """Append a block's tokens, int64 `[n]`."""
         size = self._model.prefill_chunk

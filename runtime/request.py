@@ -29,6 +29,8 @@ class Request:
     pictures: Sequence[Picture] = ()
     owner: str = ""  # the caller's name, for fair scheduling
     conditions: Conditions | None = None  # conditions on positions of the answer
+    # Receives the log-probabilities of the prompt's tokens, if it is a list.
+    prompt_scores: list[TokenScore] | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -43,6 +45,9 @@ class Request:
         model.check_canvas(self.params.canvas(model.config))
         if self.params.scores:
             model.check_scores()
+        if self.prompt_scores is not None:
+            self.refuse(("score_blocks", "redo_below"), "log-probabilities of the prompt")
+            _ = model.host_head
         if self.conditions and self.conditions.restricts:
             model.host_head.check_signal("leave out canvas.pin and canvas.allow")
         if self.params.on_host:
@@ -51,11 +56,11 @@ class Request:
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for a prompt that is empty, has unknown tokens, or does not fit the context."""
         self.params.check_fits(config)
-        if self.conditions is not None:
-            ends = self.params.eos_token_ids
-            self.conditions.check(config, self.params.max_new_tokens, ends)
         canvas = self.params.canvas(config)
         room = self.params.blocks(config) * canvas
+        if self.conditions is not None:
+            ends = self.params.eos_token_ids
+            self.conditions.check(config, self.params.max_new_tokens, room, ends)
         taken = f"{room} new ones (whole blocks of {canvas})"
         fitting = (max_context - len(self.prompt_token_ids)) // canvas * canvas
         self.check_prompt(config, max_context, room, taken, fitting)

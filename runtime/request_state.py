@@ -263,8 +263,13 @@ class RequestState(ABC):
         if not (self._params.logprobs and tokens):
             return []
         assert step.hidden is not None
-        hidden, top = step.hidden[begin : begin + len(tokens)], self._params.top_logprobs
-        return self._model.host_head.scores(hidden, tokens, top, self._step)
+        return self._token_scores(step.hidden[begin : begin + len(tokens)], tokens, self._step)
+
+    def _token_scores(
+        self, hidden: np.ndarray, tokens: Sequence[int], step: int
+    ) -> list[TokenScore]:
+        top, listed = self._params.top_logprobs, self._params.logprob_token_ids
+        return self._model.host_head.scores(hidden, tokens, top, step, listed)
 
     def _commit_block(self, block: Block, canvas: np.ndarray, encoded: bool = False) -> list[Event]:
         """Append a finished block to the answer; return its events. encoded: the block is already in the cache."""

@@ -191,6 +191,8 @@ class SamplingParams:
         3, "INT32", "how often a block may be redone; 3 when absent", most=16
     )
     eos_token_ids: tuple[int, ...] = ()
+    # Tokens to list with each log-probability, in place of the likeliest ones.
+    logprob_token_ids: tuple[int, ...] = ()
     # Tokens, and the numbers added to their logits.
     logit_bias: tuple[tuple[int, float], ...] = ()
 
@@ -316,14 +318,16 @@ class SamplingParams:
         return tuple(name for name, used in given.items() if used)
 
     def check_fits(self, config: ModelConfig, labels: Mapping[str, str] | None = None) -> None:
-        """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or a token of `logit_bias` is not in its
-        vocabulary."""
-        foreign = [each for each, _ in self.logit_bias if not 0 <= each < config.vocab_size]
-        if foreign:
-            raise CanvasError(
-                f"logit_bias names token {foreign[0]}",
-                f"give token ids from 0 to {config.vocab_size - 1}",
-            )
+        """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or a token of `logit_bias` or
+        `logprob_token_ids` is not in its vocabulary."""
+        biased = [token for token, _ in self.logit_bias]
+        for name, tokens in (("logit_bias", biased), ("logprob_token_ids", self.logprob_token_ids)):
+            foreign = [each for each in tokens if not 0 <= each < config.vocab_size]
+            if foreign:
+                raise CanvasError(
+                    f"{name} names token {foreign[0]}",
+                    f"give token ids from 0 to {config.vocab_size - 1}",
+                )
         most = config.max_position_embeddings
         if self.max_new_tokens > most:
             label = (labels or {}).get("max_new_tokens", "max_new_tokens")
@@ -349,11 +353,12 @@ def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None =
         if parameter.name in values:
             parameter.check(values[parameter.name], called[parameter.name])
     _check_temperatures(values, called)
-    if values.get("top_logprobs") and not values.get("logprobs"):
-        raise CanvasError(
-            f"{called['top_logprobs']} is {values['top_logprobs']} without {called['logprobs']}",
-            f"add {called['logprobs']}",
-        )
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if values.get(name) and not values.get("logprobs"):
+            raise CanvasError(
+                f"{called.get(name, name)} is {values[name]} without {called['logprobs']}",
+                f"add {called['logprobs']}",
+            )
     settle = f"{called['settle_steps']} is {values.get('settle_steps')}"
     if values.get("settle_steps") and (values.get("redo_below") or 0) < 0:
         raise CanvasError(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from canvasrt.runtime.conditions import Conditions
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
 from canvasrt.runtime.request import Block, Event, FinishReason, Request
 from canvasrt.runtime.request_state import RequestState
 from canvasrt.runtime.scoring import Scoring
+
+_SCORED = 64  # positions of a prompt to score at a time, because each has as many logits as there are tokens
 
 
 class TextState(RequestState):
@@ -22,6 +25,10 @@ class TextState(RequestState):
         self._scoring = scoring
         self._blocks = request.params.blocks(model.config)
         self._conditions = request.conditions or Conditions()
+        self._prompt_scores = request.prompt_scores
+        if self._prompt_scores is not None:
+            self._prompt_scores[:] = [TokenScore(self.prompt[0], None, (), 0)]
+            self.queue.watch_prompt(self._score_prompt)
 
     def encoded(self) -> list[Event]:
         events = super().encoded()
@@ -39,6 +46,16 @@ class TextState(RequestState):
         assert output.hidden is not None
         self._scoring.score(output.hidden[: len(self._scoring.open.tokens)])
         return self._decide()
+
+    def _score_prompt(self, hidden: np.ndarray) -> bool:
+        """Score the prompt's tokens that follow those of a chunk. `hidden` is the chunk's output."""
+        assert self._prompt_scores is not None
+        for begin in range(0, 0 if self.queue.returning else len(hidden), _SCORED):
+            done = len(self._prompt_scores)
+            rows = hidden[begin : begin + _SCORED]
+            following = self.prompt[done : done + len(rows)]
+            self._prompt_scores += self._token_scores(rows[: len(following)], following, 0)
+        return True
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:
         begin, size = len(self._steps) * self._length, self._model.config.vocab_size

@@ -13,9 +13,10 @@ from canvasrt.bundle import load_bundle
 from canvasrt.containers.batch.lines import Line
 from canvasrt.containers.batch.run import Reply
 from canvasrt.containers.openai.app import ENDPOINTS
-from canvasrt.containers.openai.body import Ignored, read_body
+from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
+from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.upstream import triton_error
 from canvasrt.containers.tensors import ANSWERS, INPUTS, OUTPUTS, StreamEvent

@@ -17,7 +17,7 @@ import canvasrt
 from canvasrt.containers.openai import anthropic, chunks, ollama
 from canvasrt.containers.openai.about import add_management, add_models
 from canvasrt.containers.openai.auth import Keys, authorization, name_of
-from canvasrt.containers.openai.body import Ignored, read_body
+from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.decisions import DECISIONS
@@ -25,6 +25,7 @@ from canvasrt.containers.openai.endpoint import Endpoint, add_endpoint
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
 from canvasrt.containers.openai.health import QUIET, ServerState, add_health
+from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.infill import INFILL
 from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics, gpu_text, triton_text
 from canvasrt.containers.openai.middleware import (

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -25,13 +24,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import bad_request, from_validation, path_of, unknown_model
-from canvasrt.containers.openai.fields import GENERATION, REASONS, Table, passes
-from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH, MAX_STOPS
+from canvasrt.containers.openai.fields import GENERATION, Table
+from canvasrt.containers.openai.ignored import Ignored, settle
+from canvasrt.containers.tensors import (
+    MAX_BIASED,
+    MAX_CANVAS,
+    MAX_LISTED,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+)
 from canvasrt.containers.untrusted import check_json, load_json
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # per request: prompts times n
-MAX_WARNINGS = 16  # per request
 # Every message and part costs time, even if it is short.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
@@ -116,57 +121,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Ignored(list[str]):
-    """Warnings about ignored fields of a request. `lenient` also ignores fields that would change the answer."""
-
-    def __init__(self, lenient: bool = False) -> None:
-        super().__init__()
-        self.lenient = lenient
-
-    def note(self, message: str) -> None:
-        """Add a warning, up to MAX_WARNINGS different ones."""
-        if len(self) < MAX_WARNINGS and message not in self:
-            self.append(message)
-
-
-def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None:
-    """Ignore a field that is not supported; add a warning unless its value changes nothing.
-
-    Raises ApiError for a value that would change the answer, unless `ignored` is lenient, and for an unknown field if
-    `ignored` is None.
-    """
-    name = re.sub(r"\[\d+\]", "", path)
-    if name not in table:
-        error = bad_request(f"Unknown parameter: {path!r}.", path, "unknown_parameter")
-        if ignored is None:
-            raise error
-    elif passes(allowed := table[name], value):
-        return
-    else:
-        why = f": {REASONS[name]}" if name in REASONS else ""
-        values = " or ".join(json.dumps(each) for each in allowed or ())
-        way_out = f"Leave it out{f', or send {values}' if values else ''}."
-        message = f"{path} is not supported{why}. {way_out}"
-        error = bad_request(message, path, "unsupported_parameter")
-        if ignored is None or not ignored.lenient:
-            raise error
-    ignored.note(error.message)
-
-
-def known(
-    given: Mapping[str, Any],
-    names: Collection[str],
-    path: str,
-    table: Table,
-    ignored: Ignored | None,
-) -> dict[str, Any]:
-    """Return the members of an object with these names; `settle` all others."""
-    for name, value in given.items():
-        if name not in names:
-            settle(f"{path}.{name}", value, table, ignored)
-    return {name: value for name, value in given.items() if name in names}
-
-
 class Body(Strict):
     """The body of a request. Fields that the pydantic model lacks are looked up in `table`; others are unknown."""
 
@@ -224,6 +178,7 @@ else:
 
 
 _Ids = Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_CANVAS)]
+_Flag = bool | Literal[0, 1] | None  # vLLM takes both forms
 
 
 class Diffusion(Strict):
@@ -233,6 +188,8 @@ class Diffusion(Strict):
     diffusion_pinned: _Ids | None = None
     diffusion_max_steps: int | None = None
     diffusion_canvas_length: int | None = None
+    diffusion_read_only: _Flag = None
+    diffusion_constrained: _Flag = None
 
 
 class Sampling(_Own, Diffusion):
@@ -284,6 +241,13 @@ class Sampling(_Own, Diffusion):
         about("Minimum number of tokens before the answer may end."),
     ] = None
     vllm_xargs: Diffusion | None = None
+    logprob_token_ids: Annotated[
+        Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_LISTED)] | None,
+        about("Tokens to list with each log-probability, in place of the likeliest ones."),
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, about("Spell tokens of log-probabilities as `token_id:17`.")
+    ] = None
     ignore_eos: Annotated[bool | None, about("Generate until the token limit, for benchmarks.")] = (
         None
     )

@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, fail
+from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, about, fail
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_formats import Format, format_of
 from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
-from canvasrt.containers.openai.vllm_fields import canvas_of, sampling_of
+from canvasrt.containers.openai.vllm_fields import canvas_of, read_of, sampling_of
 from canvasrt.runtime.pictures import BUDGETS
 
 
@@ -76,6 +76,7 @@ class CompletionRequest(Sampling):
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_Prompts)]
 
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Annotated[bool | None, about("Also return the prompt, and its log-probabilities.")] = None
 
 
 def chat_generation(request: ChatRequest) -> Generation:
@@ -117,12 +118,16 @@ def _shared(request: Sampling, wanted: Format | None) -> dict[str, Any]:
 
 def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
-    if isinstance(request, CompletionRequest) and request.logprobs is not None:
-        # Completions have one parameter for both.
-        given |= {"logprobs": True, "top_logprobs": request.logprobs}
+    if isinstance(request, CompletionRequest):
+        given["echo"] = request.echo or None
+        if request.logprobs is not None:  # completions have one parameter for both
+            given |= {"logprobs": True, "top_logprobs": request.logprobs}
+    given["logprob_token_ids"] = request.logprob_token_ids
     given["grammar"] = json.dumps(wanted.grammar) if wanted else None
     given["stop"], given["stop_token_ids"] = request.stop, request.stop_token_ids
     given["ignore_eos"] = request.ignore_eos or None
+    given["max_new_tokens"] = request.token_budget[1]
+    given |= read_of(request)
     if given["ignore_eos"] and given["grammar"]:
         raise bad_request(
             "ignore_eos is not supported with a format or a schema, which decide where the answer ends.",
@@ -134,7 +139,6 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     canvas = canvas_of(request)[0]
     given["canvas"] = json.dumps(canvas) if canvas or request.canvas is not None else None
     given["drafts"] = request.wants_drafts or None
-    given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}
 
 

@@ -29,6 +29,7 @@ from canvasrt.containers.openai.generation import (
     own_parts,
 )
 from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.containers.openai.vllm_fields import vllm_scores
 from canvasrt.types import Json
 
 
@@ -173,16 +174,22 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form, without the token that ends the answer."""
+        """Return log-probabilities in OpenAI's form, without the token that ends the answer. After an echo they have it,
+        since lm-eval takes the last one for the answer's."""
         if not text:
             return None
-        scores = visible_scores(text)
+        shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
+        scores = vllm_scores(self.body, shown)
         ends = accumulate((len(each["text"]) for each in scores), initial=0)
         return {
             "tokens": [each["text"] for each in scores],
             "token_logprobs": [each["logprob"] for each in scores],
             "top_logprobs": [
-                {other["text"]: other["logprob"] for other in each["top"]} for each in scores
+                # The first token of a prompt has none.
+                None
+                if each["logprob"] is None
+                else {other["text"]: other["logprob"] for other in each["top"]}
+                for each in scores
             ],
             "text_offset": list(ends)[:-1],
         }
@@ -254,7 +261,8 @@ class ChatReply(CompletionReply):
     def scores(self, text: str) -> Json | None:
         if not text:
             return None
-        return {"content": token_scores(text), "refusal": None}
+        scores = vllm_scores(self.body, visible_scores(text))
+        return {"content": list(map(token_score, scores)), "refusal": None}
 
 
 def usage_json(usage: Usage) -> UsageJson:
@@ -273,12 +281,9 @@ def visible_scores(text: str) -> list[Json]:
     return [each for each in json.loads(text) if not each["end"]]
 
 
-def token_scores(text: str) -> list[Json]:
-    """Return log-probabilities in the form of a chat's."""
-    return [
-        {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
-        for each in visible_scores(text)
-    ]
+def token_score(each: Json) -> Json:
+    """Return a token's log-probability in the form of a chat's."""
+    return {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
 
 
 def _score(each: Json) -> Json:

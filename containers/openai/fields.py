@@ -18,7 +18,6 @@ def _any(names: str) -> Table:
     return dict.fromkeys(names.split(), ANY)
 
 
-_READS = ("diffusion_read_only", "diffusion_constrained")
 # For all bodies that generate text.
 GENERATION: Table = {
     **_any("user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
@@ -35,14 +34,10 @@ GENERATION: Table = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "logprob_token_ids": (),
     "allowed_token_ids": (),
     "bad_words": (),
     "logits_processors": (),
-    "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
-    # vLLM's settings for this model, in the body or in `vllm_xargs`.
-    **{f"{at}{name}": (False,) for at in ("", "vllm_xargs.") for name in _READS},
     "vllm_xargs.logprob_token_ids": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
@@ -72,7 +67,6 @@ CHAT: Table = {
 COMPLETION: Table = {
     **GENERATION,
     "max_completion_tokens": (),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "add_special_tokens": (True,),
@@ -145,17 +139,14 @@ MESSAGE: Table = {
     "refusal": (),
 }
 
-_READ = "send a request to /v1/decisions, which reads probabilities of options, instead"
 _PENALTY = "the tokens of a block are decided together, not one after the other"
 # Reasons for refusals, where the field's name does not explain it.
 REASONS = {
     "best_of": "the server returns all n answers",
-    "echo": "a prompt is read, not denoised, so its tokens have no log-probabilities; /v1/decisions has those of options",
     "background": "nothing is stored here",
     "previous_response_id": "nothing is stored here",
     "conversation": "nothing is stored here",
     "functions": "send tools instead",
-    **{f"{at}{name}": _READ for at in ("", "vllm_xargs.") for name in _READS},
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "repetition_penalty": _PENALTY,

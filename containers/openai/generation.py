@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import MAX_ANSWERS, Ignored
+from canvasrt.containers.openai.body import MAX_ANSWERS
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText

@@ -13,21 +13,14 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import (
-    OWN,
-    Body,
-    MaybeMessages,
-    about,
-    check_parts,
-    settle,
-)
+from canvasrt.containers.openai.body import OWN, Body, MaybeMessages, about, check_parts
 from canvasrt.containers.openai.chat import (
     ChatRequest,
     CompletionRequest,
     chat_generation,
     completion_generation,
 )
-from canvasrt.containers.openai.chunks import token_scores
+from canvasrt.containers.openai.chunks import token_score, visible_scores
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
 from canvasrt.containers.openai.fields import OLLAMA, Table
@@ -38,6 +31,7 @@ from canvasrt.containers.openai.generation import (
     Served,
     finish_reason,
 )
+from canvasrt.containers.openai.ignored import settle
 from canvasrt.containers.openai.parse_answer import Piece, text_of
 from canvasrt.types import Json
 
@@ -288,7 +282,7 @@ class GenerateReply(Reply):
 
 
 def _told(scores: str) -> Json:
-    return {"logprobs": token_scores(scores)} if scores else {}
+    return {"logprobs": list(map(token_score, visible_scores(scores)))} if scores else {}
 
 
 class ChatLines(GenerateReply):

@@ -1,11 +1,14 @@
-"""Translates vLLM's settings for this model, and `min_tokens`, to `canvas` and sampling parameters."""
+"""Translates vLLM's settings for this model, and `min_tokens`, to `canvas`, sampling parameters and log-probabilities."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.containers.openai.body import Sampling
 from canvasrt.containers.openai.errors import bad_request
+from canvasrt.types import Json
 
 # The sampler's parameters → vLLM's names.
 _SAME = {
@@ -44,11 +47,52 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
             why = f"names position {far[0]}, which diffusion_seed_canvas does not have"
             raise _wrong("diffusion_pinned", why)
         canvas["pin"] = {str(each): seed[each] for each in pinned}
+    if _of(request, "diffusion_constrained"):
+        if not (tokens := request.logprob_token_ids):
+            raise _wrong("diffusion_constrained", "needs logprob_token_ids, the allowed tokens")
+        free = set(range(_width(request, "diffusion_constrained"))) - set(pinned or ())
+        canvas["allow"] = {str(each): tokens for each in sorted(free)}
     if request.min_tokens:
         names = {"canvas": "min_tokens"} | names if not canvas else names
         names["canvas.least"] = "min_tokens"
         canvas["least"] = request.min_tokens
     return canvas, names
+
+
+def read_of(request: Sampling) -> dict[str, Any]:
+    """Return the options of a read, for which vLLM has `diffusion_read_only`: one canvas, all of its steps, and every
+    token. Raises ApiError if the length of the canvas is unknown."""
+    if not _of(request, "diffusion_read_only"):
+        return {}
+    width = _width(request, "diffusion_read_only")
+    budget = min(request.token_budget[1] or width, width)
+    return {"ignore_eos": True, "early_stop": False, "max_new_tokens": budget}
+
+
+def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
+    """Return log-probabilities as vLLM's settings want them: with token ids for texts, and of a constrained read over
+    the allowed tokens only."""
+    allowed = set(request.logprob_token_ids or ()) if _of(request, "diffusion_constrained") else ()
+    for each in scores:
+        shown = [each, *each["top"]]
+        among = [other["logprob"] for other in each["top"] if other["token_id"] in allowed]
+        total = math.log(sum(map(math.exp, among))) if among else 0.0
+        for other in shown:
+            if among:
+                other["logprob"] -= total
+            if request.return_tokens_as_token_ids:
+                other["text"] = f"token_id:{other['token_id']}"
+    return scores
+
+
+def _width(request: Sampling, name: str) -> int:
+    """Return the number of positions that a setting is about."""
+    seed: Sequence[int] = _of(request, "diffusion_seed_canvas") or ()
+    lengths = (_of(request, each) for each in ("canvas_length", "diffusion_canvas_length"))
+    width: int = next(filter(None, lengths), len(seed))
+    if width <= 0:
+        raise _wrong(name, "needs diffusion_seed_canvas")
+    return width
 
 
 def _of(request: Sampling, name: str) -> Any:

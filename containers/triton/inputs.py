@@ -19,6 +19,7 @@ from canvasrt.containers.tensors import (
     INPUTS,
     MAX_BIASED,
     MAX_IMAGES,
+    MAX_LISTED,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     ONE,
@@ -84,7 +85,12 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: 
             f"shorten the prompt to {max_context - canvas} tokens, for {canvas} new ones",
         )
     _check_stop_count(sizes.get("stop", 0))
-    most = {"images": MAX_IMAGES, "image_tokens": MAX_IMAGES, "stop_token_ids": MAX_STOPS}
+    most = {
+        "images": MAX_IMAGES,
+        "image_tokens": MAX_IMAGES,
+        "stop_token_ids": MAX_STOPS,
+        "logprob_token_ids": MAX_LISTED,
+    }
     for name, limit in most.items():
         if (count := sizes.get(name, 0)) > limit:
             raise CanvasError(f"{name} has {count} elements", f"send at most {limit}")

@@ -65,7 +65,7 @@ class ReplyBuilder:
     `stop_string`.
     Without a tokenizer, texts are empty. `drafts`: also send the canvas after every step. `only_final`: only send the
     result. The text begins with `opening`, and is cut before the first of `stops`. `control`: keep control tokens in
-    the text. `prompt`: the prompt's tokens.
+    the text. `prompt`: the prompt's tokens. `prompt_scores`: their log-probabilities, once the first block is there.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class ReplyBuilder:
         prompt: Sequence[int] | np.ndarray = (),
         control: bool = False,
         opening: str = "",
+        prompt_scores: Sequence[TokenScore] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._control = control
@@ -91,6 +92,7 @@ class ReplyBuilder:
         self._done: list[int] = []  # final tokens
         self._opening = self._unsent = opening
         self._scores: list[TokenScore] = []
+        self._unsent_scores = prompt_scores
         self._wants_scores = params.scores
         self._block_scores: list[BlockScore] = []
         self._given = ""
@@ -160,8 +162,10 @@ class ReplyBuilder:
             needed = self._tokens_to_stop([*self._done, *words])
             tokens = tokens[: max(0, needed - len(self._done))]
         self._done += tokens
-        self._scores += scores[: len(tokens)]
-        return text, tokens, scores[: len(tokens)]
+        scores = [*self._unsent_scores, *scores[: len(tokens)]]
+        self._unsent_scores = ()
+        self._scores += scores
+        return text, tokens, scores
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
         """Return the number of leading tokens whose text contains the stop string."""
@@ -202,7 +206,7 @@ class ReplyBuilder:
             result.token_ids,
             result.prompt_token_ids,
             result.finish_reason,
-            result.logprobs,
+            self._scores,
         )
 
     def _words(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -259,7 +263,7 @@ class ReplyBuilder:
                 "text": self._spell(each.token),
                 "logprob": each.logprob,
                 "step": each.step,
-                "end": each.token in self._ends,
+                "end": each.step > 0 and each.token in self._ends,
                 "top": [
                     {"token_id": token, "text": self._spell(token), "logprob": logprob}
                     for token, logprob in each.top

@@ -31,6 +31,7 @@ from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.infill import filled, infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.conditions import Conditions, read_conditions
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
 from canvasrt.runtime.prefix import share_of
@@ -90,6 +91,7 @@ class _Reader:
         given = {tensor.name: self.values.get(tensor.name) for tensor in OPTIONS}
         if "logit_bias" in self.values:
             given["logit_bias"] = read_bias(self.values["logit_bias"])
+        given["logprob_token_ids"] = tuple(map(int, self.values.get("logprob_token_ids", ())))
         more = tuple(map(int, self.values.get("stop_token_ids", ())))
         if "grammar" in self.values and (more or self.values.get("ignore_eos")):
             name = "stop_token_ids" if more else "ignore_eos"
@@ -107,8 +109,14 @@ class _Reader:
         stops = self._stops()
         prompt, pictures, opening = self._prompt()
         params = params.fitted(self.model.config, self.model.max_context - len(prompt))
-        request = Request(prompt, params, pictures, self.owner, conditions)
+        echo = bool(self.values.get("echo"))
+        told: list[TokenScore] = []
+        wanted = told if echo and params.logprobs else None
+        request = Request(prompt, params, pictures, self.owner, conditions, wanted)
         if "grammar" in self.values:
+            if wanted is not None:
+                why = "echo is not supported with log-probabilities and a grammar"
+                raise CanvasError(why, "leave out echo")
             start = read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
             call = str(self.values.get("prefix", "")).startswith(CALL)
             if call and params.max_new_tokens <= start.least:
@@ -119,6 +127,8 @@ class _Reader:
             end = end_of_answer(self.model, tokenizer)
             request = ConstrainedRequest(prompt, params, pictures, self.owner, start=start, end=end)
         control = bool(self.values.get("control"))
+        if echo and tokenizer is not None:
+            opening = str(self.values.get("prompt") or tokenizer.decode(list(map(int, prompt))))
         replies = ReplyBuilder(
             tokenizer,
             params,
@@ -127,7 +137,8 @@ class _Reader:
             stops=stops,
             prompt=prompt,
             control=control,
-            opening=opening if control else "",
+            opening=opening if control or echo else "",
+            prompt_scores=told,
         )
         return ServedRequest(request, replies)
 

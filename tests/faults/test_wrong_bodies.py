@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
-from canvasrt.containers.openai.body import Body, Ignored, read_body
+from canvasrt.containers.openai.body import Body, read_body
 from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.ollama import OllamaChat
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest

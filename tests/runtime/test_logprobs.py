@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Request, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
@@ -19,7 +22,7 @@ from tests.helpers.reference import Pair
 from tests.helpers.restricted import cache_of, restricted_steps
 
 
-def params(pair: Pair, **options: int | bool | float) -> SamplingParams:
+def params(pair: Pair, **options: object) -> SamplingParams:
     given = {"logprobs": True, "top_logprobs": 5, "max_denoising_steps": 6, "max_new_tokens": 32}
     return SamplingParams.from_defaults(
         pair.model.sampler, pair.model.config, seed=3, **{**given, **options}
@@ -94,6 +97,35 @@ def test_they_change_no_token_and_come_from_a_device_too(
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_prompt_s_tokens_have_those_of_the_encoder(
+    tiny: Pair, prompt: Callable[..., list[int]], on_device: bool
+) -> None:
+    device = open_model(tiny.graphs, check=False, backend=FakeBackend())
+    model, ids, told = device if on_device else tiny.model, prompt(150), []
+    given = params(tiny, logprob_token_ids=(7, 5), top_logprobs=0)
+    request = Request(ids, given, prompt_scores=told)
+    generator = Generator(model, prefixes=PrefixCache(model, 2**24))
+    for _ in range(2):  # the prefix cache has no log-probabilities
+        generator.run([request])
+    reference = tiny.reference.model
+    with torch.no_grad():
+        hidden = reference.model.encoder(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        cap = reference.config.text_config.final_logit_softcapping
+        logits = torch.tanh(reference.lm_head(hidden).float() / cap) * cap
+    logs = log_softmax(logits.numpy())
+    assert [each.token for each in told] == ids
+    assert told[0].logprob is None
+    for row, token, each in zip(logs, ids[1:], told[1:], strict=False):
+        listed = dict.fromkeys((token, 7, 5))
+        assert each.logprob == pytest.approx(row[token], abs=1e-4)
+        assert dict(each.top) == pytest.approx({other: row[other] for other in listed}, abs=1e-4)
+    with pytest.raises(CanvasError, match="score_blocks is not supported together with log-prob"):
+        generator.check(replace(request, params=params(tiny, score_blocks=True)))
+
+
 def test_alternatives_need_log_probabilities(tiny: Pair) -> None:
     with pytest.raises(CanvasError, match="top_logprobs is 3 without logprobs"):
         params(tiny, logprobs=False, top_logprobs=3)
+    with pytest.raises(CanvasError, match=r"logprob_token_ids is .* without logprobs"):
+        params(tiny, logprobs=False, top_logprobs=0, logprob_token_ids=(3,))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from canvasrt.containers.openai import decisions, ollama, systemone
-from canvasrt.containers.openai.body import Ignored, read_body
+from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.chat import (
     ChatRequest,
     CompletionRequest,
@@ -17,6 +17,7 @@ from canvasrt.containers.openai.chat import (
 )
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.generation import Served, answer_inputs
+from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.errors import CanvasError
 
@@ -117,14 +118,11 @@ def test_a_prompt_beyond_the_context_is_told_a_length_that_fits() -> None:
             assert "to 32 tokens" in caught.value.hint
 
 
-def test_ollamas_penalty_and_echo_are_not_passed_over_in_silence() -> None:
+def test_ollamas_penalty_is_not_passed_over_in_silence() -> None:
     ignored = Ignored()
     parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1.1}}, ignored)
     parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1}}, ignored)
     assert [each.split()[0] for each in ignored] == ["options.repeat_penalty"]
-    with pytest.raises(ApiError, match="log-probabilities") as caught:
-        parsed(CompletionRequest, {"prompt": "a", "echo": True, "logprobs": 1}, ignored)
-    assert caught.value.param == "echo"
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -137,6 +135,17 @@ def test_vllms_settings_of_this_model(nested: bool) -> None:
     canvas = {"seed": [5, 6, 7, 8], "pin": {"0": 5, "2": 7}, "least": 2}
     assert json.loads(options["canvas"]) == canvas
     assert (options["max_denoising_steps"], options["canvas_length"]) == (3, 4)
+    read = {"diffusion_read_only": 1, "diffusion_constrained": True}
+    fields = {"vllm_xargs": theirs | read} if nested else theirs | read
+    more = {"logprobs": 20, "logprob_token_ids": [9, 4], "max_tokens": 7}
+    options = parsed(CompletionRequest, {"prompt": "a", **more, **fields}).options
+    assert json.loads(options["canvas"])["allow"] == {"1": [9, 4], "3": [9, 4]}
+    assert (options["max_new_tokens"], options["ignore_eos"], options["early_stop"]) == (4, 1, 0)
+    assert options["logprob_token_ids"] == [9, 4]
+    for lacks in ({"diffusion_read_only": True}, {"diffusion_constrained": True}):
+        with pytest.raises(ApiError, match="needs") as caught:
+            parsed(CompletionRequest, {"prompt": "a", "vllm_xargs": lacks})
+        assert caught.value.param == next(iter(lacks))
     ignored = Ignored()
     parsed(CompletionRequest, {"prompt": "a", "vllm_xargs": {"odd": 1}}, ignored)
     assert ignored == ["Unknown parameter: 'vllm_xargs.odd'."]

@@ -14,10 +14,11 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
-from canvasrt.containers.openai.body import MAX_WARNINGS, Ignored, read_body
+from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import ANY, CHAT, COMPLETION
+from canvasrt.containers.openai.ignored import MAX_WARNINGS, Ignored
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -163,6 +164,18 @@ def test_the_answer_is_the_same_and_has_the_warnings(lenient: FrontEnd, openai: 
         assert (clean.model_extra or {})["canvasrt"] == {"seed": 7}
         text = client.completions.create(model="canvasrt", prompt="12", suffix="b", max_tokens=4)
         assert "suffix" in (text.model_extra or {})["canvasrt"]["warnings"][0]
+
+
+@needs_triton
+def test_a_strict_server_refuses_what_it_does_not_know(server: Server) -> None:
+    asked: dict[str, Any] = {"model": "canvasrt", "messages": QUESTION}
+    with (
+        FrontEnd.over(server, FrontOptions(port=0, strict=True)) as front,
+        OpenAI(base_url=front.url, api_key="none", max_retries=0) as client,
+    ):
+        assert client.chat.completions.create(**asked, extra_body=SAME).choices
+        with pytest.raises(sdk.BadRequestError, match="Unknown parameter: 'odd'"):
+            client.chat.completions.create(**asked, extra_body=SAME | {"odd": 1})
 
 
 @needs_triton

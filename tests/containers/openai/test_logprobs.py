@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from math import exp
+from typing import Any
 
 import pytest
 from openai import OpenAI
 
 from canvasrt.containers.client.triton import Client
 from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.serving import Local, needs_triton
 
 pytestmark = needs_triton
@@ -69,6 +72,63 @@ def test_completions_have_them(openai: OpenAI) -> None:
     assert found.token_logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset or [])
     assert all(len(each) == 3 for each in found.top_logprobs or [])
+
+
+def test_an_echo_begins_with_the_prompt_and_its_scores(
+    openai: OpenAI, tokenizer: Tokenizer
+) -> None:
+    """As lm-eval asks, with text and with token ids."""
+    asked = {"model": "canvasrt", "seed": 3, "max_tokens": 1, "logprobs": 1, "echo": True}
+    told = openai.completions.create(prompt="12+34=", **asked).choices[0]
+    scores = told.logprobs
+    assert scores is not None
+    assert told.text.startswith("12+34=")
+    assert "".join(scores.tokens or ()).endswith(told.text)
+    assert (scores.token_logprobs or ())[0] is None
+    assert all(each < 0 for each in (scores.token_logprobs or ())[1:])
+    ids = tokenizer.encode("12+34=")
+    again = openai.completions.create(prompt=ids, **asked).choices[0]
+    assert (again.text, again.logprobs) == (told.text, scores)
+    stream = list(openai.completions.create(prompt=ids, **asked, stream=True))
+    assert "".join(each.choices[0].text for each in stream) == told.text
+    listed = [each.choices[0].logprobs for each in stream if each.choices[0].logprobs]
+    assert [score for each in listed for score in each.token_logprobs] == scores.token_logprobs
+    ended = openai.completions.create(prompt=ids, **asked, logit_bias={"1": 100}).choices[0]
+    assert (ended.text, ended.finish_reason) == ("12+34=", "stop")
+    assert len(ended.logprobs.token_logprobs or ()) == len(ids) + 1  # type: ignore[union-attr]
+    plain = openai.completions.create(prompt=ids, **asked | {"logprobs": None}).choices[0]
+    assert plain.text == told.text
+
+
+def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
+    """As its structured_diffusion example: the canvas's fixed text, noise where the label is, and the labels' scores."""
+    four, six = tokenizer.encode("46", False)
+    read = {"diffusion_seed_canvas": [four, 9] + [0] * 30, "diffusion_canvas_length": 32}
+    read |= {"diffusion_max_steps": 1, "diffusion_read_only": True}
+
+    def ask(**more: Any) -> list[dict[int, float]]:
+        own = {"logprob_token_ids": [four, six], "return_tokens_as_token_ids": True}
+        reply = openai.chat.completions.create(
+            model="canvasrt",
+            messages=CHAT,  # type: ignore[arg-type]
+            max_tokens=3,
+            logprobs=True,
+            top_logprobs=20,
+            extra_body=own | {"vllm_xargs": read | more},
+        )
+        assert reply.choices[0].finish_reason == "length"
+        content = reply.choices[0].logprobs.content  # type: ignore[union-attr]
+        assert len(content or ()) == 3
+        return [
+            {int(top.token.removeprefix("token_id:")): top.logprob for top in each.top_logprobs}
+            for each in content or ()
+        ]
+
+    free, constrained = ask(), ask(diffusion_constrained=True)
+    for one, other in zip(free, constrained, strict=True):
+        assert one.keys() >= other.keys() == {four, six}
+        assert sum(map(exp, other.values())) == pytest.approx(1)
+        assert other[four] - other[six] == pytest.approx(one[four] - one[six], abs=1e-4)
 
 
 def test_triton_has_them(http: Client, local: Local) -> None:

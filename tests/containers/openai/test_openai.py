@@ -145,6 +145,15 @@ def test_n_answers_take_seeds_that_count_up(openai: OpenAI):
     assert streamed == alone
 
 
+def test_a_context_that_is_short_by_less_than_a_block_shortens_the_answer(openai: OpenAI):
+    whole = {"ignore_eos": True, "max_denoising_steps": 1}
+    answer = openai.completions.create(
+        model="canvasrt", prompt=[9] * 4056, max_tokens=64, seed=1, extra_body=whole
+    )
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (32, "length")
+
+
 def test_completions_take_prompts_as_they_are(openai: OpenAI, tokenizer: Tokenizer):
     ids = tokenizer.encode("sort 41")
 

@@ -215,7 +215,8 @@ def test_a_bad_request_names_its_parameter(
         ({"prompt": [2**40]}, "prompt"),
         ({"prompt": "x" * 9000}, "prompt"),
         ({"prompt": ["a"] * 65, "n": 2}, "n"),
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "score_blocks": True}, "score_blocks"),
+        ({"prompt": "a", "echo": True, "logprobs": 1, "guided_regex": "a"}, "echo"),
         ({"prompt": "a", "min_tokens": 3, "max_tokens": 2}, "min_tokens"),
         ({"prompt": "a", "min_tokens": 3, "guided_regex": "a"}, "min_tokens"),
         ({"prompt": "a", "diffusion_pinned": [0]}, "diffusion_pinned"),
@@ -224,7 +225,7 @@ def test_a_bad_request_names_its_parameter(
         ({"prompt": "a", "vllm_xargs": {"diffusion_max_steps": 0}}, "diffusion_max_steps"),
         (
             {"prompt": "a", "vllm_xargs": {"diffusion_read_only": True}},
-            "vllm_xargs.diffusion_read_only",
+            "diffusion_read_only",
         ),
         ({"prompt": "a", "diffusion_constrained": True}, "diffusion_constrained"),
         ({"prompt": "a", "best_of": 3}, "best_of"),

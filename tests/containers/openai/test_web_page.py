@@ -271,13 +271,13 @@ def test_a_number_that_is_not_finite_is_refused(
 def sees(_one_thread: None) -> Iterator[FrontEnd]:
     """A front end of the bundled checkpoint that sees."""
     bundle = load_bundle(library.bundle("demo-vision"))
-    with serving(bundle) as served:
+    with serving(bundle, about=about_model(bundle, choose_profile(bundle), None)) as served:
         yield served.front
 
 
 def test_an_image_is_seen_in_both_modes(sees: FrontEnd, visit: Any) -> None:
     page = visit(sees)
-    sync_api.expect(page.locator("#light")).to_have_class("on")
+    sync_api.expect(page.locator("#attach")).to_be_visible()
     page.set_input_files("#files", ROOT / "docs" / "dots.webp")
     ask(page, "color?", seed="1", tokens="32")
     assert page.locator("#answer").text_content() == "purple"
@@ -361,6 +361,14 @@ def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
     widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert widths == [360, 360]
     assert page.locator("#go").bounding_box()["width"] > 300
+    # Lines end between words, and never within one.
+    rows = page.evaluate("""() => {
+        const best = Array.from({ length: 60 }, (_, i) => (i % 2 ? "ness" : " dark"));
+        show(run.frames.push({ ...run.frames.at(-1), best, states: best.map(() => "settled"), end: 60 }) - 1);
+        return [...$("canvas").children].map((each) => [...each.getClientRects()].at(-1).top);
+    }""")
+    assert rows[::2] == rows[1::2]
+    assert len(set(rows)) > 4
 
 
 def test_it_is_dark_in_the_dark(front: FrontEnd, visit: Any) -> None:

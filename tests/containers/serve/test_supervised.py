@@ -237,7 +237,7 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
                 assert eventually(lambda: phase(health) == "building")  # noqa: B023
                 (front,) = (
                     pid
-                    for pid in children(process.pid)
+                    for pid in children(process.pid)[0]
                     if "canvasrt.containers.openai" in command_lines()[str(pid)]
                 )
                 os.kill(front, signal.SIGKILL)

@@ -110,7 +110,9 @@ def test_a_stopped_fork_holds_up_nobody(
         endless = pool.submit(sandbox.check, ENDLESS_GRAMMAR, ())
         forks: list[int] = []
         # Its thread starts last, after the fork has asked to die with its parent.
-        assert eventually(lambda: bool(forks.extend(filter(_compiles, children(sandbox.pid))) or forks))
+        assert eventually(
+            lambda: bool(forks.extend(filter(_compiles, children(sandbox.pid)[0])) or forks)
+        )
         os.kill(forks[0], signal.SIGSTOP)
         sandbox.check(DIGITS, ())  # at the same time
         with pytest.raises(CanvasError, match="CPU time"):  # by the process that replaces it
