@@ -263,9 +263,11 @@ class RequestState(ABC):
         if not (self._params.logprobs and tokens):
             return []
         assert step.hidden is not None
-        return self._score(step.hidden[begin : begin + len(tokens)], tokens, self._step)
+        return self._token_scores(step.hidden[begin : begin + len(tokens)], tokens, self._step)
 
-    def _score(self, hidden: np.ndarray, tokens: Sequence[int], step: int) -> list[TokenScore]:
+    def _token_scores(
+        self, hidden: np.ndarray, tokens: Sequence[int], step: int
+    ) -> list[TokenScore]:
         top, listed = self._params.top_logprobs, self._params.logprob_token_ids
         return self._model.host_head.scores(hidden, tokens, top, step, listed)
 

@@ -54,7 +54,7 @@ class TextState(RequestState):
             done = len(self._prompt_scores)
             rows = hidden[begin : begin + _SCORED]
             following = self.prompt[done : done + len(rows)]
-            self._prompt_scores += self._score(rows[: len(following)], following, 0)
+            self._prompt_scores += self._token_scores(rows[: len(following)], following, 0)
         return True
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:

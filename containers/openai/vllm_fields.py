@@ -88,7 +88,8 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
 def _width(request: Sampling, name: str) -> int:
     """Return the number of positions that a setting is about."""
     seed: Sequence[int] = _of(request, "diffusion_seed_canvas") or ()
-    width = request.canvas_length or _of(request, "diffusion_canvas_length") or len(seed)
+    lengths = (_of(request, each) for each in ("canvas_length", "diffusion_canvas_length"))
+    width: int = next(filter(None, lengths), len(seed))
     if width <= 0:
         raise _wrong(name, "needs diffusion_seed_canvas")
     return width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 import os
 import re
 import shutil
@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from canvasrt.containers.heartbeat import reason_left
-from canvasrt.containers.names import (
-    EVIDENCE_VARIABLE,
-    EXIT_TIMEOUT,
-    HEARTBEAT_VARIABLE,
-    LOOPBACK,
-    READY_TIMEOUT,
-    REASON_VARIABLE,
-    STOPPING_VARIABLE,
-)
+from canvasrt.containers.names import EXIT_TIMEOUT, LOOPBACK, READY_TIMEOUT
 from canvasrt.containers.ports import Ports, callable_host, fetch, url_host
 from canvasrt.containers.processes import (
     children,
@@ -37,29 +29,25 @@ from canvasrt.containers.processes import (
     remove_stale,
     run_name,
 )
-from canvasrt.containers.serve.gpus import environment_of
 from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.output import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
-from canvasrt.containers.tensors import OWNER
+from canvasrt.containers.serve.triton_command import (
+    EVIDENCE,
+    HEARTBEAT,
+    REASON,
+    STOPPING,
+    UNLOAD_TIMEOUT,
+    triton_command,
+    triton_environment,
+)
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
 from canvasrt.machine import gpus
 
-UNLOAD_TIMEOUT = 3  # seconds to unload the models after requests in flight have finished
-# Names of files in the scratch folder.
-_STOPPING, _HEARTBEAT, _REASON, _EVIDENCE = "stopping", "heartbeat", "reason", "evidence"
-_FILES = {
-    STOPPING_VARIABLE: _STOPPING,
-    HEARTBEAT_VARIABLE: _HEARTBEAT,
-    REASON_VARIABLE: _REASON,
-    EVIDENCE_VARIABLE: _EVIDENCE,
-}
-# Restricted endpoints: they change the server, or make it access shared memory. No caller needs them.
-_CLOSED = "model-repository,shared-memory,logging,trace"
-# The header that would permit them. Command lines cannot hold a secret, so it is a header that cannot be sent.
-_NO_HEADER = "closed\r\n"
+log = logging.getLogger(__name__)
+
 POLL = 0.05
 _LOST = 10.0  # seconds in which Triton may itself report that a loading model's process has died
 
@@ -139,7 +127,7 @@ class Server:
     @property
     def evidence(self) -> str:
         """Whether requests share passes, and why, as JSON; empty if that was not tested."""
-        file = self._folder / _EVIDENCE if self._folder else None
+        file = self._folder / EVIDENCE if self._folder else None
         return file.read_text("utf-8") if file and file.exists() else ""
 
     @property
@@ -158,10 +146,7 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        force = threading.Event()
-        if kind is not None:  # no caller is waiting
-            force.set()
-        self.stop(force)
+        self.stop(force=at_once() if kind else None)  # after an error, no caller is waiting
 
     def start(self) -> None:
         """Start the process. Raises CanvasError if a port is in use or tritonserver is missing."""
@@ -177,7 +162,9 @@ class Server:
             with self._output() as output:
                 self._process = subprocess.Popen(
                     self._command(installation, self._folder),
-                    env=self._environment(installation),
+                    env=triton_environment(
+                        installation, self._folder, self._model_options, self._cache, self._gpus
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
@@ -207,10 +194,32 @@ class Server:
         interrupted: threading.Event | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `meanwhile` repeatedly until all models are ready, or `interrupted` is set.
+        """Call `meanwhile` repeatedly until all models are ready, or `interrupted` is set. A server that crashes while it
+        loads them is started again, once.
 
         Raises CanvasError if the server exits, or after `ready_timeout` seconds.
         """
+        try:
+            self._wait_ready(interrupted, meanwhile)
+        except CanvasError as error:
+            if not self._has_crashed() or isinstance(error, EngineError):
+                raise
+            log.warning("%s; starting it again", error.message)
+            self.stop(force=at_once())
+            self.start()
+            self._wait_ready(interrupted, meanwhile)
+
+    def _has_crashed(self) -> bool:
+        """Return whether the server or a model's process has crashed. Rarely, a lock of Triton's Python backend fails
+        while models are loading; then one of both aborts."""
+        if self._process is None:
+            return False
+        code = self._process.poll()
+        return code == -signal.SIGABRT or (code is None and bool(children(self._process.pid)[1]))
+
+    def _wait_ready(
+        self, interrupted: threading.Event | None, meanwhile: Callable[[], None]
+    ) -> None:
         deadline = time.monotonic() + self._ready_timeout
         whole = time.monotonic()  # the last time at which no model's process was dead
         while not (interrupted and interrupted.is_set()):
@@ -225,7 +234,7 @@ class Server:
                 self._models = running
                 protect_shm(self.run_name)
                 if self._folder is not None:
-                    self._stall = StallWatch(self._folder / _HEARTBEAT, self._answers)
+                    self._stall = StallWatch(self._folder / HEARTBEAT, self._answers)
                 return
             if time.monotonic() > deadline:
                 message = f"tritonserver was not ready after {self._ready_timeout:g} s"
@@ -252,7 +261,7 @@ class Server:
             self._guard.check()
 
     def _model_lost(self) -> CanvasError:
-        reason = reason_left(self._folder / _REASON) if self._folder else None
+        reason = reason_left(self._folder / REASON) if self._folder else None
         if reason is not None:
             return self._failure(*reason, kind=EngineError)
         message = "a model's process has ended, perhaps because memory ran out"
@@ -299,7 +308,7 @@ class Server:
             return False
         deadline = time.monotonic() + self.exit_timeout
         if self._folder is not None:
-            (self._folder / _STOPPING).touch()
+            (self._folder / STOPPING).touch()
         # Check twice, because a request may not be counted yet.
         quiet = 0
         while quiet < 2:
@@ -335,41 +344,25 @@ class Server:
         )
 
     def _command(self, installation: Installation, folder: Path) -> list[str]:
-        command = [
-            str(installation.binary),
-            f"--model-repository={self.repository}",
-            *(installation.prepare(folder) if installation.bundled else []),
-            # The configurations are complete. Auto-completion would start every model's process twice.
-            "--disable-auto-complete-config",
-            f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
-            f"--backend-config=python,shm-region-prefix-name={self.run_name}",
-            f"--backend-config=python,stub-timeout-seconds={math.ceil(self._ready_timeout)}",
-            # Triton does not copy to or from GPUs, because the models do.
-            "--pinned-memory-pool-byte-size=0",
-        ]
-        # By Triton's GPU numbers. WSL has GPUs without /dev/nvidia0.
-        for gpu in range(len(self._gpus) or len(gpus())):
-            command.append(f"--cuda-memory-pool-byte-size={gpu}:0")
-        for name in ("http", "grpc", "metrics"):
-            host = self.metrics_host if name == "metrics" else self.host
-            if name == "http" and self.http_socket is not None:
-                self.http_socket.unlink(missing_ok=True)  # left by an earlier server
-                host = f"unix:{self.http_socket}"
-            command += [f"--{name}-address={host}", f"--{name}-port={getattr(self.ports, name)}"]
-        command.append(f"--http-header-forward-pattern=^{OWNER}$")  # used by the front end
-        for option in ("http-restricted-api", "grpc-restricted-protocol"):
-            command.append(f"--{option}={_CLOSED}:{_NO_HEADER}=closed")
-        gpu_metrics = [] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]
-        return [*command, *gpu_metrics, *self._options]
-
-    def _environment(self, installation: Installation) -> dict[str, str]:
-        env = installation.environment() | self._model_options.to_environment()
-        if self._cache is not None:
-            env["CANVASRT_CACHE"] = str(self._cache)
-        env |= environment_of(self._gpus)
-        if self._folder is not None:
-            env |= {variable: str(self._folder / file) for variable, file in _FILES.items()}
-        return env
+        http = self.host
+        if self.http_socket is not None:
+            self.http_socket.unlink(missing_ok=True)  # left by an earlier server
+            http = f"unix:{self.http_socket}"
+        addresses = {
+            "http": (http, self.ports.http),
+            "grpc": (self.host, self.ports.grpc),
+            "metrics": (self.metrics_host, self.ports.metrics),
+        }
+        return triton_command(
+            installation,
+            folder,
+            self.repository,
+            self.run_name,
+            addresses,
+            len(self._gpus) or len(gpus()),
+            self._ready_timeout,
+            self._options,
+        )
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[IO[bytes] | None]:
@@ -387,6 +380,13 @@ class Server:
         """Remove the leftovers of the exited process."""
         self._process = self._guard = self._folder = None
         self._cleanup.close()
+
+
+def at_once() -> threading.Event:
+    """Return a `force` that ends all waiting."""
+    event = threading.Event()
+    event.set()
+    return event
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
