@@ -64,7 +64,8 @@ class Runner(Protocol):
     ) -> list[float]:
         """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each.
 
-        `routing` decides the canvases. Empty for a routing other than `even` if this side draws its own canvases.
+        `routing` decides the canvases. If this side draws its own canvases, the result is empty for all routings but
+        `even`.
         """
         ...
 

@@ -81,7 +81,7 @@ class StoredCodes:
         return out
 
     def _codes(self, part: str, kind: str) -> Bytes:
-        """Return one tensor's bytes. Raises CanvasError for invalid numbers."""
+        """Return one tensor's bytes. Raises CanvasError if they encode invalid numbers."""
         name = f"{_module(part)}.{kind}"
         codes = self.weight.checkpoint.read(name).view(torch.uint8).numpy()
         if kind == "weight_scale":

@@ -177,7 +177,7 @@ class RequestState(ABC):
             block_scores=self._block_scores,
         )
 
-    # Overridden by kinds of request.
+    # Methods that kinds of request override.
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:
         """Return the allowed tokens, int64 `[k]`, by restricted position of the block."""

@@ -44,7 +44,7 @@ class Schedule:
         self._places = count()
 
     def join(self, request: Scheduled, present: Sequence[Scheduled]) -> None:
-        """Queue a new request. `present` are all waiting and running ones."""
+        """Queue a new request. `present` are all waiting and running requests."""
         owners = {request.owner, *(each.owner for each in present)}
         self._callers = len(owners)
         self._turns = {
@@ -58,7 +58,7 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # Less than the caller's turns after this one, so that a new caller goes before it.
+        # One less than the caller will have after this turn, so that a new caller goes before this one.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 

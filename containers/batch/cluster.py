@@ -20,7 +20,7 @@ class Cluster:
     """An actor on every machine of a cluster, or on every GPU. An asynchronous context manager."""
 
     def __init__(self, address: str, path: Path, threads: int | None) -> None:
-        """`path`: a bundle, in the same place on every machine."""
+        """`path`: a bundle, under the same path on every machine."""
         bundle = load_bundle(path, check=False)
         self.digest = bundle.manifest.digest
         self._ray: Any = require("ray", "ray")

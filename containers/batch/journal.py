@@ -66,7 +66,7 @@ class Journal:
         return len(self._places)
 
     def add(self, line: Line, entry: Mapping[str, Any], failed: bool) -> None:
-        """Record a line of the output; with `failed`, of the error file."""
+        """Record a line of the output file, or, with `failed`, of the error file."""
         self._places[line.number] = self._file.tell()
         self._write({"line": line.number, "failed": failed, "entry": entry})
 

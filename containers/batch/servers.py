@@ -43,7 +43,7 @@ class _Server:
 
     def down(self, now: float, least: float) -> None:
         """Do not use the server for some time: twice as long as the last time if it has not answered since."""
-        if now >= self.rests_until:  # otherwise another request has already noted it
+        if now >= self.rests_until:  # otherwise another request has already noted the failure
             self.down_since = now if self.down_since is None else self.down_since
             self.rests_until = now + max(self.rest, least)
             self.rest = min(2 * self.rest, _LONGEST_REST)

@@ -64,7 +64,7 @@ class Client:
             extra = {"channel_args": _DIRECT}
         self._client = self._module.InferenceServerClient(self.url, **extra)
         self._keep = keep_stream
-        # Where replies on an idle open stream go.
+        # The queue of replies that arrive while no request uses the open stream.
         self._idle: Replies | None = None
 
     def __enter__(self) -> Client:

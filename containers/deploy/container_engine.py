@@ -54,7 +54,7 @@ class ContainerEngine:
 
     @cached_property
     def architecture(self) -> str:
-        """The architecture of its host: amd64, arm64."""
+        """The architecture of the engine's host: amd64 or arm64."""
         query = "{{.Architecture}}" if self.name == "docker" else "{{.Host.Arch}}"
         name = self.out("info", "--format", query).strip()
         return ARCHITECTURES.get(name, name)

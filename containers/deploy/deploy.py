@@ -70,7 +70,7 @@ def deploy(
     chosen = find_engine(engine)
     found = open_package(package, chosen)
     check_architecture(found, chosen)
-    # The restart policy is only set once it is ready, so that a failed container can be inspected.
+    # The restart policy is only set once the container is ready, so that a failed container can be inspected.
     words = run_command(found, options, chosen, restart=False)
     check_ports(options)
     report(f"loading {found.tag} into {chosen.name}")

@@ -52,7 +52,7 @@ class BaseLayer:
     digest: str
     size: int
     media_type: str
-    # Where it starts in `file`, if that is an archive of several layers.
+    # Where the layer starts in `file`, if that is an archive of several layers.
     offset: int = 0
 
     @contextmanager
@@ -176,7 +176,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever a damaged image makes its reader raise into a CanvasError."""
+    """Convert any exception that a damaged image causes in its reader to a CanvasError."""
     try:
         yield
     except (

@@ -163,7 +163,7 @@ def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
         layout.mkdir()
         yield layout
         write_archive(layout, tag, folder / "archive")
-        if out.is_dir():  # check_output has made sure that it is empty
+        if out.is_dir():  # check_output has made sure that the folder is empty
             out.rmdir()
         sync(folder / "archive")
         os.replace(folder / "archive", out)

@@ -42,8 +42,8 @@ _BEAT_EVERY = 0.5
 # Connections accepted per iteration of the event loop. They are counted only some iterations later, so a larger number
 # could exhaust the file descriptors.
 _ACCEPT = 64
-# Seconds for which a thread that parses a long body may keep the interpreter. The event loop gives it up at every call of
-# the system, so it would wait the usual 5 ms ten times per request.
+# Seconds for which a thread that parses a long body may keep the interpreter. The event loop gives up the interpreter
+# at every system call, so it would wait the usual 5 ms ten times per request.
 _SWITCH = 0.0005
 HEALTH_CONNECTIONS = 128  # on the port that only serves health routes
 

@@ -182,7 +182,7 @@ def _blocks(content: Any, where: str) -> list[tuple[str, Json]]:
 
 
 def _turn(blocks: list[tuple[str, Json]], where: str) -> Json:
-    """Return an assistant message with its thoughts, text and tool calls."""
+    """Return an assistant's message with its thoughts, text and tool calls."""
     thoughts = [each.get("thinking") or "" for _, each in blocks if _is(each, "thinking")]
     calls = [
         {
@@ -249,7 +249,7 @@ class MessageReply(Reply):
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         super().__init__(body, asked, seed, served)
         self._content: list[Json] = []
-        self._open = ""  # the kind of the block that is being written
+        self._open = ""  # the kind of block that is being written
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, answers: Sequence[Answer]) -> Json:

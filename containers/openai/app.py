@@ -189,7 +189,7 @@ def _new_app(front: Front) -> FastAPI:
         description="Text, decisions and infilling by a diffusion model.",
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         openapi_url=None,
-        redirect_slashes=False,  # a redirect would echo the Host header that the caller sent
+        redirect_slashes=False,  # a redirect would contain the Host header that the caller sent
         lifespan=front.lifespan,
         telemetry=telemetry(QUIET),
         generate_unique_id_function=_operation_id,

@@ -88,7 +88,8 @@ class Callers:
 
 
 def name_of(caller: str) -> str:
-    """Return the caller's name for the models. Without keys, every request counts as a different caller."""
+    """Return the name under which the models know the caller. Without keys, every request counts as a different
+    caller."""
     return caller or ANYBODY + secrets.token_hex(8)
 
 

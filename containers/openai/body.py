@@ -50,7 +50,7 @@ OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "
 
 def fail(code: str, message: str) -> PydanticCustomError:
     """Return the error that a field's validator raises."""
-    # The message may contain braces, so it cannot be the template.
+    # The message may contain braces, so it cannot itself be pydantic's template.
     return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 

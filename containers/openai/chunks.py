@@ -56,7 +56,7 @@ class OwnFields(TypedDict):
 
     seed: int
     warnings: NotRequired[list[str]]
-    # Only in responses; elsewhere every answer has its own.
+    # Only set in `/v1/responses`; in other APIs, every answer has its own field.
     block_scores: NotRequired[list[BlockScore]]
 
 
@@ -66,7 +66,7 @@ class Message(TypedDict):
     role: str
     content: str | None
     reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]  # the same, under vLLM's name
+    reasoning: NotRequired[str]  # the same text, under vLLM's name
     tool_calls: NotRequired[list[dict[str, Any]]]
 
 
@@ -174,8 +174,8 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form, without the token that ends the answer. After an echo they have it,
-        since lm-eval takes the last one for the answer's."""
+        """Return log-probabilities in OpenAI's form, without the token that ends the answer. After an echo, they
+        include that token, since lm-eval drops the last one."""
         if not text:
             return None
         shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)

@@ -57,7 +57,7 @@ class Generation:
     n: int = 1
     seed: int | None = None
     image_tokens: int | None = None
-    # By name of a tool that the model may call: its parameters' schema. None if it may call no tool.
+    # The parameters' schema of every tool that the model may call, by name; None if it may call none.
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
     plain: bool = False  # the text is not parsed for thoughts and tool calls
@@ -340,7 +340,7 @@ def finish_reason(final: StreamEvent, calls: int = 0) -> str:
 
 
 def own_parts(final: StreamEvent) -> dict[str, Any]:
-    """Return our extensions of an answer: block scores if requested, and `stop_reason` if following the grammar took
+    """Return our extensions of an answer: block scores if requested, and a `stop_reason` if following the grammar took
     too long."""
     scores = {"block_scores": json.loads(final.block_scores)} if final.block_scores else {}
     return scores | ({"stop_reason": "grammar"} if final.finish_reason == "grammar" else {})

@@ -264,7 +264,7 @@ class GenerateReply(Reply):
         return self._line([]) | {"done": True, "done_reason": reason} | self._durations()
 
     def _durations(self) -> Json:
-        """Return durations in nanoseconds. That of the answer includes encoding the prompt."""
+        """Return durations in nanoseconds. The duration of the answer includes encoding the prompt."""
         taken = time.perf_counter_ns() - self._begin
         return {"total_duration": taken, "load_duration": 0, "eval_duration": taken}
 

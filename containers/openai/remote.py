@@ -210,7 +210,7 @@ class _Pinned(http.client.HTTPConnection):
 
 
 class _PinnedTLS(_Pinned):
-    """The same over TLS. The certificate must match the host's name."""
+    """`_Pinned` over TLS. The certificate must match the host's name."""
 
     default_port = 443
 

@@ -57,7 +57,7 @@ def _guided(request: Sampling) -> Iterator[Format]:
             if name == "choice":
                 if not isinstance(value, list):
                     raise _wrong(path, "is not a list")
-                # Lark's string literals are JSON's.
+                # A JSON string is also a string literal in Lark.
                 value = "start: " + " | ".join(json.dumps(each) for each in value)
             if name == "json" and isinstance(value, str):
                 try:

@@ -86,7 +86,7 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
 
 
 def _width(request: Sampling, name: str) -> int:
-    """Return the number of positions that a setting is about."""
+    """Return the number of positions that a setting has values for."""
     seed: Sequence[int] = _of(request, "diffusion_seed_canvas") or ()
     lengths = (_of(request, each) for each in ("canvas_length", "diffusion_canvas_length"))
     width: int = next(filter(None, lengths), len(seed))

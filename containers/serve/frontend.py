@@ -28,7 +28,7 @@ _CALM = 60.0  # seconds in which crashes are counted
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
 _POLL = 0.05
 _SILENCE = 10.0  # seconds without a heartbeat of the event loop after which the process is replaced
-_FIRST_BEAT = 60.0  # the same for a starting process
+_FIRST_BEAT = 60.0  # seconds without a heartbeat after which a starting process is replaced
 _END = 5.0  # seconds for an idle process to exit
 _BEFORE_REQUESTS = ("starting", "building", "loading")  # phases in which no request is accepted
 
@@ -212,7 +212,7 @@ class FrontEnd:
             self._close_heartbeat()
 
     def drain(self, grace: float, force: threading.Event | None = None) -> bool:
-        """As `stop`, but keep the process running if requests are still in flight."""
+        """Like `stop`, but keep the process running if requests are still in flight."""
         process = self._process
         if process is None or process.poll() is not None or self._phase[0] in _BEFORE_REQUESTS:
             return True

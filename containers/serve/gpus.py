@@ -28,7 +28,8 @@ def check_gpus(settings: Settings) -> None:
 
 
 def use_gpu(name: str) -> None:
-    """Let this process and its children, including builds, use only one GPU. UsageError for one that is not there."""
+    """Let this process and its children, including builds, use only one GPU. Raises UsageError if this machine has no
+    such GPU."""
     there = machine.gpus()
     found = named_gpus(name, there) if "," not in name else []
     if not found or not found[0].uuid:

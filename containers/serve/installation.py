@@ -120,7 +120,7 @@ def find_installation() -> Installation:
 
 
 def _installation(binary: Path) -> Installation:
-    """Return the installation of a binary. It is nvidia-pytriton's if the stubs' folder is next to it."""
+    """Return the installation of a binary. The binary is nvidia-pytriton's if the stubs' folder is next to it."""
     folder = binary.resolve().parent.parent
     bundled = folder if (folder / "python_backend_stubs").is_dir() else None
     if bundled is not None and not _libpython_folders() and not _loads_libpython():

@@ -28,7 +28,7 @@ _FILES = {
 }
 # Restricted endpoints: they change the server, or make it access shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
-# The header that would permit them. Command lines cannot hold a secret, so it is a header that cannot be sent.
+# The header that would permit them. Command lines cannot hold a secret, so this is a name that no client can send.
 _NO_HEADER = "closed\r\n"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from canvasrt.runtime.prefix import share_of
 
 MOST = 3  # failed passes per caller
-WINDOW = 60.0  # seconds in which they count
+WINDOW = 60.0  # seconds for which failed passes count
 
 
 class FailureLimiter:

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, and caches them."""
+"""Compiles the grammars of requests, and caches the results."""
 
 from __future__ import annotations
 

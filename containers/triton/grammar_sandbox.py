@@ -66,7 +66,7 @@ class GrammarSandbox:
 
     def _replace(self, failed: _Running) -> None:
         with self._lock:
-            if self._running is not failed:  # another thread has replaced it
+            if self._running is not failed:  # another thread has replaced the process
                 return
             log.warning("the process that tries grammars does not answer: replacing it")
             self._finalizer()

@@ -65,7 +65,8 @@ class ReplyBuilder:
     `stop_string`.
     Without a tokenizer, texts are empty. `drafts`: also send the canvas after every step. `only_final`: only send the
     result. The text begins with `opening`, and is cut before the first of `stops`. `control`: keep control tokens in
-    the text. `prompt`: the prompt's tokens. `prompt_scores`: their log-probabilities, once the first block is there.
+    the text. `prompt`: the prompt's tokens. `prompt_scores`: the log-probabilities of these tokens, once the first
+    block is finished.
     """
 
     def __init__(

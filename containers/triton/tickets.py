@@ -54,7 +54,7 @@ class Ticket:
         self.owner, self.sink, self.begin = owner, sink, begin
         self.tokens = 0
         self.is_late = False
-        self.worker: object = None  # that the request waits for or runs at
+        self.worker: object = None  # the worker that the request waits for or runs at
         self._tickets = tickets
 
     def take_tokens(self, count: int) -> None:

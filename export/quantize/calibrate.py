@@ -88,7 +88,7 @@ def calibrate(
 
     finished = room / "finished.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Calibration.read(finished)  # unless there is none, or it is cut off
+        return Calibration.read(finished)  # unless the file is missing or cut off
     with gpu_memory():
         found = _observe(weights, recipe, prompts, room)
     # The sweeps make room for graphs.

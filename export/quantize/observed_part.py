@@ -202,7 +202,7 @@ class _RowsApart(nn.Module):
         return out
 
     def _kept(self, past: Tensor, new: Tensor, known: Tensor) -> Tensor:
-        """Return the past and the new numbers, without those that no later token attends to."""
+        """Return the past and the new numbers together, without tokens that no later token attends to."""
         joined = torch.cat([past, new], 2)[:, :, int((known < 0).sum()) :]
         if self._window is not None:
             joined = joined[:, :, -(self._window - 1) :]

@@ -93,7 +93,7 @@ class Quantizer:
         return bool(self._local(part) or self._cache_scales(part))
 
     def holds_table(self) -> bool:
-        """Return whether the table itself is quantized, and not only its products."""
+        """Return whether the table itself is quantized, and not only the products with it."""
         return TABLE in self._choices and FORMATS[self._choices[TABLE].format].of_table
 
     def rewrite(

@@ -34,7 +34,7 @@ class SavedSweeps:
             if state["device"] != device or state["sizes"] != sizes:
                 raise ValueError("another device's, or incomplete")
             self.state = state
-        except Exception:  # none, or a damaged one, of which any line above may fail
+        except Exception:  # the state is missing, or damaged, and then any line above may fail
             (folder / _STATE).unlink(missing_ok=True)
         self._files: dict[int, str] = dict(self.state.get("files", {}))
         self._clean()

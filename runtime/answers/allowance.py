@@ -33,7 +33,9 @@ class Allowance:
     ) -> None:
         self._seconds, self._stopped, self._eager = seconds, stopped, eager
         self._begin: float | None = None
-        self._next = 0.0  # when the clock is read next; reading it takes longer than many calls do
+        self._next = (
+            0.0  # when the clock is read next; reading the clock takes longer than many checks
+        )
 
     @property
     def left(self) -> float:

@@ -24,7 +24,7 @@ class _Job:
 
 
 class Searchers:
-    """A pool of threads for which callers take turns."""
+    """A pool of threads that callers use in turn."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "canvasrt-grammar")

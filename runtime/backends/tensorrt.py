@@ -319,7 +319,7 @@ class _Context:
 
     def _forget(self) -> None:
         if self._graph is not None:
-            self._device.synchronize()  # no queued work may use it any more
+            self._device.synchronize()  # no queued work may use the old graph any more
             self._device.forget(self._graph)
             self._graph = None
 

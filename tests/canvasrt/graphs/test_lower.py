@@ -173,7 +173,7 @@ def test_onnx_runtime_multiplies_the_same_codes(
     products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
     assert (
         len(products) == 8 + 2 * 2 * 4
-    )  # two layers: four matrices, and two of each of four experts
+    )  # two layers, each with four matrices, and two matrices for each of four experts
     shown = {v for node in products for v in (node.input[0], node.output[0])}
     model.graph.output.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in shown

@@ -193,7 +193,7 @@ def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None
     picture = io.BytesIO()
     Image.new("RGB", (20, 12), "teal").save(picture, "PNG")
     file = {"name": "teal.png", "mimeType": "image/png", "buffer": picture.getvalue()}
-    # A large one takes longer to read, and still comes first.
+    # The first image is large and takes longer to read, and still comes first.
     large = file | {"name": "large.png", "buffer": picture.getvalue() + bytes(10**6)}
     page.set_input_files("#files", [large, file])
     sync_api.expect(page.locator("#attached img")).to_have_count(2)

@@ -138,7 +138,8 @@ def test_a_kernel_that_does_nothing_is_refused(
 
 
 def lowered(graphs: Bundle, out: Path) -> Path:
-    """Return a copy of a bundle whose graphs ONNX Runtime runs on a CPU: it has no operator that quantizes to NVFP4."""
+    """Return a copy of a bundle with graphs that ONNX Runtime runs on a CPU, since ONNX Runtime has no operator that
+    quantizes to NVFP4."""
     shutil.copytree(graphs.path, out)
     for entry in graphs.manifest.segments:
         (out / entry["file"]).unlink()

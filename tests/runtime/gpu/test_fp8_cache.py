@@ -78,7 +78,8 @@ def test_a_number_takes_a_byte(device: DeviceModel) -> None:
 
 
 def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: Pair) -> None:
-    """Uses a trained model: where one is unsure, the last bit of a sum decides how a key is rounded."""
+    """Uses a trained model. In a model that is unsure of its tokens, the last bit of a sum may decide how a key is
+    rounded, and so a token."""
     wanted = [
         Request(
             demo.tokenizer.encode_chat([{"role": "user", "content": text}]),
