@@ -223,8 +223,8 @@ class CalibrationPrompts:
 
 
 def _most_sweeps(chains: Sequence[int], together: int) -> int:
-    """Return the total number of sweeps of requests, `together` at a time, of which the next starts when one ends.
-    `each` has the requests' own numbers."""
+    """Return the total number of sweeps if `together` requests run at a time, and the next starts when one ends.
+    `chains`: every request's number of sweeps."""
     ends = [0] * together
     for chain in chains:
         heapq.heappush(ends, heapq.heappop(ends) + chain)
@@ -257,7 +257,7 @@ def _short(value: Any) -> str:
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization and all inputs that determine it, by which an interrupted one is found
+    """Return the kind of a quantization and all inputs that determine it, by which an interrupted quantization is found
     again."""
     made_from = {
         **source,

@@ -7,7 +7,7 @@ ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.
 LAYERS_PER_SEGMENT = 6
-# Layers of a segment where building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
+# Layers of a segment if building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
 # The most tokens per row of an encoding pass, and per image.

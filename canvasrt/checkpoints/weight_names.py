@@ -94,8 +94,7 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def initializer_name(name: str) -> str:
-    """Return the initializer's name of a matrix or norm, whose given name has no layer or the layer's index in the
-    graph."""
+    """Return the name of a matrix's or norm's initializer. `name` has no layer, or the layer's index in the graph."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 

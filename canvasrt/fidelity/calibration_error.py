@@ -80,8 +80,8 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
-    """Return the calibration error of perfect probabilities by chance for this number of questions: mean and 95th
-    percentile over simulated answers. It is 0 for known probabilities."""
+    """Return the calibration error that perfect probabilities show by chance with this number of questions: mean and
+    95th percentile over simulated answers. It is 0 for known probabilities."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):

@@ -44,7 +44,7 @@ def lower(
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
     table is written too, in INT8 if it is quantized, and its manifest entry returned. Segment
-    entries stay as they are. `write` stands in for `lower_graph`.
+    entries stay as they are. `write` replaces `lower_graph`.
     """
     write = write or lower_graph
     files = [segment["file"] for segment in graphs.manifest.segments]
@@ -286,7 +286,7 @@ def _wide(value: ir.Value) -> Stored:
 
 
 def _bytes(tensor: Any) -> np.ndarray:
-    """Return a tensor's bytes; external data is mapped."""
+    """Return a tensor's bytes; external data is memory-mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         return external.mapped(tensor)
     return np.frombuffer(tensor.tobytes(), np.uint8)

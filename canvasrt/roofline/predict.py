@@ -200,7 +200,7 @@ class Predictor:
         return made
 
     def _program(self, segment: str, sizes: CallSizes) -> tuple[Sequence[Kernel], dict[str, int]]:
-        """Return the kernels and the dimensions of such a call, with the profile that the runtime picks."""
+        """Return the kernels and the dimensions of a call of these sizes, in the profile that the runtime picks."""
         profiles = self.entries[segment]["profiles"]
         for shared in (True, False):
             dims = sizes.dims(self.model, self.passes, shared)
