@@ -41,7 +41,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
         },
     },
 }
-# Tokens of a chat, every turn of which repeats the turns before it.
+# Tokens of a chat in which every turn repeats all earlier turns.
 SYSTEM, QUESTION, ANSWER, TURNS = 400, 50, 100, 4
 CACHE = 2**30  # bytes
 

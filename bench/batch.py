@@ -35,7 +35,7 @@ Way = Callable[[Path, Path], object]
 
 
 def measure(bundle: Path, prompts: int = 10_000, rounds: int = 4, out: results.Out = None) -> None:
-    """Answer different questions both ways, in `rounds` alternating parts, and compare the files."""
+    """Answer the same questions both ways, in `rounds` alternating portions, and compare the files."""
     opened = load_bundle(bundle, kind="engines", check=False)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -167,7 +167,7 @@ def run_build(
         ((_, bundle),) = build_all([planned])
     rows = [_row(f"build for {target}", time.monotonic() - start, sampler.whole, _size(out))]
     for entry in bundle.manifest.segments:
-        if (name := entry["name"]) in took:  # a CPU's engines are not built one by one
+        if (name := entry["name"]) in took:  # a CPU's segments are not built one by one
             peak = sampler.segments.get(name, Peak())
             written = bundle.manifest.files[entry["file"]]["bytes"]
             rows.append(_row(f"{name} for {target}", took[name], peak, written))

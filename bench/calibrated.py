@@ -1,4 +1,4 @@
-"""Measures a build straight from a bf16 checkpoint, calibration included, and compares it with the plan."""
+"""Measures a build straight from a bf16 checkpoint, calibration included, and compares it with the plan's figures."""
 
 from __future__ import annotations
 

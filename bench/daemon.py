@@ -24,8 +24,7 @@ _PATIENCE = 30.0
 def docker(scratch: Path | None = None) -> Iterator[ContainerEngine]:
     """Provide docker; if no daemon answers, start one until the block ends.
 
-    `scratch` is the folder for its images. Raises CanvasError if no daemon can be started: that needs root and
-    `dockerd`.
+    `scratch` is the folder for its images. Raises CanvasError without root or `dockerd`.
     """
     found = None
     try:

@@ -9,7 +9,7 @@ from bench.shape import MADE_UP_AMAX
 from canvasrt.bundle import load_bundle
 
 # The fewest experts and tokens that leave every kernel unchanged. Each token has as many experts as in the released
-# model, because sums over fewer experts are fused with further nodes.
+# model: sums over fewer experts would be fused with more operators.
 WIDTHS = {"num_experts": 10, "top_k_experts": 8, "vocab_size": 4096}
 # Two sliding layers and a full one. The second sliding layer stands for all others; the first also has the common nodes.
 FEW_LAYERS = 3

@@ -224,7 +224,7 @@ def _loads(runner: Runner, context: int) -> Iterator[Json]:
 
 
 def _free() -> None:
-    """Release what the last side held on the device."""
+    """Release the device memory that the last side held."""
     gc.collect()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].cuda.empty_cache()
@@ -233,7 +233,7 @@ def _free() -> None:
 def _makers(
     prepared: shape.Prepared, served: shape.Prepared, folder: Path, small: bool
 ) -> dict[str, Callable[[], Runner]]:
-    """Return a function for each side that makes it. Sides are made in turn, so that only one is in memory.
+    """Return a function per side that makes it. Sides are made in turn, so that only one is in memory.
 
     `served`: the graphs from which engines are built; they may be quantized.
     """

@@ -88,8 +88,8 @@ def measure(
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For graphs and engines: 40 GB.")
     ] = None,
-    steps: Annotated[str, typer.Option(help="The steps to run, by name.")] = ",".join(STEPS),
-    minutes: Annotated[float, typer.Option(metavar="N", help="Limit of this start.")] = 24 * 60,
+    steps: Annotated[str, typer.Option(help="Names of some of the steps.")] = ",".join(STEPS),
+    minutes: Annotated[float, typer.Option(metavar="N", help="Of this start.")] = 24 * 60,
 ) -> None:
     """Run the steps that have not ended yet, in order, until the time is up."""
     end = time.monotonic() + 60 * minutes
@@ -102,7 +102,7 @@ def measure(
     state = out / _STATE
     ended = json.loads(state.read_text()) if state.exists() else {}
     before = {name: ended.get(name, {"how": _GOES_ON, "seconds": 0}) for name in steps.split(",")}
-    # A failed step may have lacked a package that is installed now.
+    # Steps that failed may have lacked a package that is there now.
     for name in sorted(before, key=lambda name: before[name]["how"].startswith(_FAILED)):
         how, took = before[name]["how"], before[name]["seconds"]
         if not how.startswith((_GOES_ON, _FAILED)):

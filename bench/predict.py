@@ -31,7 +31,7 @@ from canvasrt.roofline.rates import GpuRates, find_gpu
 from canvasrt.targets import Target, find_target
 from canvasrt.types import Json
 
-# The weight of each layer: every sixth of the released 30 layers is a full one.
+# How often each layer counts: every sixth of the released 30 layers is a full one.
 SEGMENTS = 5
 REPEAT = {
     3: {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS},

@@ -29,7 +29,7 @@ from canvasrt.machine import gpus
 CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")
 MODULES = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 TIMEOUT = 600
-RAN = "it ran"  # in the message of a try that ran to its end on a GPU
+RAN = "it ran"  # in the message of a try that ran on a GPU to the end
 
 
 def measure(
@@ -224,7 +224,7 @@ def _provider(folder: Path) -> str:
     """Return the demo's tokens through the CUDA provider, next to the CPU's."""
     from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
-    OrtCudaBackend()  # names what is missing at once
+    OrtCudaBackend()  # fails at once if something is missing, and names it
     return _generated(_in_fp32(folder), folder, "cuda")
 
 

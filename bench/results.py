@@ -35,7 +35,7 @@ Out = Annotated[
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or `{"skipped": why}`, so that one failure does not end the others."""
+    """Return the result of `work`, or `{"skipped": why}`, so that one failure does not end other measurements."""
     try:
         return work()
     except Exception as error:  # any exception: a run on a GPU is too expensive to lose

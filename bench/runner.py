@@ -64,7 +64,7 @@ class Runner(Protocol):
     ) -> list[float]:
         """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each.
 
-        `routing` decides the canvases. Empty if this side chooses canvases itself and the routing is not `even`.
+        `routing` decides the canvases. Empty for a routing other than `even` if this side draws its own canvases.
         """
         ...
 

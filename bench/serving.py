@@ -232,7 +232,7 @@ def _chat(prompt: str, seed: int) -> dict[str, Any]:
 
 
 def _crowd(answer: Callable[[str, int], str]) -> Crowd:
-    """Return a function in which `CLIENTS` threads ask; each asks again once it has an answer."""
+    """Return a function in which `CLIENTS` threads ask; each asks again after its answer."""
 
     def answers(texts: Sequence[str]) -> list[str]:
         with ThreadPoolExecutor(CLIENTS) as pool:

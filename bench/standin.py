@@ -109,7 +109,7 @@ def _triton() -> Path:
 def _server(triton: Path) -> list[LayerEntry]:
     """Return the server, its libraries, and the Python backend's stub for Debian's Python."""
     stub = f"pytriton/stubs/stubs/{_PYTHON}/{_STUB}"
-    libraries = triton.parent.parent / "nvidia_pytriton.libs"  # where the wheel's files expect them
+    libraries = triton.parent.parent / "nvidia_pytriton.libs"  # the wheel's files expect them there
     return [
         *_tree(triton, "pytriton/tritonserver", "python_backend_stubs"),
         *_tree(libraries, libraries.name),

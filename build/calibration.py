@@ -13,7 +13,7 @@ from canvasrt.build.source import Source
 from canvasrt.calibration_prompts import CalibrationPrompts, Workload
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.locate import fingerprint
-from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, head_matrices, layer_matrices
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, head_matrices, layer_matrices
 from canvasrt.extras import require
 from canvasrt.machine import available_bytes
 from canvasrt.recipes.recipe import Recipe
@@ -23,16 +23,15 @@ _BASE = 600 * 10**6
 # Tokens that run through a layer together (export/quantize/network.py), and the number of float32 tensors of size
 # canvas × vocabulary that the head holds at the same time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
-# The share of a large product's rate that the smaller products of a sweep reach; and bytes per second at which a CPU
-# converts weights to float32.
-_EFFICIENCY, _WIDENED = 0.75, 3e9
+# The share of a large product's rate that the smaller products of a sweep reach.
+_EFFICIENCY = 0.75
 _SMALL = 10**8
 
 
 @dataclass(frozen=True)
 class CalibrationNeeds:
     """The needs of a calibration: bytes of memory and disk, and over all sweeps, floating-point operations and bytes of
-    weights to read."""
+    weights to read, and of weights converted to float32."""
 
     work: Workload
     memory: int
@@ -45,12 +44,13 @@ class CalibrationNeeds:
     def seconds(self) -> int:
         """Return the seconds on this machine if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
-        widening = 0.0 if _device() == "cuda" else self.widened / _WIDENED
+        widening = 0.0 if _device() == "cuda" else self.widened / _widened_per_second()
         # Later sweeps read from the disk what did not fit into the page cache.
         once = self.read / self.work.sweeps
         again = min(once, max(0, once + self.memory - available_bytes()))
         read = once + (self.work.sweeps - 1) * again
-        return round(done + read / _bytes_per_second(self.source) + widening)
+        disk, page_cache = _bytes_per_second(self.source)
+        return round(done + read / disk + (self.read - read) / page_cache + widening)
 
     def to_json(self) -> dict[str, Any]:
         """Return the data for `--dry-run`."""
@@ -65,8 +65,7 @@ class CalibrationNeeds:
 
 
 def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> CalibrationPrompts | None:
-    """Return the prompts of a build's calibration; None for a source without files, of which only the description
-    exists."""
+    """Return the prompts of a build's calibration; None for a source that is only described and has no files."""
     if source.graphs is not None:
         manifest = source.graphs.manifest
         tokenizer = {Path(name).name: source.graphs.file(name) for name in manifest.tokenizer or ()}
@@ -110,7 +109,7 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
     )
     clean = 2 * work.tokens * sum(each.active for each in layers)
     every = [*layers, head]
-    # Weights are converted to float32 once for every group of tokens.
+    # Experts are converted to float32 once for every group of tokens, other weights once in a sweep.
     groups = -(-work.together * canvas // _TOGETHER)
     return CalibrationNeeds(
         work,
@@ -118,29 +117,30 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
         2 * work.cached + states,
         work.passes * each_pass + clean,
         work.sweeps * sum(each.stored for each in every),
-        work.sweeps * groups * sum(each.numbers for each in every) * 4,
+        4 * work.sweeps * sum(each.numbers + (groups - 1) * each.experts for each in every),
         path,
     )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head: bytes in memory and in the file, number of weights, and number of weights that one token is
-    multiplied by."""
+    """A layer or the head: bytes in memory and in the file, number of weights, of those of experts, and of those that one
+    token is multiplied by."""
 
     memory: int
     stored: int
     numbers: int
+    experts: int
     active: int
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], share: float, width: int) -> _Part:
         """share: the share of experts that one token is routed to."""
         numbers = sum(sizes.values())
-        narrow = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN, TABLE))
         experts = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN))
         active = numbers - round(experts * (1 - share))
-        return cls(narrow * width + (numbers - narrow) * 4, numbers * width, numbers, active)
+        memory = experts * width + (numbers - experts) * 4
+        return cls(memory, numbers * width, numbers, experts, active)
 
 
 def _layer(model: ModelConfig, index: int, width: int) -> _Part:
@@ -166,16 +166,35 @@ def _flops_per_second() -> float:
     return 2 * rows * size**2 / min(run() for _ in range(4))
 
 
-def _bytes_per_second(folder: Path) -> float:
-    """Measure reading from the largest file in a folder, at several places, without the page cache."""
+def _widened_per_second() -> float:
+    """Measure how many bytes a CPU writes when it converts weights to float32."""
+    torch = require("torch", "export")
+    weights = torch.ones(1 << 22, dtype=torch.bfloat16)
+
+    def run() -> float:
+        start = time.perf_counter()
+        weights.float()
+        return time.perf_counter() - start
+
+    return 4 * len(weights) / min(run() for _ in range(4))
+
+
+def _bytes_per_second(folder: Path) -> list[float]:
+    """Measure bringing weights to the calibration's device, from several places of the largest file in a folder: from the
+    disk, and from the page cache."""
+    torch, device, rates = require("torch", "export"), _device(), []
     file = max(
         (each for each in folder.iterdir() if each.is_file()), key=lambda each: each.stat().st_size
     )
-    size, piece, read = file.stat().st_size, 1 << 25, 0
-    start = time.perf_counter()
+    size = file.stat().st_size
     with file.open("rb", buffering=0) as handle:
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for place in range(8):
-            handle.seek(size * place // 8)
-            read += len(handle.read(piece))
-    return max(read, 1) / (time.perf_counter() - start)
+        for _ in range(2):
+            start, read = time.perf_counter(), 1
+            for place in range(8):
+                handle.seek(size * place // 8)
+                piece = torch.empty(1 << 25, dtype=torch.uint8)
+                read += handle.readinto(piece.numpy().data)
+                piece.to(device)
+            rates.append(read / (time.perf_counter() - start))
+    return rates

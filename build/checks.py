@@ -189,7 +189,7 @@ def what_fits(plan: Plan, memory: int) -> str:
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return options, each of which alone makes the plan fit; else a combination of options; else other targets."""
+    """Return options that each make the plan fit; without any, a combination of options; without one, other targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS

@@ -82,7 +82,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A builder's report: bytes of device memory for activations; None if it did not report them."""
+    """A builder's report: bytes of device memory for activations; None if the builder did not report them."""
 
     activation_bytes: int | None
 

@@ -27,7 +27,7 @@ MEMORY_MARGIN = 1.1
 ENGINE_CODE = 30 * 10**6
 # Device bytes per execution context, and per layer in a captured graph. Allowances, not measured.
 CONTEXT, CAPTURED_LAYER = 2 * 10**6, 10**6
-# The host memory of a context may be this many times as large.
+# A context's host memory may be this many times its device memory.
 CONTEXT_ON_HOST = 4
 # Bytes of Python and ONNX Runtime without a model.
 CPU_PROCESS = 200 * 10**6
@@ -115,7 +115,7 @@ class Weights:
 
     @property
     def table(self) -> int:
-        """The bytes of the embedding table without an FP8 copy for products."""
+        """The bytes of the embedding table, without the FP8 copy that products may have."""
         format = FORMATS.get(self.chosen.get(TABLE, ""))
         count = parameters(self.model)[TABLE]
         plain = format is None or format.projects

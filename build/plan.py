@@ -292,7 +292,7 @@ def plan(
 ) -> Plan:
     """Plan a build: check its options against the model and the target.
 
-    `precision` is the precision for this target, if the caller has already resolved `options.precision`.
+    `precision` is this target's, if the caller has already resolved `options.precision`.
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:

@@ -51,7 +51,7 @@ def corrupt(block: Tensor, keep: Tensor, vocab_size: int) -> Tensor:
 
 
 def first_canvas(block: Tensor, vocab_size: int) -> Tensor:
-    """Return a first canvas: often all noise, as in a first step, else any share of it."""
+    """Return a first canvas: often all noise, as in a first step, else with any share of noise."""
     level = torch.rand(len(block), 1)
     level = torch.where(torch.rand(len(block), 1) < 0.35, 1.0, level)
     return corrupt(block, torch.rand(block.shape) >= level, vocab_size)
@@ -85,8 +85,8 @@ def canvas_for_reads(
     """Return the first canvas and its targets, [batch, canvas, vocabulary], for answers whose
     probabilities are known.
 
-    Seven in ten canvases say nothing about the answer, and have its probabilities as their targets:
-    all noise, or noise in the slots of a read. The rest have the block itself, as always.
+    Seven in ten canvases are all noise, or noise in the slots of a read. They say nothing about the answer, so their
+    targets are its probabilities. The targets of the others are the block itself.
     """
     assert batch.targets is not None
     assert batch.slots is not None
@@ -183,7 +183,7 @@ class TrainingPhase:
 def train_model(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -> Any:
     """Train a model, and return the running average of its weights.
 
-    `snapshot` gets this average after each step, with the step's number.
+    `snapshot` gets that average after each step, and the step's number.
     """
     averaged = copy.deepcopy(model)
     forward = FastForward(model)
@@ -241,7 +241,7 @@ class VisionRun:
     """A run of the second phase: its length, and the examples per step by kind.
 
     old: parts of the first phase's tasks. plain, closed: examples with known probabilities, as chats and as closed
-    questions. pictures: both about pictures of the smallest budget.
+    questions. pictures: chats and closed questions about pictures of the smallest budget.
     """
 
     seed: int

@@ -14,7 +14,7 @@ from canvasrt.extras import require
 from canvasrt.runtime.pictures import BUDGETS
 
 _SUMS = ("add", "subtract")
-_OFF = (1, -1, 10)  # the errors of wrong sums
+_OFF = (1, -1, 10)  # how far wrong options are from the right sum
 
 
 def labelled(count: int, more: bool) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def _fitted(report: Json) -> Any:
 
 
 def calibration_verdict(report: Json) -> str:
-    """Return in one sentence whether the probabilities are calibrated, as far as this measures it."""
+    """Return in one sentence whether the probabilities are calibrated, as far as these questions show."""
     found = report["all"]
     chance = found["ece_by_chance"]["p95"]
     text = f"ECE {found['ece']:.3f} over {found['questions']:,} questions"

@@ -37,9 +37,9 @@ def measure_quality(
 ) -> Json:
     """Return the report as JSON.
 
-    If the checkpoint answers the demo's questions, `questions` are asked per task; 0 skips free generation. A model
-    that does not fit in memory is streamed, one segment or layer at a time, with few prompts and steps and no free
-    generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
+    If the checkpoint answers the demo's questions, this many `questions` are asked per task; 0 skips free generation. A
+    model that does not fit in memory is streamed, one segment or layer at a time, with few prompts and steps and no
+    free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
     config, _ = ModelConfig.from_checkpoint(checkpoint)
     if config != bundle.manifest.model:

@@ -88,7 +88,7 @@ class _Stack:
 
 
 def _weights(graph: ir.Graph) -> dict[str, _Stack]:
-    """Return the experts' weights by name, plain or in INT4."""
+    """Return the experts' stacked weights by name; they are plain or in INT4."""
     found = {
         name: _Stack(value, None, value)
         for name, value in graph.initializers.items()

@@ -90,7 +90,7 @@ def _function(name: str, fill: Callable[[_Body], ir.Value]) -> ir.Function:
 
 
 def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round to the nearest product of the scale and a number of the format."""
+    """Round to the nearest number that the format has at this scale."""
     rounded = body.nearest(body.add("Div", body.x, body.scale), format.codes)
     return body.add("Mul", rounded, body.scale)
 

@@ -83,12 +83,11 @@ def bars(
         if len(names) * len(series) <= 2 * LABELLED:
             axes.bar_label(drawn, [form.format(each) for each in values], fontsize=8, padding=1.5)
     axes.set_xticks(range(len(names)), names)
-    # A chart of few groups draws them as wide as a chart of many.
+    # A group is as wide in a chart of few groups as in one of many.
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)
-    # By default, the axis could have a common factor, which the legend would cover.
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")  # the default prints a factor below the legend
     axes.grid(axis="y")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
 

@@ -171,7 +171,7 @@ def _row(row: TimedKernel) -> Json:
 def _growth(
     predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int, int | None]]
 ) -> list[Json]:
-    """Return denoising passes at these batches and contexts, without those that no profile holds, or that are padded."""
+    """Return denoising passes at these batches and contexts, except those that fit no profile or would be padded."""
     found = []
     for batch, context, capacity in sizes:
         try:

@@ -110,7 +110,7 @@ def _parts_read(
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
-    # By the graph's name of a tensor: its size, and those of the parts that are taken.
+    # By a tensor's name in the graph: its size, and the sizes of the parts that are taken.
     parts: dict[str, tuple[Dim, list[str]]] = {}
     for name, whole, part in (each for node in nodes for each in node.taken):
         size = times(whole)

@@ -4,6 +4,7 @@ connections. uvicorn only limits the number."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections import OrderedDict
@@ -251,6 +252,12 @@ class Connection(H11Protocol):
         self.places.held -= self._body.size
         self._body = _Body()
 
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # the reply to a HEAD request has no body
+            self.transport.close()
+
     def on_response_complete(self) -> None:
         self._forget_body()
         if self.stage is Stage.ANSWER and not self._transport.is_closing():
@@ -285,8 +292,9 @@ class Connection(H11Protocol):
             self._transport.close()
             return
         self._enter(Stage.END)
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
+        with contextlib.suppress(OSError):  # the caller may have left meanwhile
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
         self._transport.resume_reading()
 
     def drop(self, why: str) -> None:

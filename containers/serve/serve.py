@@ -26,7 +26,7 @@ from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.gpus import gpus_of
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
-from canvasrt.containers.serve.server import Server, at_once
+from canvasrt.containers.serve.server import AT_ONCE, Server
 from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_profile, open_source
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
@@ -184,7 +184,7 @@ class Supervisor:
             self.server.start()
             self.server.wait_ready(self._stop.requested, self.front.check_alive)
         except BaseException:
-            self.server.stop(force=at_once())
+            self.server.stop(force=AT_ONCE)
             raise
         if not self._stop.requested.is_set():
             self.front.notify("serving", self.server.evidence)
@@ -210,16 +210,16 @@ class Supervisor:
         """
         if self._failed:
             # Stop Triton first, so that callers get its errors, then the front end.
-            finished = self.server.stop(force=at_once())
+            finished = self.server.stop(force=AT_ONCE)
             time.sleep(max(0.0, self._failed + _FAILED_FOR - time.monotonic()))
             return self.front.stop(_LAST_REPLIES) and finished
         deadline = time.monotonic() + grace
         # A dead Triton cannot answer requests in flight.
-        force = self._stop.forced if self.server.is_running else at_once()
+        force = self._stop.forced if self.server.is_running else AT_ONCE
         # Drain the front end first, because its requests still need Triton.
         finished = self.front.drain(grace, force)
         if not finished:  # the server stops first, so that callers get its errors
-            self.server.stop(force=at_once())
+            self.server.stop(force=AT_ONCE)
         self.front.stop(_LAST_REPLIES)
         if not finished:
             return False

@@ -49,6 +49,8 @@ from canvasrt.machine import gpus
 log = logging.getLogger(__name__)
 
 POLL = 0.05
+AT_ONCE = threading.Event()  # a `force` that ends all waiting
+AT_ONCE.set()
 _LOST = 10.0  # seconds in which Triton may itself report that a loading model's process has died
 
 
@@ -146,7 +148,7 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.stop(force=at_once() if kind else None)  # after an error, no caller is waiting
+        self.stop(force=AT_ONCE if kind else None)  # after an error, no caller is waiting
 
     def start(self) -> None:
         """Start the process. Raises CanvasError if a port is in use or tritonserver is missing."""
@@ -162,9 +164,7 @@ class Server:
             with self._output() as output:
                 self._process = subprocess.Popen(
                     self._command(installation, self._folder),
-                    env=triton_environment(
-                        installation, self._folder, self._model_options, self._cache, self._gpus
-                    ),
+                    env=self._environment(installation, self._folder),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
@@ -205,7 +205,7 @@ class Server:
             if not self._has_crashed() or isinstance(error, EngineError):
                 raise
             log.warning("%s; starting it again", error.message)
-            self.stop(force=at_once())
+            self.stop(force=AT_ONCE)
             self.start()
             self._wait_ready(interrupted, meanwhile)
 
@@ -364,6 +364,10 @@ class Server:
             self._options,
         )
 
+    def _environment(self, installation: Installation, folder: Path) -> dict[str, str]:
+        options = self._model_options, self._cache, self._gpus
+        return triton_environment(installation, folder, *options)
+
     @contextlib.contextmanager
     def _output(self) -> Iterator[IO[bytes] | None]:
         if self.log is not None:
@@ -380,13 +384,6 @@ class Server:
         """Remove the leftovers of the exited process."""
         self._process = self._guard = self._folder = None
         self._cleanup.close()
-
-
-def at_once() -> threading.Event:
-    """Return a `force` that ends all waiting."""
-    event = threading.Event()
-    event.set()
-    return event
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:

@@ -31,6 +31,7 @@ CANCEL_CHECKS = 16  # waiting requests to check for cancellation per turn
 ADMITTED = 16  # requests to admit between two steps at most, since their prompts may be long
 MAX_FAILURES = 3  # consecutive failed passes with failed probes
 IDLE_BEAT = 0.5  # seconds
+STUCK = 5.0  # seconds without a beat after which other workers get the new requests
 _STOPPING = ("the server is stopping", "send the request to another server")
 
 
@@ -65,7 +66,7 @@ class Worker:
         self._next_check = 0
         self._make = make
         self._observe = observe
-        self._beat = beat
+        self._notify, self.beaten = beat, time.monotonic()
         self._lost = lost
         self._failures = 0  # consecutive failures
         self._refusal: Overloaded | None = None
@@ -88,6 +89,11 @@ class Worker:
         """Whether one more request would find a place."""
         works = self._refusal is None and not self._closing
         return works and self.load < self._generator.max_batch
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its pass takes so long that its GPU may have stalled. If all passes do, all workers are alike."""
+        return time.monotonic() - self.beaten > STUCK
 
     def count(self, owner: str) -> int:
         """Return how many requests of a caller it has or will take."""
@@ -167,6 +173,10 @@ class Worker:
             self._fail_all(Overloaded(*_STOPPING))
             self._fail_arrived(Overloaded(*_STOPPING))
 
+    def _beat(self) -> None:
+        self.beaten = time.monotonic()
+        self._notify()
+
     def _report(self) -> None:
         if self._observe is not None:
             try:
@@ -204,7 +214,8 @@ class Worker:
     def _hand_over(self) -> None:
         """Give requests that wait for their first pass to workers that have a place for them."""
         while self.load > self._generator.max_batch:
-            free = min((each for each in self._peers if each.is_free), key=_load, default=None)
+            places = [each for each in self._peers if each.is_free and not each.is_stuck]
+            free = min(places, key=_load, default=None)
             id = self._generator.withdraw() if free else None
             if free is None or id is None:
                 return

@@ -21,7 +21,7 @@ class Workers:
 
     Of workers with a free place, the one with the fewest requests gets it. Otherwise it waits where fewest of its caller's
     requests are: turns that are fair on each GPU are then fair on all. A worker hands requests that wait to one with a free
-    place; a request that has begun stays.
+    place; a request that has begun stays. A worker that seems stuck gets no requests while another does not.
     """
 
     def __init__(
@@ -37,12 +37,11 @@ class Workers:
         time after which every worker has beaten. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
-        self._beats = [time.monotonic()] * len(makes)
         self._lock = threading.Lock()
         self.all: list[Worker] = []
         for number, make in enumerate(makes):
-            seen, beaten = partial(self._seen, number), partial(self._beaten, number)
-            self.all.append(Worker(make, seen, beaten, lost, max_tokens, timeout, self.all))
+            seen = partial(self._seen, number)
+            self.all.append(Worker(make, seen, self._beaten, lost, max_tokens, timeout, self.all))
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
         """See `Worker.take_ticket`."""
@@ -50,9 +49,10 @@ class Workers:
 
     def submit(self, request: Request, ticket: Ticket) -> None:
         """See `Worker.submit`."""
-        free = [each for each in self.all if each.is_free]
+        moving = [each for each in self.all if not each.is_stuck] or self.all
+        free = [each for each in moving if each.is_free]
         best = min(
-            free or self.all, key=lambda each: (0 if free else each.count(request.owner), each.load)
+            free or moving, key=lambda each: (0 if free else each.count(request.owner), each.load)
         )
         best.submit(request, ticket)
 
@@ -66,6 +66,5 @@ class Workers:
             self._generators[number] = generator
             self._observe(list(self._generators.values()), in_flight)
 
-    def _beaten(self, number: int) -> None:
-        self._beats[number] = time.monotonic()
-        self._beat(min(self._beats))
+    def _beaten(self) -> None:
+        self._beat(min((each.beaten for each in self.all), default=time.monotonic()))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from canvasrt.export.quantize.observed_part import (
     Call,
     Observed,
     ObservedPart,
-    PiecewiseHead,
 )
 from canvasrt.export.quantize.saved_sweeps import SavedSweeps
 from canvasrt.export.quantize.stored_weights import WeightSource
@@ -55,8 +53,7 @@ class StreamedNetwork:
         parts = segments(self.config, 1)
         self._layers = [ObservedPart(each, self.observed) for each in parts if each.layers]
         (head,) = (each for each in parts if each.name == "head")
-        in_pieces = replace(head, module=PiecewiseHead(self.config))
-        self._head = ObservedPart(in_pieces, self.observed)
+        self._head = ObservedPart(head, self.observed)
         every = [*self._layers, self._head]
         self._room = torch.empty(
             max(each.bytes(weights) for each in every), dtype=torch.uint8, device=self._device

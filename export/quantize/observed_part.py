@@ -17,14 +17,10 @@ from torch import Tensor, nn
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.export.body import BodySegment
-from canvasrt.export.head import Head
 from canvasrt.export.layers import Attention, Linear, attention_mask, gelu_gate, rotation
 from canvasrt.export.moe import Experts
 from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import SegmentModule
-
-# Rows of the table to hold in float32 at a time.
-_ROWS = 16_384
 
 
 @dataclass
@@ -127,27 +123,8 @@ class ObservedPart:
             module._parameters[own] = nn.Parameter(place.view(shape), requires_grad=False)
 
     def _dtype(self, name: str, weights: WeightSource) -> torch.dtype:
-        """Return a weight's dtype in memory: experts and the table keep the stored dtype, and are converted piece by
-        piece."""
-        return weights.dtype if name.endswith((GATE_UP, DOWN, TABLE)) else torch.float32
-
-
-class PiecewiseHead(Head):
-    """The head over a table in any dtype. Some rows at a time are converted to float32."""
-
-    def project(self, x: Tensor) -> Tensor:
-        parts = self.table.split(_ROWS)
-        logits = x.new_empty(*x.shape[:-1], len(self.table))
-        for out, rows in zip(logits.split(_ROWS, -1), parts, strict=True):
-            out.copy_(x @ rows.to(x.dtype).t())
-        return logits
-
-    def mix(self, mass: Tensor) -> Tensor:
-        both = zip(mass.split(_ROWS, -1), self.table.split(_ROWS), strict=True)
-        return sum((part @ rows.to(mass.dtype) for part, rows in both), torch.zeros(()))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return super().embed(tokens).to(torch.float32)
+        """Return a weight's dtype in memory: experts keep the stored dtype, and are converted one by one."""
+        return weights.dtype if name.endswith((GATE_UP, DOWN)) else torch.float32
 
 
 class _SortedExperts(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
 
@@ -9,17 +11,23 @@ import pytest
 
 from bench.build import memory_of
 from bench.synthetic import config_of
-from canvasrt.build import checks
+from canvasrt.build import calibration, checks
 from canvasrt.build import needs as host
 from canvasrt.build import plan as plans
+from canvasrt.build.calibration import CalibrationNeeds, calibration_needs
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan, plan
-from canvasrt.build.source import Source
+from canvasrt.build.precision import parse_precision
+from canvasrt.build.source import Source, find_source
 from canvasrt.cache import cache_folder
+from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.checkpoints.config import read_config
 from canvasrt.machine import return_freed_memory
 from canvasrt.pipeline import build_all, plan_all
 from canvasrt.targets import find_target
+from tests.helpers.configs import RELEASED
+
+PAGES = Path(__file__).parents[2]
 
 
 def planned(shape: str, layers: int | None, target: str, precision: str) -> Plan:
@@ -61,6 +69,57 @@ def test_a_build_of_engines(
     assert made.needs.memory - alone == sorted(made.needs.segments.values())[-2]
 
 
+def calibrating(prompts: int, folder: Path) -> CalibrationNeeds:
+    """The needs of calibrating the released model with prompts of 60 tokens."""
+    file = folder / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt_ids": [5] * 60}) + "\n")
+    file.write_text(file.read_text() * prompts)
+    recipe = parse_precision("nvfp4-mixed").recipe
+    assert recipe is not None
+    sampler = find_source("demo").checkpoint.sampler  # type: ignore[union-attr]
+    return calibration_needs(CalibrationPrompts.of(file, recipe, RELEASED, sampler, {}, {}), folder)
+
+
+def test_the_released_model_is_calibrated_in_a_few_gb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of prompts makes no difference, because only a few are held at a time."""
+    needs = calibrating(300, tmp_path)
+    assert 5e9 < needs.memory < 12e9
+    assert 1.5e12 < needs.flops / needs.work.passes < 3e12
+    assert needs.read / needs.work.sweeps == pytest.approx(2 * 25e9, rel=0.1)
+    # The first sweep reads all weights from the disk, each later one what did not fit into the page cache.
+    monkeypatch.setattr(calibration, "_flops_per_second", lambda: 1e30)
+    monkeypatch.setattr(calibration, "_bytes_per_second", lambda folder: (1e9, 4e9))
+    monkeypatch.setattr(calibration, "_device", lambda: "cuda")
+    once = needs.read / needs.work.sweeps
+    for free, again in ((0, once), (once, needs.memory), (once + needs.memory, 0)):
+        monkeypatch.setattr(calibration, "available_bytes", lambda free=free: free)
+        disk = once + (needs.work.sweeps - 1) * again
+        expected = disk / 1e9 + (needs.read - disk) / 4e9
+        assert needs.seconds() == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("prompts", [16, 64])
+def test_the_pages_have_the_predicted_time(
+    prompts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rates that docs/benchmarks.md names."""
+    needs, took = calibrating(prompts, tmp_path), {}
+    monkeypatch.setattr(calibration, "_bytes_per_second", lambda folder: (5e9, 5e9))
+    monkeypatch.setattr(calibration, "_widened_per_second", lambda: 12e9)
+    for device, rate in (("cpu", 0.75e12), ("cuda", 80e12)):
+        monkeypatch.setattr(calibration, "_device", lambda device=device: device)
+        monkeypatch.setattr(calibration, "_flops_per_second", lambda rate=rate: rate / 0.75)
+        took[device] = math.ceil(needs.seconds() / 60)
+    cpu = f"{took['cpu']} min" if prompts == 16 else f"{took['cpu'] / 60:.1f} h"
+    row = f"{needs.memory / 1e9:.1f} GB | {cpu} | {took['cuda']} min |"
+    assert row in (PAGES / "docs" / "benchmarks.md").read_text("utf-8")
+    if prompts == 16:
+        said = f"{took['cuda']} minutes of calibration on an RTX 5090, {took['cpu']} on 16 cores"
+        assert said in (PAGES / "README.md").read_text("utf-8")
+
+
 def test_memory_that_was_freed_is_returned() -> None:
     """glibc keeps small allocations below one that is in use."""
     kept = [bytes(100_000) for _ in range(3000)]
@@ -78,7 +137,8 @@ def test_memory_that_was_freed_is_returned() -> None:
 def test_what_an_interrupted_build_holds_is_not_needed_again(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted when its last graph is quantized, and when all are lowered and their weights have gone."""
+    """The build is interrupted when its last graph is quantized, and when all graphs are lowered and their weights are
+    removed."""
     cache, needed = tmp_path / "cache", []
     cache.mkdir()
     (cache / "traces").symlink_to(cache_folder() / "traces")

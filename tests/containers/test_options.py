@@ -94,7 +94,8 @@ from canvasrt.containers.serve.settings import read_settings
 
 for given in (({"haste": 7}, {}, {}), ({}, {"haste": 7}, {}), ({}, {}, {"NIM_HASTE": "7"})):
     settings = read_settings(*given)
-    environment = Server(Path("repository"), model=settings.model)._environment(find_installation())
+    server = Server(Path("repository"), model=settings.model)
+    environment = server._environment(find_installation(), Path("scratch"))
     assert ModelOptions.from_environment(environment).haste == 7
 (found,) = [each for each in parsed_command("serve").params if each.name == "haste"]
 assert (found.opts, found.help) == (["--haste"], "How fast; NIM_HASTE.")

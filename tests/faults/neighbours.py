@@ -1,7 +1,7 @@
 """Measures how long answers take beside attackers: `python -m tests.faults.neighbours HOST:PORT`, a server of the demo.
 
-Prints the median and the maximum, in milliseconds, of plain answers and of those that follow `[0-9]{2}`; and of plain
-answers while the same attackers send to a process that only reads, which is what their own work costs this machine.
+Prints the median and the maximum, in milliseconds, of plain answers and of those that follow `[0-9]{2}`; then of both
+while the same attackers send to a process that only reads, which is what their own work costs this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.faults.grammars import LETTERS, slow_grammar
 from tests.helpers.serving_process import call, chat
 
 SECONDS = 4.0  # per figure
-DIGITS = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
+DIGITS: dict[str, Any] = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
 _processes = multiprocessing.get_context("fork")
 Body = Callable[[int], bytes]
 
@@ -42,6 +42,7 @@ def main(host: str, only: str = "") -> None:
     attacks: list[tuple[str, int, Body]] = [
         ("none", 0, lambda n: b""),
         ("ordinary chats", 4, lambda n: _chat({})),
+        ("chats under [0-9]{2}", 4, lambda n: _chat(DIGITS["response_format"])),
         *(
             ("a slow grammar", each, lambda n: _chat(_lark(slow_grammar()), **slow))
             for each in (1, 2, 4)
@@ -61,14 +62,15 @@ def main(host: str, only: str = "") -> None:
         ("15 MB of text", 4, lambda n: _chat({}, "abc " * 3_750_000)),
     ]
     print(
-        "| attack | attackers | plain | digits | beside a reader |\n| --- | --- | --- | --- | --- |"
+        "| attack | attackers | plain | digits | plain, reader | digits, reader |\n"
+        "| --- | --- | --- | --- | --- | --- |"
     )
     with _reader() as sink:
         for name, attackers, body in attacks:
             if only in name:
-                plain, digits = (_beside(host, host, attackers, body, x) for x in ({}, DIGITS))
-                control = _beside(host, sink, attackers, body, {})
-                print(f"| {name} | {attackers} | {plain} | {digits} | {control} |", flush=True)
+                ways = [(target, options) for target in (host, sink) for options in ({}, DIGITS)]
+                found = [_beside(host, to, attackers, body, options) for to, options in ways]
+                print(f"| {name} | {attackers} | {' | '.join(found)} |", flush=True)
 
 
 def _prompt(values: bytes) -> bytes:

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
-import canvasrt.containers.serve.server as server_module
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve import triton_command
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
@@ -328,7 +328,7 @@ def test_a_header_that_can_be_sent_would_open_them(
     packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Otherwise the test above could not fail."""
-    monkeypatch.setattr(server_module, "_NO_HEADER", "closed")
+    monkeypatch.setattr(triton_command, "_NO_HEADER", "closed")
     with (
         repository_of(packaged) as repository,
         Server(repository, ports=Ports(0, 0, 0), log=tmp_path / "log") as running,

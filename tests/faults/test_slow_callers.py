@@ -3,10 +3,12 @@ shortened."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -204,3 +206,38 @@ def test_requests_follow_each_other_on_one_connection(shorten: Shorten):
             found += caller.recv(1 << 16)
         assert found.count(b"HTTP/1.1 200 OK") == 5
         assert eventually(lambda: (places.open, places.held) == (1, 0))
+
+
+def test_a_caller_that_has_left_may_be_answered_early(shorten: Shorten):
+    """The answer comes before the body was asked for, so nobody has noticed that the caller left."""
+    shorten("")
+    go, ended, raised = threading.Event(), threading.Event(), list[BaseException]()
+
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.to_thread(go.wait, 60)
+        try:
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b"x"})
+        except BaseException as error:
+            raised.append(error)
+        ended.set()
+
+    with listening(refusing) as (port, places):
+        with calling(port, HEAD.replace(b"POST", b"HEAD") % 10_000):
+            assert eventually(lambda: places.open == 1)
+        go.set()
+        assert ended.wait(60)
+        assert not raised
+        assert eventually(lambda: places.open == 0)
+
+
+def test_a_head_request_with_two_lengths_ends_its_connection(
+    shorten: Shorten, capsys: pytest.CaptureFixture[str]
+):
+    """The reply to a HEAD request has no body; writing one raised an error, which asyncio logged."""
+    shorten("")
+    head = CHUNKED.replace(b"POST", b"HEAD").replace(b"Host", b"Content-Length: 4\r\nHost")
+    with listening(reading) as (port, places), calling(port, head) as caller:
+        assert caller.recv(100).startswith(b"HTTP/1.1 400")
+        assert eventually(lambda: places.open == 0)
+    assert "Fatal error" not in capsys.readouterr().err

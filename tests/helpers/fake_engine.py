@@ -128,6 +128,8 @@ class FakeEngine:
 class FakeBackend:
     """Opens plain fp32 graphs, or the CPU's form of them, as engines with any profiles."""
 
+    made = FakeEngine
+
     def __init__(self, profiles: Mapping[str, Any] | None = None, rows_apart: bool = False) -> None:
         """Open the device. `profiles` replace the bundle's, by segment kind: `body` or `head`."""
         self.device = FakeDevice()
@@ -137,7 +139,7 @@ class FakeBackend:
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> FakeEngine:
         kind = name.partition("_")[0]
-        engine = FakeEngine(name, file, self._profiles.get(kind, profiles), self.device)
+        engine = self.made(name, file, self._profiles.get(kind, profiles), self.device)
         self.engines[name] = engine
         return engine
 

@@ -78,7 +78,7 @@ def test_the_same_file_in_process_and_over_http(
     answers = {each["custom_id"]: each["response"]["body"] for each in told[0]}
     assert json.loads(answers["schema"]["choices"][0]["message"]["content"])["n"] in (1, 2)
     files = [path.read_text() for path in local]
-    # The fixture's front end was told another build of the model.
+    # The fixture's front end names another build of the model.
     mine, other = f"fp_{engines.manifest.digest[:12]}", "fp_0123456789ab"
     for at_once in (1, 8):
         _, remote = asked(file, f"remote{at_once}.jsonl", over(front), at_once)
@@ -200,9 +200,9 @@ def test_the_command(tmp_path: Path, engines: Bundle, capsys: pytest.CaptureFixt
     assert "out.jsonl exists" in capsys.readouterr().err
 
 
-# Runs the command, says when so many lines are in the journal, and waits for a signal there.
+# Runs the command, says when so many lines are in the journal, and goes on when its input ends, after a signal.
 STOPS = """
-import signal, sys
+import sys
 from canvasrt.__main__ import main
 from canvasrt.containers.batch.journal import Journal
 
@@ -212,7 +212,7 @@ def add(self, *given):
     left -= 1
     if left == 0:
         print(flush=True)
-        signal.pause()
+        sys.stdin.read()
 
 real, left = Journal.add, int(sys.argv.pop(1))
 Journal.add = add
@@ -231,7 +231,10 @@ def test_killed_at_any_line(tmp_path: Path, engines: Bundle) -> None:
     while not outputs.answers.exists():
         stops = [sys.executable, "-c", STOPS, str(rng.randint(1, 4))]
         with subprocess.Popen(
-            [*stops, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [*stops, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         ) as process:
             assert process.stdout is not None
             if process.stdout.readline() == b"\n":

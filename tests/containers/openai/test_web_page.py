@@ -175,7 +175,7 @@ def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
     with FrontEnd.over(server, options) as guarded:
         page = visit(guarded)
         sync_api.expect(page.locator("#state")).to_have_text("this server needs an API key")
-        # At once, while the request that the key causes is under way.
+        # The prompt is sent at once, while the request that the key causes is under way.
         page.evaluate("""() => {
             $("key").value = "open-sesame";
             $("key").dispatchEvent(new Event("change"));
@@ -367,8 +367,9 @@ def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
         show(run.frames.push({ ...run.frames.at(-1), best, states: best.map(() => "settled"), end: 60 }) - 1);
         return [...$("canvas").children].map((each) => [...each.getClientRects()].at(-1).top);
     }""")
-    assert rows[::2] == rows[1::2]
-    assert len(set(rows)) > 4
+    # A line is 28 pixels high; marks move a word by a few.
+    assert all(abs(dark - ness) < 14 for dark, ness in zip(rows[::2], rows[1::2], strict=True))
+    assert max(rows) - min(rows) > 4 * 14
 
 
 def test_it_is_dark_in_the_dark(front: FrontEnd, visit: Any) -> None:

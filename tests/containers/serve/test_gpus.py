@@ -18,8 +18,6 @@ from canvasrt.containers.serve.installation import Installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.serving_profiles import choose_profile
 from canvasrt.containers.serve.settings import Settings
-from canvasrt.containers.serve.triton_command import triton_environment
-from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError
 from canvasrt.machine import VISIBLE, Gpu
 
@@ -42,7 +40,7 @@ def test_triton_takes_no_memory_of_the_gpus_it_sees(
     assert "--pinned-memory-pool-byte-size=0" in command
     name = "--cuda-memory-pool-byte-size="
     assert [each.removeprefix(name) for each in command if each.startswith(name)] == pools
-    seen = triton_environment(INSTALLATION, Path("scratch"), ModelOptions(), None, named)
+    seen = server._environment(INSTALLATION, Path("scratch"))
     assert (seen.get(VISIBLE), seen.get(GPUS_VARIABLE)) == (
         (",".join(named), str(len(named))) if named else (None, None)
     )

@@ -191,7 +191,7 @@ def test_an_image_keeps_compiled_kernels_in_its_volume(
     image = settings_for([engines.manifest])
     settings = read_settings({}, {}, image.environment)
     server = Server(engines.path, cache=settings.cache)
-    environment = image.environment | server._environment(find_installation())
+    environment = image.environment | server._environment(find_installation(), Path("scratch"))
     for name in ("CANVASRT_CACHE", "HOME"):
         monkeypatch.setenv(name, environment[name])
     assert _compiled_kernels(engines.manifest, "a GPU").is_relative_to(CACHE)
@@ -205,7 +205,7 @@ def test_shared_passes_are_asked_for_and_reach_the_model(
         read_settings({"share_passes": "perhaps"}, {}, {})
     settings = read_settings({"share_passes": "on"}, {}, {})
     server = Server(engines.path, model=settings.model, gpus=("GPU-b", "GPU-a"))
-    environment = server._environment(find_installation())
+    environment = server._environment(find_installation(), Path("scratch"))
     # The process with the engines sees those GPUs, and no other.
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert environment["CANVASRT_GPUS"] == "2"

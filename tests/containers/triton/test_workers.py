@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 
 from canvasrt.containers.triton.tickets import Busy
 from canvasrt.containers.triton.workers import Workers
+from canvasrt.errors import EngineError
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.request import Request
+from canvasrt.runtime.request import Event, Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.callers import Caller, submit
 from tests.helpers.fake_engine import FakeBackend
@@ -39,9 +41,13 @@ def request(model: Model, seed: int, owner: str = "", **options: Any) -> Request
 
 
 def workers_of(
-    models: list[Model], beat: Callable[[float], None] = lambda since: None, max_batch: int = 4
+    models: list[Model],
+    beat: Callable[[float], None] = lambda since: None,
+    max_batch: int = 4,
+    second: type[Generator] = Generator,
 ) -> Workers:
-    makes = [lambda model=model: Generator(model, max_batch) for model in models]
+    kinds = zip(models, (Generator, second), strict=True)
+    makes = [lambda model=model, kind=kind: kind(model, max_batch) for model, kind in kinds]
     return Workers(makes, lambda generators, in_flight: None, beat, lambda error: None, 100)
 
 
@@ -128,4 +134,63 @@ def test_a_gpu_that_hangs_is_not_hidden_by_another(models: list[Model]) -> None:
     begun = time.monotonic()
     assert eventually(lambda: len(beats) > 3 and beats[-1] == beats[-3] < begun)
     hangs.set()
+    workers.close()
+
+
+@pytest.mark.parametrize("pass_number", [1, 5])
+def test_a_gpu_that_fails_costs_only_its_batch(models: list[Model], pass_number: int) -> None:
+    passes = count(1)
+
+    class Fails(Generator):
+        def _denoise(self) -> list[Event]:
+            if self._running and next(passes) == pass_number:
+                raise MemoryError("on purpose")
+            return super()._denoise()
+
+    wanted = [request(models[0], seed, f"caller {seed % 3}") for seed in range(12)]
+    alone = Generator(models[0], 1).run(wanted)
+    workers = workers_of(models, max_batch=2, second=Fails)
+    callers = [Caller() for _ in wanted]
+    for each, caller in zip(wanted, callers, strict=True):
+        submit(workers, each, caller)
+    ends = [caller.ends.get(timeout=60) for caller in callers]
+    failed = [each for each in ends if isinstance(each, EngineError)]
+    assert 1 <= len(failed) <= 2
+    for end, result in zip(ends, alone, strict=True):
+        assert end in failed or end.token_ids == result.token_ids
+    workers.close()
+
+
+def test_callers_avoid_a_gpu_that_stalls(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canvasrt.containers.triton.worker.STUCK", 1000.0)
+    wanted = [request(models[0], seed) for seed in range(9)]
+    alone = Generator(models[1], 1).run(wanted)
+    workers = workers_of(models)
+    stalls, goes_on, stuck = threading.Event(), threading.Event(), Caller()
+    stuck.event = lambda event: stalls.set() or goes_on.wait(60)  # type: ignore[method-assign, func-returns-value]
+    submit(workers, request(models[0], 9), stuck)
+    assert stalls.wait(60)
+    workers.all[0].beaten -= 1000.0
+    callers = [Caller() for _ in wanted]
+    for each, caller in zip(wanted, callers, strict=True):
+        submit(workers, each, caller)
+    for caller, result in zip(callers, alone, strict=True):
+        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+    goes_on.set()
+    workers.close()
+
+
+def test_gpus_whose_passes_are_all_slow_are_alike(
+    models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canvasrt.containers.triton.worker.STUCK", -1.0)
+    workers = workers_of(models)
+    goes_on, caller = threading.Event(), Caller()
+    caller.event = lambda event: goes_on.wait(60)  # type: ignore[method-assign]
+    for seed in range(10):
+        submit(workers, request(models[0], seed), caller)
+    assert [each.load for each in workers.all] == [5, 5]
+    goes_on.set()
     workers.close()
