@@ -88,8 +88,8 @@ def measure(
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For graphs and engines: 40 GB.")
     ] = None,
-    steps: Annotated[str, typer.Option(help="Names of some of the steps.")] = ",".join(STEPS),
-    minutes: Annotated[float, typer.Option(metavar="N", help="Of this start.")] = 24 * 60,
+    steps: Annotated[str, typer.Option(help="The steps to run, by name.")] = ",".join(STEPS),
+    minutes: Annotated[float, typer.Option(metavar="N", help="Limit of this start.")] = 24 * 60,
 ) -> None:
     """Run the steps that have not ended yet, in order, until the time is up."""
     end = time.monotonic() + 60 * minutes
