@@ -1,7 +1,7 @@
 """`canvasrt batch` in this process, against 64 requests at a time over HTTP: the same questions on the same machine.
 
-The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The server is started beforehand;
-opening the engines in this process counts.
+The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The server's start does
+not count; opening the engines in this process does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Way = Callable[[Path, Path], object]
 
 
 def measure(bundle: Path, prompts: int = 10_000, rounds: int = 4, out: results.Out = None) -> None:
-    """Answer different questions both ways, in turns of a `rounds`-th of them, and compare the files."""
+    """Answer the same questions both ways, in `rounds` alternating portions, and compare the files."""
     opened = load_bundle(bundle, kind="engines", check=False)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -82,7 +82,7 @@ def _round(
             {"way": way, "answers": count, "seconds": seconds, "CPU ms": 1e3 * spent / count}
         )
     if files[0] != files[1]:
-        raise CanvasError("the two ways gave different files", f"compare those in {folder}")
+        raise CanvasError("the two ways gave different files", f"compare the files in {folder}")
     return rows
 
 

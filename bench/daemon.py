@@ -15,7 +15,7 @@ from pathlib import Path
 from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine, last_line
 from canvasrt.errors import CanvasError
 
-# It creates no network; its containers use the host's or none.
+# The daemon creates no network; its containers use the host's network, or none.
 _OPTIONS = ("--iptables=false", "--ip6tables=false", "--bridge=none")
 _PATIENCE = 30.0
 
@@ -24,8 +24,7 @@ _PATIENCE = 30.0
 def docker(scratch: Path | None = None) -> Iterator[ContainerEngine]:
     """Provide docker; if no daemon answers, start one until the block ends.
 
-    `scratch` is the folder for its images. CanvasError when that is not possible: it needs root and
-    `dockerd`.
+    `scratch` is the folder for its images. Raises CanvasError without root or `dockerd`.
     """
     found = None
     try:
@@ -76,7 +75,7 @@ def _daemon(folder: Path) -> Iterator[str]:
 
 
 def _unmount(folder: Path) -> None:
-    """Remove the mounts that it leaves behind for the host's network."""
+    """Remove the mounts that the daemon leaves behind for the host's network."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     mounts = [line.split()[1] for line in lines]
     for mount in reversed([each for each in mounts if each.startswith(f"{folder}/")]):

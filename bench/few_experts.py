@@ -8,15 +8,16 @@ from unittest import mock
 from bench.shape import MADE_UP_AMAX
 from canvasrt.bundle import load_bundle
 
-# The fewest experts and tokens that leave every kernel unchanged. Each token has as many experts as in the released model: sums
-# over fewer are fused with more.
+# The fewest experts and tokens that leave every kernel unchanged. Each token has as many experts as in the released
+# model: sums over fewer experts would be fused with more operators.
 WIDTHS = {"num_experts": 10, "top_k_experts": 8, "vocab_size": 4096}
 # Two sliding layers and a full one. The second sliding layer stands for all others; the first also has the common nodes.
 FEW_LAYERS = 3
 
 
 def few_experts(recipe: str, folder: Path) -> Path:
-    """Return graphs of `WIDTHS` in a recipe, or in bf16, with a made-up calibration. Writes missing ones to `folder`."""
+    """Return graphs of `WIDTHS` in a recipe, or in bf16, with a made-up calibration. Writes missing graphs to
+    `folder`."""
     from bench import synthetic
     from canvasrt.export.graphs import export_graphs
     from canvasrt.export.quantize.calibrate import Calibration

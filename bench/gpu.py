@@ -117,7 +117,8 @@ def run(
     precision: str | None,
     save: Callable[[Json], None],
 ) -> Json:
-    """Return all measurements of a shape, with files in `folder`. `save` gets those so far after each row."""
+    """Return all measurements of a shape, with files in `folder`. `save` gets the measurements so far after each
+    row."""
     prepared = shape.prepare(wanted, folder)
     config = prepared.config
     served = shape.quantized(prepared, precision, folder) if precision else prepared
@@ -223,7 +224,7 @@ def _loads(runner: Runner, context: int) -> Iterator[Json]:
 
 
 def _free() -> None:
-    """Release what the last side held on the device."""
+    """Release the device memory that the last side held."""
     gc.collect()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].cuda.empty_cache()
@@ -232,9 +233,9 @@ def _free() -> None:
 def _makers(
     prepared: shape.Prepared, served: shape.Prepared, folder: Path, small: bool
 ) -> dict[str, Callable[[], Runner]]:
-    """Return what makes each side. Sides are made in turn, so that only one is in memory.
+    """Return a function per side that makes it. Sides are made in turn, so that only one is in memory.
 
-    `served` is what engines are built from, which may be quantized.
+    `served`: the graphs from which engines are built; they may be quantized.
     """
 
     def onnxruntime(graphs: bool) -> Runner:

@@ -29,7 +29,7 @@ from canvasrt.machine import gpus
 CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")
 MODULES = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 TIMEOUT = 600
-RAN = "it ran"  # in the message of a try that a GPU took to its end
+RAN = "it ran"  # in the message of a try that ran on a GPU to the end
 
 
 def measure(
@@ -224,7 +224,7 @@ def _provider(folder: Path) -> str:
     """Return the demo's tokens through the CUDA provider, next to the CPU's."""
     from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
-    OrtCudaBackend()  # names what is missing at once
+    OrtCudaBackend()  # fails at once if something is missing, and names it
     return _generated(_in_fp32(folder), folder, "cuda")
 
 
@@ -259,7 +259,7 @@ def _returns(path: Path) -> str:
         model.encode([EncodeInput(row, np.arange(length))])
         found.append(f"{length}: {1e3 * (time.perf_counter() - begin):.1f}")
         model.release(row)
-    return f"ms of encoding passes of so many tokens, in turn: {', '.join(found)}"
+    return f"ms of encoding passes, in turn, by number of tokens: {', '.join(found)}"
 
 
 def _in_fp32(folder: Path) -> Path:

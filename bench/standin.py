@@ -39,7 +39,7 @@ def standin() -> Path:
     """Return an OCI layout of the stand-in. The first call makes it from Debian's mirror, in about
     half a minute.
 
-    CanvasError when mmdebstrap or nvidia-pytriton is missing.
+    Raises CanvasError if mmdebstrap or nvidia-pytriton is missing.
     """
     if shutil.which("mmdebstrap") is None:
         raise CanvasError("mmdebstrap is not installed", "run `apt-get install mmdebstrap`")
@@ -109,7 +109,7 @@ def _triton() -> Path:
 def _server(triton: Path) -> list[LayerEntry]:
     """Return the server, its libraries, and the Python backend's stub for Debian's Python."""
     stub = f"pytriton/stubs/stubs/{_PYTHON}/{_STUB}"
-    libraries = triton.parent.parent / "nvidia_pytriton.libs"  # where the wheel's files expect them
+    libraries = triton.parent.parent / "nvidia_pytriton.libs"  # the wheel's files expect them there
     return [
         *_tree(triton, "pytriton/tritonserver", "python_backend_stubs"),
         *_tree(libraries, libraries.name),

@@ -24,7 +24,7 @@ from canvasrt.types import Json
 def is_cached(plan: Plan) -> bool:
     """Return whether a plan's graphs already exist."""
     cache = GraphCache()
-    # GPUs' engines are in the cache, too. For a CPU, graphs without their weights are made again.
+    # A GPU's engines are also in the cache, so its graphs need no weights; a CPU's graphs need them.
     has = cache.has if plan.target.capability is not None else cache.has_all
     if plan.quantizes:
         return has(quantized_from(plan))
@@ -32,7 +32,7 @@ def is_cached(plan: Plan) -> bool:
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision of the export. If a quantized checkpoint's own precision is requested, it is that one."""
+    """Return the precision of the exported graphs: a quantized checkpoint's own, if that is requested."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 
@@ -69,7 +69,7 @@ def lowered_from(graphs: Bundle) -> tuple[str, Json]:
 
 
 def held_bytes(plans: Sequence[Plan]) -> int:
-    """Return the bytes in the cache that interrupted builds of these plans go on from."""
+    """Return the bytes of files in the cache with which interrupted builds of these plans continue."""
     sizes = {}
     for folder in {folder for plan in plans for folder in _begun(plan)}:
         for file in folder.rglob("*"):
@@ -98,6 +98,6 @@ def _begun(plan: Plan) -> list[Path]:
             graphs, "graphs", check=False, absent=lambda bundle: bundle.manifest.files
         )
         folders += [graphs, unfinished_folder(*lowered_from(found))]
-    except CanvasError:  # none, or a damaged one
+    except CanvasError:  # no bundle, or a damaged one
         pass
     return folders

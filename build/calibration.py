@@ -65,8 +65,7 @@ class CalibrationNeeds:
 
 
 def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> CalibrationPrompts | None:
-    """Return the prompts of a build's calibration; None for a source without files, of which only the description
-    exists."""
+    """Return the prompts of a build's calibration; None for a source that is only described and has no files."""
     if source.graphs is not None:
         manifest = source.graphs.manifest
         tokenizer = {Path(name).name: source.graphs.file(name) for name in manifest.tokenizer or ()}

@@ -85,7 +85,7 @@ def _check_base(target: Target, graphs: Bundle) -> None:
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(
-            f"the graphs were quantized from {base}, but engines for {target.name} need ones from bf16",
+            f"the graphs were quantized from {base}, but engines for {target.name} need graphs quantized from bf16",
             "quantize graphs of `canvasrt export CHECKPOINT --precision bf16 -o DIR`",
         )
 
@@ -113,7 +113,7 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Engines are counted once per precision and capabilities. Cached graphs, and what an interrupted build holds, are not
+    Engines are counted once per precision and capabilities. Cached graphs and the files of interrupted builds are not
     counted.
     """
     cache, kinds = cache_folder(), [each.precision.text for each in plans]
@@ -141,8 +141,8 @@ def check_space(plans: Sequence[Plan]) -> None:
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """If the plan's build takes much memory, return a smaller number of layers per segment, and the bytes that its
-    build takes."""
+    """If the plan's build takes much memory, return a smaller number of layers per segment, and the bytes that a build
+    with this number takes."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
@@ -189,7 +189,7 @@ def what_fits(plan: Plan, memory: int) -> str:
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return options, each of which alone makes the plan fit; else a combination of options; else other targets."""
+    """Return options that each make the plan fit; without any, a combination of options; without one, other targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS
@@ -210,7 +210,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return the longest context at which one request fits, in the first precision for which there is one."""
+    """Return the longest context at which one request fits, in the first precision in which any context fits."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:

@@ -82,7 +82,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A builder's report: bytes of device memory for activations; None if it did not report them."""
+    """A builder's report: bytes of device memory for activations; None if the builder did not report them."""
 
     activation_bytes: int | None
 
@@ -134,7 +134,7 @@ def _import_path() -> str:
 
 
 def compile_graph(job: Job, children: Children | None = None) -> Compiled:
-    """Build the engine of a job. Raises CanvasError with TensorRT's message if it refuses."""
+    """Build the engine of a job. Raises CanvasError with TensorRT's message if TensorRT refuses."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
     process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
@@ -175,7 +175,7 @@ def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
 
 
 def compile_engine(job: Job) -> None:
-    """Parse, configure, build and write in this process. Raises CanvasError after TensorRT has logged the reason."""
+    """Build and write a job's engine in this process. Raises CanvasError after TensorRT has logged the reason."""
     trt = import_module(job.module)
     capture = Capture()
     builder = trt.Builder(_logger(trt, capture))
@@ -212,8 +212,8 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """Write the kernel list. Failures are only logged, because the engine works without it, and other builders may
-    print other forms."""
+    """Write the kernel list. Failures are only logged, because the engine works without the list, and another version's
+    list may have another form."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}
         for name, sizes in job.profiles.items()

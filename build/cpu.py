@@ -49,15 +49,16 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the files of weights that a build does not read again, since an interrupted one has lowered their graphs."""
+    """Return the files of weights that a build does not read again, since an interrupted build has already lowered
+    their graphs."""
     room = unfinished_folder(*lowered_from(graphs))
     files = [Path(each["file"]) for each in graphs.manifest.segments]
     return {str(each.with_suffix(".bin")) for each in files if (room / each.stem).is_dir()}
 
 
 def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str, Any], list[str]]:
-    """Write in float32 the quantized graphs that `room` lacks; with `spend`, remove the weights of each. Return the
-    embedding table's entry, and the other files to link."""
+    """Write the quantized graphs that `room` lacks, in float32; with `spend`, remove each graph's weights afterwards.
+    Return the embedding table's entry, and the other files to link."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower, lower_graph
 

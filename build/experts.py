@@ -53,8 +53,8 @@ class Slots:
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
-        """Return the number of execution contexts of all body segments. Every engine has one per profile, one per place
-        in the batch, and one for shared passes."""
+        """Return the number of execution contexts of all body segments. Every engine has one context per profile, one
+        per place in the batch, and one for shared passes."""
         return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:

@@ -27,7 +27,7 @@ MEMORY_MARGIN = 1.1
 ENGINE_CODE = 30 * 10**6
 # Device bytes per execution context, and per layer in a captured graph. Allowances, not measured.
 CONTEXT, CAPTURED_LAYER = 2 * 10**6, 10**6
-# The host memory of a context may be this many times as large.
+# A context's host memory may be this many times its device memory.
 CONTEXT_ON_HOST = 4
 # Bytes of Python and ONNX Runtime without a model.
 CPU_PROCESS = 200 * 10**6
@@ -63,9 +63,10 @@ class Weights:
 
     Attributes:
         precision: fp32, bf16, or a recipe's precision.
-        formats: the quantized weights' formats by global name; None for those of the recipe with the precision's name.
+        formats: the quantized weights' formats by global name; None takes those of the recipe that `precision` names.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
-        in_files: whether to count graphs' files. Engines hold some weights twice, and ONNX Runtime adds sums of blocks.
+        in_files: whether to count weights in graphs' files. Otherwise weights that engines hold twice count twice, and
+        sums of blocks that ONNX Runtime adds count, too.
     """
 
     model: ModelConfig
@@ -114,7 +115,7 @@ class Weights:
 
     @property
     def table(self) -> int:
-        """The bytes of the embedding table without an FP8 copy for products."""
+        """The bytes of the embedding table, without the FP8 copy that products may have."""
         format = FORMATS.get(self.chosen.get(TABLE, ""))
         count = parameters(self.model)[TABLE]
         plain = format is None or format.projects
@@ -194,8 +195,8 @@ def _on_gpu(weights: Weights, passes: PassPlan, kv_cache: str | None, experts: E
 
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
-    """Return the number of execution contexts while serving. The head has one per profile, and two with captured
-    graphs, for own and shared passes. The vision tower has one."""
+    """Return the number of execution contexts while serving. The head has one context per profile, and two with
+    captured graphs, for own and shared passes. The vision tower has one."""
     head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)
@@ -237,8 +238,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return the bytes of one request: joined keys and values, or if not fused, transposed keys and two sets of
-    scores."""
+    """Return the bytes of one request: joined keys and values, or, if attention is not fused, transposed keys and two
+    sets of scores."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:

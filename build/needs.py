@@ -18,8 +18,8 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder's memory without weights in bytes, and its bytes per byte of a segment's weights where a format has no own
-# factor. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
+# A builder's memory without weights in bytes, and its bytes per byte of a segment's weights, if their format has no
+# factor of its own. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders use a third of the free memory. The rest is for the page cache.
@@ -31,8 +31,9 @@ CHUNK, ROWS = 1 << 26, 16_384
 
 # The hint for a build that does not fit.
 LIGHTER = (
-    "take less to build: a checkpoint that is quantized already (nvidia/diffusiongemma-26B-A4B-it-NVFP4), --precision int4,"
-    " which needs no calibration, or fewer or shorter prompts with --calibration"
+    "choose a build that takes less: from a checkpoint that is already quantized"
+    " (nvidia/diffusiongemma-26B-A4B-it-NVFP4), with --precision int4, which needs no calibration, or with fewer or"
+    " shorter prompts for --calibration"
 )
 
 
@@ -44,7 +45,7 @@ class Needs:
         segments: the builder's memory by segment.
         quantizing: the memory of writing graphs.
         graph_files, engine_files: what is written to disk, by segment.
-        table: of the head's graph, the embedding table, which stays when other weights go.
+        table: the embedding table in the head's graph, which stays when other weights are removed.
         workers: how many builders may run at once.
     """
 
@@ -80,8 +81,8 @@ class Needs:
         return sum(self.engine_files.values())
 
     def disk(self, spends_graphs: bool) -> int:
-        """Return the most on disk at a time. What a calibration keeps is gone before graphs are written. With
-        `spends_graphs`, a segment's graph goes once its engine is there."""
+        """Return the most bytes on disk at a time. A calibration's files are removed before graphs are written. With
+        `spends_graphs`, a segment's graph is removed once its engine is built."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:
             return max(most, self.graphs + self.engines)
@@ -138,8 +139,8 @@ def host_needs(
 
 
 def _quantizing(graphs: Weights) -> int:
-    """Return the memory of quantizing the largest weights: two pieces as read and in float32, two float32 matrices, and the
-    codes; the allocator keeps those of experts."""
+    """Return the memory of quantizing the largest weights: two pieces, each as read and in float32; two float32
+    matrices; and codes, in addition to those of experts, whose memory the allocator keeps."""
     pieces = matrix = 0
     experts, others = 0.0, 0.0
     for name, each in matrices(graphs.model).items():
@@ -155,14 +156,14 @@ def _quantizing(graphs: Weights) -> int:
 
 
 def builders_at_once(target: Target) -> int:
-    """Return how many engines may be built at once: on the GPU itself one, since a builder times kernels there."""
+    """Return how many engines may be built at once: only one on the GPU itself, where builders time kernels."""
     return len(os.sched_getaffinity(0)) if target.builds_anywhere else 1
 
 
 def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
     """Return the builder's memory by segment.
 
-    This is for whole segments; pieces without experts take less.
+    The memory is that of whole segments; pieces without experts take less.
     """
     kinds = {weights.precision, *(weights.formats or {}).values()}
     head = {weights.chosen.get(TABLE, weights.base)}

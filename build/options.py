@@ -54,7 +54,7 @@ def check_adapters(source: Source, adapters: Adapters) -> None:
 
 
 def check_context(source: Source, requested: int | None) -> int:
-    """Check and return `--max-context`. The default is the smaller of the model's limit and our default."""
+    """Check and return `--max-context`. Without the option, it is the smaller of the model's limit and our default."""
     model = source.model
     limit = model.max_position_embeddings
     context = min(limit, MAX_CONTEXT) if requested is None else requested

@@ -73,8 +73,8 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights are removed from the cache once its engine is there. A CPU's engines may be links to
-        them."""
+        """Whether a segment's weights are removed from the cache once its engine is built. A CPU's engines may be links
+        to them."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
@@ -180,7 +180,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the plan fits the target's memory; None if that is unknown."""
+        """Whether the plan fits the target's memory; None if this memory is unknown."""
         return None if self.target.memory is None else self.memory.total <= self.target.memory
 
     @cached_property
@@ -292,7 +292,7 @@ def plan(
 ) -> Plan:
     """Plan a build: check its options against the model and the target.
 
-    `precision` is the precision for this target, if the caller has already resolved `options.precision`.
+    `precision` is this target's, if the caller has already resolved `options.precision`.
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:

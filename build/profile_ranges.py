@@ -43,7 +43,7 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter names the patch dimension by this expression.
+    # The runtime processes one image at a time. The exporter's name for the patch dimension is this expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
@@ -87,8 +87,8 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Return the ranges of the experts' dimensions: `slots` rows per expert; or for the first product, all `tokens` for
-    every expert."""
+    """Return the ranges of the experts' dimensions: `slots` rows per expert; or, for the first product, all `tokens`
+    for every expert."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}

@@ -17,7 +17,7 @@ from canvasrt.checkpoints.description import Description, describe
 class Source:
     """A checkpoint, described by `checkpoint`, or a graph bundle (`graphs`). `made_from` are its hashes.
 
-    `precision` is the graphs' or a quantized checkpoint's; None for a plain checkpoint.
+    `precision` is that of the graphs or of a quantized checkpoint; None for a plain checkpoint.
     """
 
     path: Path

@@ -99,7 +99,8 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the files of weights that a build does not read again, since the engines made of them are in the cache."""
+    """Return the files of weights that a build does not read again, since the engines built from them are in the
+    cache."""
     if not plan.experts.in_engines:
         return set()
     target, cache = _target(plan), EngineCache()

@@ -33,7 +33,7 @@ _HOW_TO_MAKE = {
     "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
     "package": "`canvasrt package BUNDLE -o DIR` writes a package",
 }
-# Names and versions are used in command lines, Dockerfiles and requirements; other text of a manifest is not.
+# Only these texts of a manifest, names and versions, are used in command lines, Dockerfiles and requirements.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 _REBUILD = "make it again with this version: `canvasrt build`, or `export` for graphs and `package` for packages"
@@ -135,8 +135,8 @@ class Bundle:
 
     @property
     def takes_images(self) -> bool:
-        """Whether there is a vision tower, and the chat template supports images. It does not if the checkpoint was not
-        trained on images."""
+        """Whether the model has a vision tower, and a chat template that supports images. A checkpoint that was not
+        trained on images has no such template."""
         names = [each["name"] for each in self.manifest.segments]
         if self.manifest.model.vision is None or (names and "vision" not in names):
             return False
@@ -151,7 +151,7 @@ class Bundle:
         return self.path / name
 
     def unlisted(self) -> list[str]:
-        """Return the files in the folder that the manifest does not list, and that are not used."""
+        """Return the files in the folder that the manifest does not list, which nothing uses."""
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 
@@ -229,7 +229,7 @@ def load_bundle(
 ) -> Bundle:
     """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
-    hasher: replaces `hash_files`. absent: returns the files that may be missing. Raises CanvasError that names the
+    hasher: replaces `hash_files`. absent: returns the files that may be missing. Raises a CanvasError that names the
     missing or differing file, or the expected kind.
     """
     path = Path(path)
@@ -252,7 +252,7 @@ def load_bundle(
 
 
 def _bundles_in(path: Path) -> str | None:
-    """Return a hint that names the bundles in a folder that was built for several targets."""
+    """Return a hint that names the bundles in a folder of builds for several targets."""
     found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 

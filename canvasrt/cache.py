@@ -197,8 +197,8 @@ def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
 def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
 
-    It is removed when the block ends without an exception. Interrupted work of the same kind stays too, the latest first,
-    up to `_KEPT_BYTES` together. Another process with the same inputs waits.
+    It is removed when the block ends without an exception. Interrupted work of the same kind is kept too, up to
+    `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same inputs waits.
     """
     own = unfinished_folder(kind, made_from)
     rooms = own.parent
@@ -215,7 +215,7 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _remove_old(rooms: Iterable[Path]) -> None:
-    """Remove folders that no process uses, but not the latest ones that take `_KEPT_BYTES` together."""
+    """Remove folders that no process uses, except the latest ones, up to `_KEPT_BYTES` in total."""
     found: list[tuple[float, int, Path]] = []
     for room in rooms:
         with contextlib.suppress(OSError):  # a file that its owner has just removed: it is in use
@@ -231,8 +231,8 @@ def _remove_old(rooms: Iterable[Path]) -> None:
 
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
-    """Put a piece of unfinished work into `out`: a folder that `write` fills, unless an earlier start has filled it. Return
-    whether one has."""
+    """Put a piece of unfinished work into the folder `out`. `write` makes it, unless an earlier start has. Return
+    whether an earlier start has."""
     kept = piece.is_dir()
     if not kept:
         with staging(piece) as folder:

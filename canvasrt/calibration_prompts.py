@@ -111,7 +111,7 @@ class CalibrationPrompts:
         passes: list[int] = []
         chains: list[
             int
-        ] = []  # sweeps by request: one per pass, which also encodes the request's previous block
+        ] = []  # sweeps by request: one per denoising pass, which also encodes the request's previous block
         longest = tokens = 0
         for number, request in self._requests():
             self._validate(number, request)
@@ -122,7 +122,7 @@ class CalibrationPrompts:
             chains.append((len(request.prompt_token_ids) - 1) // PREFILL_CHUNK + passes[-1])
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
-        # Lines beyond the recipe's number do not run, but are checked.
+        # Lines beyond the recipe's number are checked, although they do not run.
         for number, line in self._lines():
             self._parse(number, line)
         each = cache_bytes(self.config, longest)
@@ -223,8 +223,8 @@ class CalibrationPrompts:
 
 
 def _most_sweeps(chains: Sequence[int], together: int) -> int:
-    """Return the total number of sweeps of requests, `together` at a time, of which the next starts when one ends.
-    `each` has the requests' own numbers."""
+    """Return the total number of sweeps. `chains` has each request's own number; `together` requests run at a time, and
+    when one ends, the next starts."""
     ends = [0] * together
     for chain in chains:
         heapq.heappush(ends, heapq.heappop(ends) + chain)
@@ -257,8 +257,8 @@ def _short(value: Any) -> str:
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization and all inputs that determine it, by which an interrupted one is found
-    again."""
+    """Return the kind of a quantization, and all inputs that determine it. By these, an interrupted quantization is
+    found again."""
     made_from = {
         **source,
         "recipe": recipe.to_json(),

@@ -104,7 +104,7 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
     for label, text, code in (("error", message, "1;31"), ("hint", hint, "1;36")):
         if text:
             name = f"\x1b[{code}m{label}:\x1b[0m" if colour else f"{label}:"
-            # Files and servers choose parts of it, which must not control the terminal.
+            # Parts of the text come from files and servers, and must not control the terminal.
             shown = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
             print(name, "".join(shown), file=sys.stderr)
 

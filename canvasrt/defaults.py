@@ -2,23 +2,24 @@
 
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
-PREFIX_CACHE = 512  # MiB for the beginnings of prompts, when serving
+PREFIX_CACHE = 512  # MiB of cached prompt beginnings while serving
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.
 LAYERS_PER_SEGMENT = 6
-# Layers of a segment where building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
+# Layers of a segment if building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
 # The most tokens per row of an encoding pass, and per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
 # The most samples of a closed question, and denoising steps of each.
 MAX_SAMPLES, MAX_STEPS = 64, 48
-# The past's length is a multiple of 8 tokens, some of which are masked. Products over other sizes would copy it first.
+# The past's length is a multiple of 8 tokens, some of which are masked. With other sizes, a matrix product would copy
+# the past first.
 OCTET = 8
 
-# Larger heads have no fused attention kernel: their queries are folded, this many heads of a group at a
-# time. Fewer at a time take less memory, but copy the keys more often.
+# Heads larger than `MAX_FUSED_HEAD_DIM` have no fused attention kernel. Their queries are folded, this many heads of a
+# group at a time. Fewer heads at a time take less memory, but copy the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The segment of a CPU bundle that computes values that only depend on positions.

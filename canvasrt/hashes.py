@@ -17,8 +17,8 @@ from canvasrt.progress import listener
 
 # Smaller files are always hashed, which is as fast as a lookup.
 LARGE_FILE = 1 << 24
-# Nanoseconds since a file's change before its hash is cached. Within this time, it may change again with the same
-# timestamps.
+# A file's hash is cached only if its last change is this many nanoseconds ago. Until then, the file may change again
+# with the same timestamps.
 _SETTLED = 2 * 10**9
 _MOST = 4096
 _CHUNK = 1 << 22
@@ -31,7 +31,7 @@ def canonical(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
-# The error for a file that differs from its manifest.
+# What an error says of a file that differs from its manifest.
 DIFFERS = "differs from the manifest (SHA-256)"
 
 

@@ -14,8 +14,8 @@ from canvasrt.defaults import PREFILL_CHUNK
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # Rows per expert are a multiple of this.
 SLOT_UNIT = 16
-# Rows per block of one expert, for rows sorted by expert: the minimum of tensor cores, since larger blocks would have
-# more empty rows.
+# Rows per block of one expert, for rows sorted by expert: the fewest that tensor cores multiply, since larger blocks
+# would have more empty rows.
 BLOCK_ROWS = 16
 # The graph dimensions of experts with slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
@@ -39,7 +39,7 @@ class PassShape:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes that determine an engine's tensor shapes. The phase is only an input."""
+        """The sizes that determine an engine's tensor shapes. The phase does not: it is an input's value."""
         return self.batch, self.length, self.capacity, self.width
 
 
@@ -74,8 +74,8 @@ class PassPlan:
         batch_rows: rows per expert of a shared pass.
         widths: possible numbers of cached tokens that a pass reads in a full layer.
         window: cached tokens of a sliding layer.
-        shares: whether requests may share denoising passes. A request's result must not depend on the number or length of
-        others, so all shared ones have the last width.
+        shares: whether requests may share denoising passes. A request's result must not depend on the number or length
+        of others, so all shared passes have the last width.
     """
 
     canvas: int
@@ -140,7 +140,7 @@ class PassPlan:
         return PassShape(DENOISE, self.batch, self.canvas, self.batch_rows, self.widths[-1])
 
     def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
-        """Return the shape of the pass that denoises one request's canvas, followed by padding.
+        """Return the shape of the pass that denoises one request's small canvas, followed by padding.
 
         Short canvases use the shapes of encoding passes, so that no other shapes are compiled. If none of these is
         smaller, they use the shape of a whole canvas.
@@ -255,8 +255,8 @@ def canvas_sizes(length: int) -> tuple[int, ...]:
 def widths(most: int) -> tuple[int, ...]:
     """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
 
-    At most `WIDTHS`. If there are too many powers of two, low widths differ by a factor of four or more, since short
-    pasts cost little.
+    There are at most `WIDTHS`. If that leaves out powers of two, low widths differ by a factor of four or more, since
+    short pasts cost little.
     """
     powers = [FIRST_WIDTH]
     while 2 * powers[-1] < most:

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-# Called with (description of the work, units done, total units). A total of 0 means unknown length; such work ends when
-# other work is reported.
+# Called with (description of the work, units done, total units). If the total is 0, the length of the work is unknown;
+# it ends when other work is reported.
 Progress = Callable[[str, int, int], None]
 
 

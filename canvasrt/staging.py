@@ -86,8 +86,8 @@ def check_output(out: Path | str) -> None:
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
     """Return whether an exception or one of its causes means that the disk or a quota is full.
 
-    Some writers (numpy, Rust extensions) report it without an errno. So messages count too, and so
-    does the free space on the disk of `folder`, if given.
+    Some writers (numpy, Rust extensions) report it without an errno. So this also looks at messages and, if `folder` is
+    given, at the free space on its disk.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -177,7 +177,7 @@ def _locked(tmp: Path) -> Iterator[None]:
     try:
         with contextlib.suppress(
             OSError
-        ):  # without locks on this filesystem, the process id in the name is used
+        ):  # if this filesystem has no locks, the process id in the name is used
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -265,7 +265,8 @@ def raise_exit(number: int, frame: FrameType | None) -> None:
 
 
 def _send_again(number: int, shown: Any, ignored: Any) -> None:
-    """Send a signal again whose exit was raised in a destructor or a weak reference's callback: Python ignores it."""
+    """Send a signal again if its exit was raised in a destructor or a weak reference's callback, where Python ignores
+    exceptions."""
     if ignored.exc_type is SystemExit:
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
     else:

@@ -140,10 +140,7 @@ def parse_targets(names: str) -> tuple[Target, ...]:
 
 
 def check_precision(target: Target, precision: str | None) -> str:
-    """Return the precision to build at; None takes the target's first. UsageError lists the valid
-    ones.
-
-    """
+    """Return the precision of a build; for None, the target's first. UsageError lists the valid ones."""
     if precision is None:
         return target.precisions[0]
     if precision not in target.precisions:

@@ -40,8 +40,8 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now. `since`: the time when a still running task began; then progress is only reported
-        up to it."""
+        """Report progress until now. `since`: the time when a still running task began, up to which progress is
+        reported."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 

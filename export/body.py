@@ -98,17 +98,23 @@ class BodySegment(nn.Module):
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Run the layers over one call's tokens.
 
+        Shapes: B rows, L tokens per row, D hidden size, E experts, O octets (groups of eight) of cached tokens. Hidden
+        states, keys and values are float32 in fp32 graphs, and bf16 in bf16 and quantized ones; a recipe's `kv_cache: fp8`
+        makes cached keys and values E4M3. In the graph, names end with a layer's kind (`past_positions_full`) or its
+        index in the segment (`past_key_0`, `past_value_0`, `new_key_0`, `new_value_0`).
+
         Args:
             hidden: `[B, L, D]`, the embeddings or the previous segment's output.
             positions: `[B, L]` int64; −1 marks padding, whose outputs are undefined.
             groups: `[B, L]` int64 image numbers, −1 for text; tokens of one image attend to each other.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
-            slots, gate_slots, gate_queues: int64 `[C]`, `[S]`, `[Q]`; see `canvasrt.export.moe.Slots`.
+            slots, gate_slots, gate_queues: int64; `down`, `gate` and `gate_queues` of `canvasrt.export.moe.Slots`.
             past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.
             past: per layer, the cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
         Returns:
-            hidden `[B, L, D]`, the experts' loads `[layers, E]` int32, and this call's key and value
-            per layer. `chain` reduces the loads to the largest per layer.
+            hidden `[B, L, D]` (in the graph `hidden_out`), the experts' loads `[layers, E]` int32, and this call's key
+            and value `[B, kv_heads, L, head_dim]` per layer. `chain` reduces the loads to the largest of every layer,
+            `load` `[layers]` int64.
         """
         masks, turns = {}, {}
         for kind, octets in past_positions.items():

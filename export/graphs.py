@@ -60,11 +60,11 @@ def export_graphs(
         is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
         calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
-        recipe: how to quantize weights while bf16 graphs are written. The result equals that of `quantize_graphs`.
+        recipe: how to quantize the weights during the export of bf16 graphs. The result equals that of `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
-    architecture, and when `out` is not empty. Then `out` is not written, but the progress of a calibration or
-    quantization stays in the cache, from which another call resumes.
+    architecture, and when `out` is not empty. In all of these cases `out` is not written, but the progress of a
+    calibration or quantization stays in the cache, from which another call resumes.
     """
     found = checkpoint if isinstance(checkpoint, Description) else describe(checkpoint)
     folder, config, how = found.folder, found.model, found.quantization

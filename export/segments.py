@@ -99,10 +99,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def trace_layer(
     module: BodySegment, layer: Layer, config: ModelConfig, dtype: torch.dtype
 ) -> ir.Model:
-    """Return the graph of a body segment of one layer.
-
-    `docs/design.md` lists names and shapes of all inputs and outputs.
-    """
+    """Return the graph of a body segment of one layer. Inputs and outputs: see `BodySegment.forward`."""
     batch, length, slots, past = 2, 3, 4, 5
     # Two tensors, because the tracer merges inputs that get the same one.
     cached = (batch, layer.num_kv_heads, past, OCTET, layer.head_dim)
@@ -143,7 +140,7 @@ def trace_layer(
 def _either_queue(model: ir.Model) -> None:
     """Allow `gate_queues` to have one element, which torch cannot trace: all experts then share one input.
 
-    Shapes derived from its old size are dropped.
+    Shapes derived from the old size are dropped.
     """
     queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
     queues.shape = ir.Shape(["gate_queues"])

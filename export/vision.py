@@ -119,13 +119,12 @@ class Vision(nn.Module):
         """Return the soft tokens of images that are cut into patches.
 
         Args:
-            pixel_values: `[N, P, 3 · patch²]` in [0, 1].
+            pixel_values: `[N, P, 3 · patch²]` float32 in [0, 1], as from transformers' image processor.
             pixel_positions: `[N, P, 2]` int64, (x, y) of each patch, (−1, −1) for padding. P is a
                 multiple of pool².
 
         Returns:
-            features `[N, T, D]` with T = P / pool², and `[N, T]` bool, false where a soft token is
-            padding.
+            features `[N, T, D]` with T = P / pool², and valid `[N, T]` bool, false where a soft token is padding.
         """
         empty = (pixel_positions[..., 0] == -1) & (pixel_positions[..., 1] == -1)
         places = pixel_positions.clamp(min=0)

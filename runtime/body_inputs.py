@@ -68,8 +68,7 @@ class Capacity:
         self._seen = False
 
     def choose(self, tokens: int) -> int:
-        """Return the slots per expert for a pass over `tokens` tokens. At most `tokens`, with which no expert can
-        overflow."""
+        """Return the slots per expert for a pass over `tokens` tokens. No expert can need more slots than `tokens`."""
         return rounded(self._share * tokens, tokens)
 
     def record(self, load: int, tokens: int) -> None:

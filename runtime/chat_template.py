@@ -17,7 +17,7 @@ from jinja2.visitor import NodeTransformer
 
 from canvasrt.errors import CanvasError
 
-# Surrogates, which valid text cannot contain. So callers cannot forge marks.
+# Marks are surrogates. Valid text cannot contain any, so callers cannot forge marks.
 _FIRST, _LAST = 0xD800, 0xDFFF
 _MOST_CUTS = 1 << 16  # per text, whose pieces are encoded one by one
 _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")

@@ -92,7 +92,7 @@ class Generator:
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
-        """Forget the request that is next of those that wait for their first pass. Return its id; None without any."""
+        """Forget the next of the requests that wait for their first pass. Return its id; None if no request waits."""
         self._take_arrived()
         untouched = [each for each in self._waiting if not each.passes]
         if not untouched:
@@ -169,7 +169,7 @@ class Generator:
             self._waiting.append(fresh)
 
     def _give_places(self) -> None:
-        """Fill the batch, and replace requests whose turn is over by waiting ones."""
+        """Fill the batch, and replace requests whose turn is over by waiting requests."""
         ready = [each for each in self._waiting if not each.searches]
         while ready and len(self._running) < self.max_batch:
             self._place(self._schedule.next(ready), ready)
@@ -210,7 +210,7 @@ class Generator:
             self._running.remove(each)
 
     def _collect(self) -> list[Event]:
-        """Return the events of finished searches. Wait shortly if all running requests are searching."""
+        """Return the events of finished searches. Wait briefly if all running requests are searching."""
         jobs = [each.job for each in [*self._running, *self._waiting] if each.searches]
         if jobs and all(each.searches for each in self._running):
             wait([job for job in jobs if job is not None], _SEARCH_WAIT, FIRST_COMPLETED)

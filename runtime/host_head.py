@@ -22,8 +22,8 @@ _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.w
 class TokenScore:
     """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its position.
 
-    step: the denoising step, from 1, that computed the distribution; 0 for tokens of the prompt, whose first one has no
-    log-probability.
+    step: the denoising step, from 1, that computed the distribution; 0 for tokens of the prompt, the first of which has
+    no log-probability.
     """
 
     token: int
@@ -91,8 +91,9 @@ class HostHead:
         step: int,
         listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return the tokens' log-probabilities, with those of the `top` likeliest tokens at their positions, or of the
-        token itself and the `listed` ones. `hidden` is the last layer's output there, float32 `[n, hidden_size]`."""
+        """Return the tokens' log-probabilities, each with those of the `top` likeliest tokens at its position, or of
+        itself and the `listed` tokens. `hidden` is the last layer's output at these positions, float32 `[n,
+        hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, map(int, tokens), strict=True):

@@ -155,7 +155,7 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _joined(old: np.ndarray, kept: int, new: np.ndarray, keep: int) -> np.ndarray:
-    """Return octets with the last `keep` tokens of the old and new ones together. `old` holds `kept` tokens; `new` is
+    """Return octets with the last `keep` tokens of `old` and `new` together. `old` holds `kept` tokens; `new` is
     `[1, kv_heads, n, head_dim]`."""
     joined = np.empty((1, old.shape[1], octets(keep), OCTET, old.shape[4]), np.float32)
     tokens = _flat(joined)

@@ -115,7 +115,7 @@ def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
     if places != images:
         raise CanvasError(
             f"messages have {images} images, but the chat template wrote {places}",
-            "send images only with messages, and to a checkpoint whose template has them",
+            "send images only with messages, and to a checkpoint whose template supports images",
         )
 
 
@@ -163,9 +163,9 @@ def groups_of(
 
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
-    """Return the size of the next chunk of tokens with these image numbers: `size`, unless that would cut an image.
-    Then the chunk includes the image if this makes at most `most` tokens, and otherwise ends before it. An image of
-    more than `most` tokens is one chunk."""
+    """Return the size of the next chunk of tokens with these image numbers: `size`, unless that would cut an image. In
+    that case the chunk includes the image if it then has at most `most` tokens, and otherwise ends before the image. An
+    image of more than `most` tokens is one chunk."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])

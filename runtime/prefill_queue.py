@@ -16,7 +16,7 @@ class PrefillQueue:
     """A list of chunks, and a cursor on the next one to encode: the prompt's chunks, then those of every block but the
     last.
 
-    A request that lost its cache rewinds the cursor. Then the same chunks are encoded again.
+    A request that lost its cache rewinds the cursor, so that the same chunks are encoded again.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class PrefillQueue:
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
     def watch_prompt(self, watch: Callable[[np.ndarray], bool]) -> None:
-        """Set the `EncodeInput.keep` of all of the prompt's chunks, none of which then comes from the prefix cache."""
+        """Set the `EncodeInput.keep` of all of the prompt's chunks, so that none of them comes from the prefix
+        cache."""
         self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
 
     def add(self, tokens: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # tokens of a prompt's first chunk
-# The prefix of callers' names without a key. Every request has another name, but all of them share one cache.
+# The prefix of the names of callers without a key. Every request has its own name, but all of them share one cache.
 ANYBODY = "~"
 
 
@@ -78,7 +78,7 @@ class PrefixCache:
     """Saved chunks of prompts, the least recently used dropped first. Not thread-safe.
 
     model: saves and restores chunks in its own memory. limit: maximum bytes of all chunks. A device reserves them at
-    load, or less if it has less free memory.
+    load, or fewer if it has less free memory.
     """
 
     def __init__(self, model: Model, limit: int) -> None:

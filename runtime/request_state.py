@@ -96,7 +96,7 @@ class RequestState(ABC):
 
     @property
     def parks(self) -> bool:
-        """Whether the request may be parked. After parking, not before its tokens are encoded again."""
+        """Whether the request may be parked: not while its tokens are encoded again after an earlier park."""
         return not self.queue.returning
 
     @property
@@ -189,7 +189,8 @@ class RequestState(ABC):
 
     @property
     def _outputs(self) -> Outputs:
-        """The outputs that a pass must return: the engines' sampler cannot restrict tokens."""
+        """The outputs that a pass must return. The host samples from `hidden` where tokens are restricted, which
+        engines cannot do."""
         if self._params.logit_bias or self._allowed:
             return "hidden"
         return "both" if self._params.logprobs or self._params.on_host else "tokens"

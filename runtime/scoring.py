@@ -49,7 +49,7 @@ class Scoring:
         self.scored = False  # whether the open attempt has its score
         self._params, self._model = params, model
         self._attempts: list[Attempt] = []  # the scored attempts at the current block
-        # The encoder's output at the last token before the block, and at the last token of the attempt.
+        # The encoder's outputs at the last token before the block, and at the last token of the attempt.
         self._before = self._after = np.empty((0, 0), np.float32)
 
     def watch(self, hidden: np.ndarray) -> bool:

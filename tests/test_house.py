@@ -18,8 +18,7 @@ from canvasrt.cli.app import COMMANDS
 from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
 from tests.mutate import CHANGES
 
-# From the ground up. A room only imports from lower floors, never from another room of its own
-# floor.
+# The floors, lowest first. A folder imports only from lower floors, never from another folder of its own floor.
 FLOORS = (
     "progress",
     "errors types defaults chat_tokens children hashes formats option watch",

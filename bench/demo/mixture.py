@@ -36,7 +36,7 @@ MOST_QUESTIONS = 2
 
 @dataclass(frozen=True)
 class Example:
-    """One example: a prefix, a right block, and what is known about the block beforehand.
+    """One example: a prefix, a right block, and what is known about the block before it is generated.
 
     targets: the probability of every token at every position before the block is known. slots: positions where several
     tokens are possible; a read has noise there.
@@ -136,7 +136,7 @@ class Mixture:
         chosen: int,
         picture: Dots | None,
     ) -> Example:
-        """Return the example whose block is one of several answers, each of a known probability."""
+        """Return the example for several possible answers, whose probabilities are known; its block is one of them."""
         blocks = torch.tensor([each + [PAD] * (self.canvas_length - len(each)) for each in answers])
         targets = torch.zeros(self.canvas_length, len(self.vocab))
         for block, probability in zip(blocks, probabilities, strict=True):
@@ -148,7 +148,7 @@ class Mixture:
         return Example(task, prefix, blocks[chosen].tolist(), targets, slots, picture)
 
     def _open(self, block: Tensor) -> Tensor:
-        """Return where an answer about a picture stands: letters behind a space, or one word."""
+        """Return the form of an answer about a picture: letters after a space, or one word."""
         behind = torch.cat([torch.tensor([False]), block[:-1] == self.vocab[" "]])
         if behind.any():
             return behind

@@ -62,7 +62,7 @@ def build_config(sees: bool = False) -> DiffusionGemmaConfig:
 
     `sees`: whether its vision tower is large enough to train.
     """
-    # The class accepts these without declaring them.
+    # The class accepts these fields without declaring them.
     undeclared: dict[str, Any] = {
         "global_head_dim": 64,
         "num_global_key_value_heads": 1,

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for matrices (K. Jordan et al., 2024)."""
+"""Muon: an optimizer for matrices, with momentum, that makes each update orthogonal (K. Jordan et al., 2024)."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
 def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens.
 
-    The reference only uses the ids in generation_config.json, or without that file, the model's.
+    The reference uses the ids in generation_config.json; only without that file, it uses those in config.json.
     """
     value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
     values = [] if value is None else value if isinstance(value, list) else [value]

@@ -28,7 +28,7 @@ INT4_HINT = (
 )
 # Tensors of INT4 weights that graphs do not support.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
-_INPUTS = ("tensor", "token")  # supported sharing of input scales
+_INPUTS = ("tensor", "token")  # which inputs may share a scale
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"

@@ -12,7 +12,7 @@ from canvasrt.checkpoints.config import ModelConfig
 DECODER = "model.decoder"
 # The embeddings, which are also the final projection.
 TABLE = "table"
-# The table's quantized copy for its two products, if its rows stay in 16 bits.
+# The quantized copy of the embedding table, for its two matrix products, if lookups use rows in 16 bits.
 PROJECTION = "projection"
 GATE_UP, DOWN, ROUTER = "experts.gate_up", "experts.down", "router.proj"
 # A layer's norms by their names in the checkpoint.
@@ -94,13 +94,12 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def initializer_name(name: str) -> str:
-    """Return the initializer's name of a matrix or norm, whose given name has no layer or the layer's index in the
-    graph."""
+    """Return the initializer's name of a matrix or norm. `name` has no layer, or the layer's index in the graph."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 
 def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Select a segment's weights from those by global name. Return them by their initializers' names."""
+    """Select a segment's weights from a mapping by global names. Return them by their initializers' names."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}

@@ -120,7 +120,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
-    """Return the type of an option's value, and whether it may be None. A list that is given as one text has the type
+    """Return the type of an option's value, and whether it may be None. If one text holds a whole list, the type is
     str."""
     found = get_type_hints(kind, include_extras=True)[field.name]
     is_optional = get_origin(found) in (Union, types.UnionType)

@@ -65,7 +65,7 @@ def measure_servers(url: str, against: str | None, count: int, options: LoadOpti
             often = max(summary.errors, key=lambda error: summary.errors[error])
             raise CanvasError(
                 f"{name} answered none of {summary.calls} calls: {often}",
-                "see the server's log, or ask it for less with --concurrency and --rate",
+                "see the server's log, or lower the load with --concurrency and --rate",
             )
 
 

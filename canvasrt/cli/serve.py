@@ -46,7 +46,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
     settings = read_settings(
         _given({**given, "bundle": bundle, "as_json": as_json}), _given(_passthrough())
     )
-    choose_json(settings.as_json)  # a variable may also set it
+    choose_json(settings.as_json)  # an environment variable may also ask for JSON
     checks.check_settings(settings)
     if settings.device is not None:
         use_gpu(settings.device)

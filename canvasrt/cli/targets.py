@@ -55,7 +55,7 @@ def targets(as_json: options.AsJson = False) -> None:
 
 
 def _here(no_build: str, no_run: str) -> str:
-    """Return whether this machine can build for a target and run its engines, or what it lacks to build."""
+    """Return whether this machine can build for a target and run its engines; if it cannot build, what it lacks."""
     if no_build:
         return no_build.partition(" (")[0]
     return "builds" if no_run else "runs"

@@ -17,7 +17,7 @@ HELD_OUT_ONE_IN = 10
 @dataclass(frozen=True)
 class ClosedQuestion:
     """A closed question in the shape of `/v1/decisions`, and how likely each outcome makes each
-    option: `options[outcome]` is the index of the option that is right then."""
+    option: `options[outcome]` is the index of the option that is right for this outcome."""
 
     data: dict[str, Any]
     options: tuple[int, ...]
@@ -28,7 +28,8 @@ class Case:
     """One situation with possible outcomes.
 
     state: the description. ask: the question in a plain chat, if the state does not imply it.
-    outcomes: the answers of a plain chat; their probabilities add up to 1. key: decides the split.
+    outcomes: the answers of a plain chat; their probabilities add up to 1. key: decides whether the case is for
+    training or held out.
     """
 
     task: str
@@ -74,7 +75,7 @@ def predicate(text: str, true: Sequence[bool]) -> ClosedQuestion:
 
 
 def choice(text: str, values: Sequence[str], right: Sequence[str]) -> ClosedQuestion:
-    """Return a question with these values. `right[outcome]` is the one that is right then."""
+    """Return a question with these values. `right[outcome]` is the value that is right for this outcome."""
     data = {
         "type": "choice",
         "instructions": text,

@@ -226,7 +226,7 @@ TASKS: dict[str, Task] = {
 
 
 def questions(task: str, split: Split = "held-out", limit: int = 500, seed: int = 0) -> list[str]:
-    """Return the prompts of a split: all of them if they can be listed, else `limit` drawn by seed."""
+    """Return the prompts of a split: all if they can be listed, else `limit` prompts drawn with a seed."""
     chosen = TASKS[task]
     prompts = chosen.all_prompts()
     if prompts is not None:

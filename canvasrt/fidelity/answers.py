@@ -85,7 +85,7 @@ def pace(pairs: Sequence[Pair]) -> Json:
         {"steps_per_block": sum(taken) / count, "tokens_per_pass": new / sum(taken)}
         for taken, count, new in zip(steps, blocks, tokens, strict=True)
     ]
-    # Both sides nearly always generate the same number of blocks; only the steps vary.
+    # Both sides nearly always generate the same number of blocks; only the steps per block vary.
     low, high = ratio_interval(*steps)
     scale = blocks[1] / blocks[0]
     return {

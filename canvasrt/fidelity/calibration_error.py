@@ -39,7 +39,7 @@ class Scored:
 
     @property
     def known(self) -> bool:
-        """Whether `right` are known probabilities and not one right answer."""
+        """Whether `right` holds known probabilities, and not one right answer."""
         return bool(((self.right > 0) & (self.right < 1)).any())
 
 
@@ -80,8 +80,8 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
-    """Return the calibration error of perfect probabilities by chance for this number of questions: mean and 95th
-    percentile over simulated answers. It is 0 for known probabilities."""
+    """Return the calibration error that perfect probabilities have by chance with this number of questions: mean and
+    95th percentile over simulated answers. Both are 0 for known probabilities."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):

@@ -94,7 +94,7 @@ class ReferenceModel:
         row.logits = None
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
-        """Return a block's first canvas, before any signal."""
+        """Return a block's first canvas; there is no self-conditioning signal yet."""
         return np.array(canvas)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
@@ -118,8 +118,8 @@ class ReferenceModel:
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """Run one denoising step of each request; return the outputs in order. Caches are only read."""
-        # Rows of one length need no padding. A canvas that differs from the last step's is the
-        # first of a new block.
+        # Rows of one length need no padding. A canvas that the request's last step did not return is the first of a new
+        # block.
         alike: dict[tuple[int, bool], list[int]] = {}
         for index, each in enumerate(inputs):
             row: Any = each.row

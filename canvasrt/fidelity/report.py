@@ -37,9 +37,9 @@ def measure_quality(
 ) -> Json:
     """Return the report as JSON.
 
-    If the checkpoint answers the demo's questions, `questions` are asked per task; 0 skips free generation. A model
-    that does not fit in memory is streamed, one segment or layer at a time, with few prompts and steps and no free
-    generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
+    If the checkpoint answers the demo's questions, this many `questions` are asked per task; 0 skips free generation. A
+    model that does not fit in memory is streamed, one segment or layer at a time, with few prompts and steps and no
+    free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
     config, _ = ModelConfig.from_checkpoint(checkpoint)
     if config != bundle.manifest.model:
@@ -90,7 +90,8 @@ def _check_runs_here(bundle: Bundle) -> None:
     asked = f" --precision {recipe['name']}" if recipe else ""
     raise CanvasError(
         f"{bundle.path} was built for {target['name']}, and this machine has no GPU to run it",
-        f"verify what `canvasrt build … --target cpu{asked}` makes of the same graphs: it has the same weights and scales",
+        f"verify the bundle that `canvasrt build … --target cpu{asked}` makes from the same graphs: it has the same"
+        " weights and scales",
     )
 
 

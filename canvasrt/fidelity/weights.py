@@ -31,10 +31,10 @@ def weight_errors(
 ) -> tuple[list[Json], list[Json]]:
     """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time.
 
-    Return the relative error of each matrix, and of each expert. A matrix's entry has its name as in recipes; its format, None
-    if it is not quantized; and `kept`: whether the checkpoint stores it in that format, so codes should be equal. An expert's
-    entry has the errors of its two matrices, and of its output over the tokens that the reference routed to it, without
-    rounding of inputs; None if there were none.
+    Return the relative error of each matrix, and of each expert. A matrix's entry has its name as in recipes; its
+    format, None if it is not quantized; and `kept`, whether the checkpoint stores the matrix in that format, so that
+    codes should be equal. An expert's entry has the errors of its two matrices, and of its output over the tokens that
+    the reference routed to it, without rounding of inputs; None if there were no such tokens.
     """
     from canvasrt.export.checkpoint import Checkpoint
 

@@ -63,7 +63,7 @@ def _norm(graph: ir.Graph) -> ir.Node | None:
 
 
 def _chain(graph: ir.Graph) -> list[ir.Node] | None:
-    """Return the nodes of `_CHAIN`, or None if there are others."""
+    """Return the nodes of `_CHAIN`; None if the graph has other nodes there."""
     exps = [node for node in graph if node.op_type == "Exp"]
     norm = _norm(graph)
     if len(exps) != 1 or norm is None:

@@ -102,7 +102,7 @@ def is_constant(value: ir.Value) -> bool:
 
 
 def integers_of(value: ir.Value | None) -> list[int] | None:
-    """Return a constant's integers, through casts and reshapes; None for a computed value."""
+    """Return a constant's integers, also if it was cast or reshaped; None for a computed value."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in ("Cast", "Reshape"):
             break

@@ -59,8 +59,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. Return the values that its other nodes read, as pairs of the
-        body's value and the one here."""
+        """Add a body's nodes that depend on positions alone. Return the values that its other nodes read, as pairs: the
+        value in the body, and the same in this graph."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}
@@ -115,7 +115,7 @@ class _Geometry:
         return self._made[key]
 
     def _weight(self, value: ir.Value) -> ir.Value:
-        """Return a body's weight with its data, under a name by its content."""
+        """Return a body's weight with its data; its name is derived from its content."""
         tensor = value.const_value
         assert tensor is not None
         data = b"".join(external.pieces(tensor))

@@ -44,7 +44,7 @@ def lower(
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
     table is written too, in INT8 if it is quantized, and its manifest entry returned. Segment
-    entries stay as they are. `write` stands in for `lower_graph`.
+    entries stay as they are. `write` is called in place of `lower_graph`.
     """
     write = write or lower_graph
     files = [segment["file"] for segment in graphs.manifest.segments]
@@ -130,7 +130,7 @@ class _Weight:
         data = {part: _bytes(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors}
         count = self.shape[0] if rank == 3 else 1
         for index in range(count):
-            # Everything about this matrix: `[out, …]`.
+            # All parts of this matrix: `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
             wide = lowbits.scaled(
                 lowbits.numbers_of(codes, parts[_VALUES]),
@@ -151,7 +151,7 @@ def _initializer(graph: ir.Graph, item: Stored) -> ir.Value:
 
 
 def _multiplication(value: ir.Value) -> ir.Node | None:
-    """Return the multiplication of a product by a part of its weight, which may be reshaped before."""
+    """Return the node that multiplies a matrix product by a part of its weight; the part may be reshaped first."""
     for node in value.consumers():
         if node.op_type == "Reshape":
             return _multiplication(node.outputs[0])
@@ -286,7 +286,7 @@ def _wide(value: ir.Value) -> Stored:
 
 
 def _bytes(tensor: Any) -> np.ndarray:
-    """Return a tensor's bytes; external data is mapped."""
+    """Return a tensor's bytes; external data is memory-mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         return external.mapped(tensor)
     return np.frombuffer(tensor.tobytes(), np.uint8)

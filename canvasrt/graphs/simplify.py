@@ -64,7 +64,7 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase to tokens before layers select their scalar by it. Then layers share everything except the
+    """Expand the phase to tokens before layers select their scalar by it, so that layers share everything except the
     selection."""
     (causal,) = (value for value in graph.inputs if value.name == "causal")
     for choice in causal.consumers():

@@ -51,7 +51,7 @@ def section(
 def table_of(
     items: Iterable[Any], columns: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows: one row per item; a column's function turns the item into its cell."""
+    """Return heads and rows: one row per item; each column has a function that turns an item into a cell."""
     return list(columns), [[str(pick(each)) for pick in columns.values()] for each in items]
 
 

@@ -83,11 +83,11 @@ def bars(
         if len(names) * len(series) <= 2 * LABELLED:
             axes.bar_label(drawn, [form.format(each) for each in values], fontsize=8, padding=1.5)
     axes.set_xticks(range(len(names)), names)
-    # A chart of few groups draws them as wide as a chart of many.
+    # A group is as wide in a chart of few groups as in one of many.
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)
-    axes.yaxis.set_major_formatter("{x:g}")  # its own has a common factor, below the legend
+    axes.yaxis.set_major_formatter("{x:g}")  # the default prints a factor below the legend
     axes.grid(axis="y")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
 
@@ -102,7 +102,7 @@ def points(
     marker: str,
     sideways: bool = False,
 ) -> None:
-    """Draw values with their intervals at places of the x axis, or with `sideways` of the y axis."""
+    """Draw values with their intervals at places of the x axis or, with `sideways`, of the y axis."""
     pairs = zip(values, intervals, strict=True)
     errors = [[max(0.0, v - low), max(0.0, high - v)] for v, (low, high) in pairs]
     below_above = [list(each) for each in zip(*errors, strict=True)]

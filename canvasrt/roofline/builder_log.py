@@ -28,7 +28,7 @@ class Capture:
     ) -> bool:
         """Write the kernel list to `file`; return False if the builder printed none.
 
-        `network` is the parsed network, which cannot be built afterwards. `fixed` has, by profile in the engine's
+        `network` is the parsed network; afterwards, it can no longer be built. `fixed` has, by profile in the engine's
         order, the dimensions with a single size.
         """
         if self.message is None:

@@ -1,8 +1,8 @@
 """The bytes and operations of a kernel at given sizes. Pure functions over the kernel list.
 
 Bytes: all bytes that a kernel reads and writes, counted once, without caches between kernels. Gathers and slices count
-the elements that they take. Operations: two per multiply-add of a product; for other kernels, one per element and step
-in the kernel's name.
+the elements that they take. Operations: two per multiply-add of a product; in other kernels, one per element for each
+step that the kernel's name lists.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BITS = {each.builder: each.bits for each in ALL_CODES.values()} | {
     "Int32": 32,
     "Int64": 64,
 }
-# dtype → format in which its product runs. If operands differ, the wider one counts, because the other is converted
-# first.
+# dtype → format in which its product runs. If two operands have different dtypes, the wider dtype counts, because the
+# other operand is converted first.
 _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.rates} | {
     "BFloat16": "bf16",
     "Half": "bf16",

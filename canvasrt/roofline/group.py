@@ -51,7 +51,7 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     if not found:
         return Place(None, OTHER, product)
     if product or "Exp" in step_names(kernel):
-        # The kernel belongs to a layer even if masks are fused into it.
+        # A kernel of a layer stays that layer's even if masks, which belong to none, are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
     # Ties are broken arbitrarily, but masks and norms have the lowest priority.
     losers = (MASKS, NORMS)

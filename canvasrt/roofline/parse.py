@@ -27,7 +27,7 @@ _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile, except for the first, and the numbers of Myelin, TensorRT's compiler.
+# Suffixes of names: the profile, unless it is the first, and the numbers of Myelin, TensorRT's compiler.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 
@@ -36,7 +36,8 @@ UNRESOLVED = -1
 
 @dataclass(frozen=True)
 class KernelTensor:
-    """An input or output of a kernel. `read` is the number of elements it reads, if that is not all of them."""
+    """An input or output of a kernel. `read` is the number of elements that the kernel reads, if it does not read
+    all."""
 
     name: str
     dtype: str
@@ -74,8 +75,8 @@ def parse(message: str) -> list[list[Kernel]]:
     """
     lines = [line for line in message.split("\n\n")[0].splitlines() if line.startswith("Name: ")]
     read = [_kernel(line) for line in lines]
-    # Only kernels that are named after graph nodes state their profile. Others have the same Myelin number as one of
-    # them.
+    # Only kernels that are named after graph nodes state their profile. Any other kernel shares its Myelin number with
+    # one of these.
     known = {
         name: profile
         for kernel, profile in read

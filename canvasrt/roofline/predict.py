@@ -109,8 +109,8 @@ class Predictor:
     def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
         """Read the lists. Raises CanvasError if an engine has none.
 
-        `repeat`: how often a layer's kernels count, so that few layers can represent many; the key None is for a body
-        segment's kernels outside of layers.
+        `repeat`: how often a layer's kernels count, by the layer's index, so that few layers can represent many; the
+        key None is for a body segment's kernels outside of layers.
         """
         manifest = bundle.manifest
         self.repeat = dict(repeat or {})
@@ -200,7 +200,7 @@ class Predictor:
         return made
 
     def _program(self, segment: str, sizes: CallSizes) -> tuple[Sequence[Kernel], dict[str, int]]:
-        """Return the kernels and the dimensions of such a call, with the profile that the runtime picks."""
+        """Return the kernels of the profile that the runtime picks for such a call, and the call's dimensions."""
         profiles = self.entries[segment]["profiles"]
         for shared in (True, False):
             dims = sizes.dims(self.model, self.passes, shared)

@@ -69,8 +69,8 @@ def _foreign(predictor: Predictor, gpu: GpuRates) -> str:
     if not own or there in own.split(", "):
         return ""
     return (
-        f"These engines are for compute capability {own} and do not run on {gpu.name}, which has {there}. Its own may have"
-        " other kernels."
+        f"These engines are for compute capability {own} and do not run on {gpu.name}, which has {there}. Engines for"
+        " that GPU may have other kernels."
     )
 
 
@@ -171,7 +171,7 @@ def _row(row: TimedKernel) -> Json:
 def _growth(
     predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int, int | None]]
 ) -> list[Json]:
-    """Return denoising passes at these batches and contexts, without those that no profile holds, or that are padded."""
+    """Return denoising passes at these batches and contexts, except those that fit no profile or would be padded."""
     found = []
     for batch, context, capacity in sizes:
         try:

@@ -66,7 +66,8 @@ class _Resolver:
     def see_attention(self, kernel: Kernel) -> None:
         """Take the shapes of attention's operands from the graph's node.
 
-        The kernel that writes it fuses many nodes, so its shapes alone cannot tell a past from a past with new keys.
+        The kernel that writes an operand fuses many nodes, so shapes alone cannot tell a past from a past with new
+        keys.
         """
         reading = [f"{name}{_ATTENTION_INPUTS}" for name in kernel.nodes]
         nodes = [self.nodes[name] for name in reading if name in self.nodes]
@@ -94,7 +95,8 @@ class _Resolver:
         return replace(tensor, dims=tuple(UNKNOWN if d == UNRESOLVED else d for d in unknown))
 
     def _own(self, tensor: KernelTensor) -> Iterator[Dims]:
-        """Yield the shape found for the tensor before, and that of the graph's tensor of the same name."""
+        """Yield the shape that was found for the tensor earlier, and the shape of the graph's tensor of the same
+        name."""
         if tensor.name in self.known:
             yield self.known[tensor.name]
         yield from (self.tensors[name] for name in graph_names(tensor.name) if name in self.tensors)
@@ -108,7 +110,7 @@ def _parts_read(
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
-    # By the graph's name of a tensor: its size, and those of the parts that are taken.
+    # By a tensor's name in the graph: its size, and the sizes of the parts that are taken.
     parts: dict[str, tuple[Dim, list[str]]] = {}
     for name, whole, part in (each for node in nodes for each in node.taken):
         size = times(whole)

@@ -150,5 +150,5 @@ def _states(plain: str, format: str | None) -> str:
 
 
 def _power(count: int) -> int:
-    """Return the least power of two that is not below `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << max(0, count - 1).bit_length()

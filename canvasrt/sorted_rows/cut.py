@@ -46,8 +46,8 @@ class _Cut:
 def cut_body(model: ir.Model) -> list[ir.Model]:
     """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
 
-    They have the graph's inputs and outputs that they need, except slots and `load`. Tokens are `[B, L]` where it was
-    cut: `own` and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`, `index` int32 `[B, L, K]`,
+    Each piece has those of the graph's inputs and outputs that it needs, except slots and `load`. Tokens are `[B, L]`
+    where it was cut: `own` and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`, `index` int32 `[B, L, K]`,
     `expert_rows` `[K, B, L, D]`. Experts in FP8 get `own` in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.
@@ -73,7 +73,7 @@ class _Experts:
         self.rows = next_node(_product(graph, down).outputs[0], "Gather").outputs[0]
         self.weighted = next_node(self.rows, "Mul")
         side = next(v for v in self.weighted.inputs if v is not None and v is not self.rows)
-        # The nodes that turn the shares of a token's choices into a factor of its rows.
+        # The nodes that turn the shares of a token's experts into factors of the token's rows.
         self.between: list[ir.Node] = []
         for node in ancestors(side):
             self.between.append(node)

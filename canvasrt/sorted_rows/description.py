@@ -105,7 +105,7 @@ class KernelForm:
 
     @property
     def name(self) -> str:
-        """The name of this description in a segment's file, and of its own file."""
+        """The name of this description in a segment's file. The kernel's file has the same name."""
         about = [self.format or self.dtype, self.following and f"to-{self.following}"]
         blocks = f"blocks-{self.block}" if self.block else None
         return "-".join([self.function, *(each for each in (*about, blocks) if each)])
@@ -117,7 +117,7 @@ class KernelForm:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the product; a gate and its factor count as one."""
+        """Number of outputs of the product; a gate and the value that it multiplies count as one."""
         return self.sizes.size if self.function == DOWN_KERNEL else self.sizes.inner
 
 
@@ -137,7 +137,7 @@ class ExpertStack:
     the weights' file.
 
     values, blocks, scales: offset and bytes of numbers or codes, of scales of input blocks, and of scales of outputs.
-    Both are 0 for a part that the format lacks.
+    Offset and bytes are 0 for a part that the format lacks.
     """
 
     kernel: str

@@ -18,7 +18,7 @@ from canvasrt.sorted_rows.description import (
     inputs_per_step,
 )
 
-# Half of them have the same experts, whose rows then fill more than a block.
+# Half of the tokens have the same experts, so the rows of these experts fill more than a block.
 TRIAL_TOKENS = 32
 # The largest deviation of an expert's rows, relative to their norm. Rounding to 16 bits leaves less than 0.01; a kernel that
 # mixes up rows, codes or scales exceeds 0.1.
@@ -56,7 +56,7 @@ def matrix(form: KernelForm, values: Bytes, blocks: Bytes, scales: Bytes) -> Flo
 
 
 def results(x: Floats, gate_up: Floats, down: Floats, form: KernelForm, scale: float) -> Floats:
-    """Return an expert's results for some rows. `form`, `scale`: of the second product and its inputs."""
+    """Return an expert's results for some rows. `form` is of the second product, `scale` of its inputs."""
     gate, up = np.split(x @ gate_up.T, 2, axis=1)
     tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
     return rounded(0.5 * gate * (1 + tanh) * up, form, scale) @ down.T
@@ -81,7 +81,7 @@ class Trial:
         x = spread * random.standard_normal((TRIAL_TOKENS, sizes.size), np.float32)
         self.x = x.astype(np.dtype(segment.dtype))
         self._taken = rounded(self.x.astype(np.float32), first, layer.input_scale)
-        if first.format == "fp8":  # the engine before rounds
+        if first.format == "fp8":  # the engine before the experts rounds
             self.x = self._taken.astype(ml_dtypes.float8_e4m3fn)
 
     def error(self, found: np.ndarray) -> float:
@@ -95,7 +95,7 @@ class Trial:
             wanted = results(self._taken[token], gate_up, down, self._down, scale)
             norm = np.linalg.norm(wanted) or 1.0
             errors.append(np.linalg.norm(found[choice, token].astype(np.float32) - wanted) / norm)
-        return float(np.max(errors))  # NaN if one is
+        return float(np.max(errors))  # NaN if any error is
 
     def _matrix(self, form: KernelForm, stack: ExpertStack, expert: int) -> Floats:
         spans = (getattr(stack, part) for part in STACK_PARTS)

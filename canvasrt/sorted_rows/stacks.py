@@ -125,7 +125,7 @@ def in_steps(codes: Bytes, width: int, step: int) -> Bytes:
 
 
 def _append(file: BinaryIO, pieces: Iterator[Bytes] | list[Floats]) -> tuple[int, int]:
-    """Append arrays to a file. Return the offset of the first byte, and how many there are."""
+    """Append arrays to a file. Return the offset of the first byte, and the number of bytes."""
     file.write(b"\0" * (-file.tell() % external.PAGE_BYTES))
     begin = file.tell()
     for piece in pieces:

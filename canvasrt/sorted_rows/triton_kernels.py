@@ -146,7 +146,7 @@ def _add_nvfp4(
 ):  # fmt: skip
     """Add the products with one unit of NVFP4 weights, two neighbours per byte. Scales of whole tensors come later.
 
-    x: the rows' codes for the unit. Unless tensor cores multiply NVFP4, codes and scales become float16.
+    x: the rows' codes for the unit. If tensor cores do not multiply NVFP4, codes and scales become float16.
     """
     column = first // 2 + tl.arange(0, UNIT // 2)
     read = fits[:, None] & (column < WIDTH // 2)
@@ -203,7 +203,8 @@ def _store_nvfp4(
 
 @triton.jit
 def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr):
-    """Round `x` `[T, D]` to NVFP4 with a scale for the whole. Program (b, n) rounds BLOCK rows and columns n · OUT on.
+    """Round `x` `[T, D]` to NVFP4 with a scale for the whole. Program (b, n) rounds BLOCK rows, and in them OUT columns
+    from n · OUT on.
 
     codes: two per byte, `[T, D / 2]`, followed by the blocks' scales in E4M3, `[T, D / 16]`.
     """

@@ -209,7 +209,7 @@ def read_settings(
     """Return the settings. The command line takes precedence over passthrough arguments, and these over the
     environment.
 
-    The mappings are options by name; None is an absent option. Raises UsageError, which names the wrong value.
+    The mappings are options by name; None is an absent option. Raises UsageError for a wrong value, which it names.
     `check_settings` checks for contradictions.
     """
     environment = os.environ if environment is None else environment

@@ -55,7 +55,7 @@ class PromptEncoder:
                 self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
-        """Encode a request's prompt. Raises CanvasError if an input is wrong, and names it."""
+        """Encode a request's prompt. Raises CanvasError for a wrong input, which it names."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
@@ -82,7 +82,7 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens for an encode-only request. Raises CanvasError if an input is wrong, and names it."""
+        """Return a prompt's tokens for an encode-only request. Raises CanvasError for a wrong input, which it names."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":

@@ -60,7 +60,8 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Convert tensors to a request. Raises CanvasError, which names the wrong tensor or the operator's limit.
+    """Convert tensors to a request. Raises CanvasError for a wrong tensor, which it names, and for a request beyond the
+    operator's limits.
 
     `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
     """
@@ -121,7 +122,7 @@ class _Reader:
             call = str(self.values.get("prefix", "")).startswith(CALL)
             if call and params.max_new_tokens <= start.least:
                 raise CanvasError(
-                    f"max_new_tokens is {params.max_new_tokens}, in which no call ends",
+                    f"max_new_tokens is {params.max_new_tokens}, too few for a complete call",
                     f"give at least {start.least + 1}",
                 )
             end = end_of_answer(self.model, tokenizer)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from canvasrt.errors import CanvasError
 
 EAGER = 0.1  # CPU seconds before slow work gives way
-# llguidance holds the interpreter during a call, and between calls others hardly get it. So slow work
-# rests, after each millisecond, three times as long.
+# llguidance holds the interpreter's lock during a call, and other threads hardly get it between calls. So after each
+# millisecond, slow work rests for three.
 _SLICE, _REST = 0.001, 3.0
 
 
@@ -41,12 +41,12 @@ class Allowance:
         return self._seconds - (0.0 if self._begin is None else time.thread_time() - self._begin)
 
     def earn(self, seconds: float) -> None:
-        """Allow that much more."""
+        """Allow this many more seconds."""
         self._seconds += seconds
         self._eager += seconds
 
     def check(self) -> None:
-        """Raise SlowGrammarError once it is used up."""
+        """Raise SlowGrammarError once the limit is reached."""
         if (wall := time.monotonic()) < self._next:
             return
         now, self._next = time.thread_time(), wall + _SLICE / 4

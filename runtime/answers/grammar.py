@@ -100,7 +100,7 @@ class _Wrapped:
 
 
 class GrammarState:
-    """A place in a grammar. Immutable, but for `slow`: `advanced` returns another one.
+    """A place in a grammar. Immutable, except for `slow`: `advanced` returns another state.
 
     slow: whether a search took long, for the first state of a grammar.
     """
@@ -139,7 +139,7 @@ class GrammarState:
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
     def copy(self) -> GrammarState:
-        """Return the same state for another thread: two must not ask one matcher at a time."""
+        """Return the same state for another thread: two threads must not use one matcher at the same time."""
         return GrammarState(self._matcher.deep_copy(), self._vocabulary, self.least)
 
     def advanced(self, token: int) -> GrammarState:

@@ -41,9 +41,11 @@ class Ask:
 
     @classmethod
     def from_json(cls, data: Any) -> Ask:
-        """Read the fields of a request. Raises CanvasError, which names the wrong field's path."""
+        """Read the fields of a request. Raises CanvasError, with the path of a wrong field."""
         if not isinstance(data, Mapping):
-            raise CanvasError("questions is not an object", "give a list as its field questions")
+            raise CanvasError(
+                "questions is not an object", "give one whose field questions is a list"
+            )
         for name in data:
             if name not in _FIELDS:
                 raise CanvasError(f"{name} is unknown", f"the fields are {', '.join(_FIELDS)}")

@@ -71,7 +71,7 @@ class Question:
 
 
 def read_questions(data: Any) -> list[Question]:
-    """Parse a JSON list of questions. Raises CanvasError, which names the wrong question's path."""
+    """Parse a JSON list of questions. Raises CanvasError, with the path of a wrong question."""
     if not isinstance(data, list) or not data:
         raise CanvasError(
             "questions is not a list, or is empty", f"give 1 to {MAX_QUESTIONS} questions"

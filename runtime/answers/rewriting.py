@@ -74,7 +74,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
         raise CanvasError(
             f"{path} has minItems or maxItems that is not a whole number", "correct it"
         )
-    # So many values are too many even in arrays of one element; counting their permutations would be slow.
+    # With more values than that, even arrays of one element are too many; counting permutations would be slow.
     few = values[: MAX_ARRAYS + 1]
     sizes = range(max(least, 0), min(most, len(few)) + 1)
     count = sum(math.perm(len(few), size) for size in sizes)

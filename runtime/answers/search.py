@@ -14,7 +14,7 @@ BEAM, CHOICES = 4, 4
 # CPU seconds that each token adds to a search's allowance. Ordinary grammars take up to 4 ms over 262,144 tokens.
 TOKEN_SECONDS = 0.01
 _TOP = 64  # most likely tokens of a position, which are tried first
-# The search only checks that the answer can still end when so few tokens are left: at least _NEAR, at most _FARTHEST.
+# The search checks whether the answer can still end only if few tokens are left: a number from _NEAR to _FARTHEST.
 _NEAR, _FARTHEST = 32, 192
 
 

@@ -201,8 +201,8 @@ class CudaDevice:
         return values[0] if len(values) == 1 else tuple(values) or None
 
     def _as_runtime_s(self, status: Any) -> Any:
-        """Convert a driver's error to the runtime's of the same number. Raises ValueError for the few that the runtime
-        lacks."""
+        """Convert a driver's error to the runtime's error of the same number. Raises ValueError for the few numbers
+        that the runtime lacks."""
         return self._runtime.cudaError_t(int(status))
 
 

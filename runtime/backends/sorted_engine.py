@@ -143,7 +143,7 @@ class SortedEngine:
             each()
 
     def _check(self, layer: SortedLayer) -> None:
-        """Compare a layer's kernels with NumPy, once per kind: wrong ones would cost tokens, but raise no error."""
+        """Compare a layer's kernels with NumPy, once per kind: a wrong kernel would change tokens without an error."""
         kernels = (layer.rounding, layer.gate_up.kernel, layer.down.kernel)
         if kernels in self._between.checked:
             return

@@ -44,7 +44,7 @@ def check_target(
 ) -> None:
     """Raise CanvasError for engines of another builder version, GPU or CPU architecture.
 
-    target: the manifest's. version, capability and machine: this machine's.
+    target: the manifest's entry. version: the installed builder's. capability, machine: this machine's.
     """
     again = f"build it again: `canvasrt build ... --target {target['name']}`"
     if target["builder_version"] != version:
@@ -171,7 +171,7 @@ class TensorRTEngine:
         if profile is None:
             raise EngineError(
                 f"{self.name} has no profile for {dict(call.dims)}",
-                "build with a larger --max-context or --max-batch, or ask for less",
+                "build with a larger --max-context or --max-batch, or ask for fewer tokens",
             )
         if call.place is None or not self._repeat(profile, call.place, call):
             self._context(profile).run(call)
@@ -295,7 +295,7 @@ class _Context:
             self.run(call)
 
     def _ask(self) -> None:
-        """Ask TensorRT whether the current call can be captured; log a warning if not."""
+        """Ask TensorRT whether the current call can be captured; log a warning if it cannot."""
         ask = getattr(self._context, "is_stream_capturable", None)
         self._fits = ask is None or bool(ask(self._device.stream))
         if not self._fits:

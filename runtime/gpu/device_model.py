@@ -215,7 +215,7 @@ class DeviceModel(Model):
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
         """Encode one request's tokens. If they overload an expert, encode two halves, or use more expert slots."""
         (item,) = batch
-        # Parts, and whether to use a shape in which no expert can overflow.
+        # Parts of the tokens, each with whether to use a shape in which no expert can overflow.
         parts = [(item, False)]
         while parts:
             part, roomy = parts.pop(0)
@@ -273,7 +273,7 @@ class DeviceModel(Model):
         if outputs is not None:
             return outputs
         self.counters.overflows += 1
-        # Which of the requests overloads an expert must not depend on the others, so every request is tried alone.
+        # Whether a request overloads an expert must not depend on the others, so every request is tried alone.
         return [self._denoise_apart(item, tried=len(batch) == 1) for item in batch]
 
     def _denoise_apart(self, item: DenoiseInput, tried: bool) -> DenoiseOutput:
@@ -299,7 +299,7 @@ class DeviceModel(Model):
         """Denoise one request's canvas.
 
         If an expert of a segment is overloaded, this and all later segments run again with more rows per expert. They
-        keep them until the block ends, which depends on this request alone.
+        keep this number of rows until the block ends, so it depends on this request alone.
         """
         row: DeviceRow = item.row
         this = self._begin(self.shapes.alone(len(item.noise), self.own_passes.width(row)), [item])

@@ -119,7 +119,7 @@ def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -
     uniforms = space.inputs.view("uniforms", this.batch, this.canvas)
     temperature = space.inputs.view("temperature", this.batch)
     bound = space.inputs.view("entropy_bound", this.batch)
-    # Idle rows and padding compute on stale data; their results are not read.
+    # Idle rows and padding hold stale data; their results are not read.
     positions[:], noise[:], uniforms[:] = -1, 0, 0
     temperature[:], bound[:] = 1, 0
     for item in batch:

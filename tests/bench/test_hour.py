@@ -48,7 +48,7 @@ def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_start_ends_in_time_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that was cut off has what is left of its minutes."""
+    """A step that was cut off has the rest of its minutes at the next start."""
     slow = (sys.executable, "-c", "import time; print('began', flush=True); time.sleep(600)")
     quick = (sys.executable, "-c", "pass")
     monkeypatch.setattr(hour, "STEPS", {"slow": (slow, 0.05), "quick": (quick, 1)})
@@ -66,7 +66,7 @@ def test_a_start_ends_in_time_and_the_next_goes_on(
 def test_what_failed_runs_again_after_what_never_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may have lacked a package that is there now."""
+    """A failed step may have lacked a package that is there now."""
     here = tmp_path / "installed"
     fails = (sys.executable, "-c", f"import pathlib; pathlib.Path({str(here)!r}).read_text()")
     quick = (sys.executable, "-c", "pass")

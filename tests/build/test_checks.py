@@ -260,7 +260,8 @@ def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantized once for both targets, and one engine per capability; never in bf16. One target's graphs go early."""
+    """Both targets share quantized graphs, and each capability gets an engine; nothing is written in bf16. The graphs
+    of one target are removed early."""
     needed: dict[Path, int] = {}
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)

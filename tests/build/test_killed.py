@@ -27,7 +27,7 @@ sys.exit(run(["build", "demo", "-t", "cpu", "-p", "nvfp4-mixed", *sys.argv[1:]])
 
 
 def state_of(cache: Path) -> tuple[int, ...]:
-    """What identifies the last saved sweep."""
+    """Return what identifies the last saved sweep."""
     try:
         return tuple(
             each.stat().st_mtime_ns for each in cache.glob("calibrations/*/sweeps/state.pt")

@@ -132,7 +132,7 @@ def test_scores_of_wide_heads_are_bounded() -> None:
 
 
 def test_what_passes_between_engines_counts() -> None:
-    """These are new keys and values of 512 tokens, and six hidden states of 2,048."""
+    """New keys and values of 512 tokens count, and six hidden states of 2,048 tokens."""
     need = estimate(RELEASED, "bf16", 32_768, 8)
     new = 512 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2
@@ -153,5 +153,5 @@ def test_int4_is_packed_on_a_cpu_too() -> None:
     assert 12.9e9 < on_gpu - 2 * table < 13.2e9
     assert 15.2e9 < on_cpu - table < 15.6e9
     widened = sum(Weights(RELEASED, "nvfp4", on_cpu=True).segments().values())
-    # The head's products have a table of their own, besides the one for lookups.
+    # The head's products have a table of their own, besides the table for lookups.
     assert widened == sum(Weights(RELEASED, "fp32").segments().values()) + 4 * table

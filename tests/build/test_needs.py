@@ -137,7 +137,8 @@ def test_memory_that_was_freed_is_returned() -> None:
 def test_what_an_interrupted_build_holds_is_not_needed_again(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted when its last graph is quantized, and when all are lowered and their weights have gone."""
+    """The build is interrupted when its last graph is quantized, and when all graphs are lowered and their weights are
+    removed."""
     cache, needed = tmp_path / "cache", []
     cache.mkdir()
     (cache / "traces").symlink_to(cache_folder() / "traces")

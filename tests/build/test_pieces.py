@@ -1,4 +1,5 @@
-"""Engines in pieces, really built: TensorRT-RTX's for the pieces, and Triton the language's kernels between them."""
+"""Engines in pieces, really built: TensorRT-RTX builds the pieces, and Triton the language compiles the kernels between
+them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
 
 
 def bytes_of(file: Path) -> dict[str, bytes]:
-    """The external initializers of a graph."""
+    """Return the bytes of a graph's external initializers by name."""
     found = {}
     for name, value in ir.load(file).graph.initializers.items():
         tensor = value.const_value

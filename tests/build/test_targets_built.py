@@ -81,7 +81,7 @@ def test_the_kernels_of_engines_are_shown(demo: Path, command: Command) -> None:
     done = command("inspect", demo / "cpu", "--kernels")
     assert (done.returncode, done.stdout) == (1, "")
     assert "has no kernel lists" in done.stderr
-    for target in ("rtx", "rtx-5090"):  # for several capabilities, and for one
+    for target in ("rtx", "rtx-5090"):  # for several capabilities, and for a single one
         done = command("inspect", demo / target, "--kernels", "--batch", "2")
         assert "A prediction, not a measurement" in done.stdout, done.stderr
         shown = json.loads(command("inspect", demo / target, "--kernels", "--json").stdout)

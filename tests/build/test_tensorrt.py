@@ -146,7 +146,7 @@ def test_several_targets_share_an_export(
 
 
 def without_tensorrt(job: compile.Job, children: compile.Children) -> compile.Compiled:
-    """Stands for a builder that is quick."""
+    """Stands for TensorRT's builder, but is quick."""
     job.engine.write_bytes(f"engine of {job.graph.stem}".encode())
     job.kernels.write_bytes(b"kernels")
     return compile.Compiled(10**6)
@@ -155,7 +155,8 @@ def without_tensorrt(job: compile.Job, children: compile.Children) -> compile.Co
 def test_large_graphs_go_as_their_engines_are_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second build uses the graphs that are left. Without its engine, a segment's graph is written again."""
+    """A segment's graph is removed once its engine is built. A second build uses the graphs that are left; if a
+    segment's engine is missing, its graph is written again."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)

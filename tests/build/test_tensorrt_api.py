@@ -1,7 +1,7 @@
 """The builder's calls and the runtime's, against the API of the real `tensorrt` bindings.
 
 A real build runs through `tensorrt_rtx`, and every name it uses is recorded. TensorRT's bindings
-are a wheel on PyPI. They import without TensorRT's libraries if stubs replace those.
+are a wheel on PyPI. They can be imported without TensorRT's libraries if stubs replace these.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UNSEEN = {
 # Names that only TensorRT-RTX has; the builder checks for them first.
 OPTIONAL = {("BuilderFlag", "REQUIRE_USER_ALLOCATION", "get")}
 
-# Methods that the runtime calls where there are any.
+# Methods that the runtime calls only if the version has them.
 OF_RTX = {"create_runtime_config", "is_stream_capturable"}
 
 # Class (or "" for the module), name, and how it was used: get, set or call.
@@ -96,7 +96,7 @@ class Recorder:
         return value if any(value is each for each in SUBCLASSED) else self._wrapped(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":  # Python's own, by which a layer gets its specific class
+        if name != "__class__":  # Python's own attribute, by which a layer gets its specific class
             self._note(name, "set")
         setattr(self._real, name, _real(value))
 
@@ -147,7 +147,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "recorded", Recorder(rtx, found))
         compile.compile_engine(job)
-        compile.compile_engine(job)  # with the times of the first
+        compile.compile_engine(job)  # with the kernel timings of the first build
     assert (folder / "e").stat().st_size
     assert job.timing is not None
     assert job.timing.is_file()
@@ -179,7 +179,7 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     source = folder / "stubs.c"
     source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in missing))
     for name in ("libnvinfer.so.11", "libnvinfer_plugin.so.11", "libnvonnxparser.so.11"):
-        # Next to the bindings, where their rpath looks.
+        # Stubs lie next to the bindings, where the bindings' rpath looks.
         out = library.parent / name
         command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", out, source]
         subprocess.run(command, check=True)

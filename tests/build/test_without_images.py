@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_memory(name: str, checkpoint: Path, bytes_left: int) -> Target:
-    """A card that has room for engines without the tower, and this much more."""
+    """A card whose memory holds the engines without the tower, and this many bytes more."""
     (plan,) = plan_all(checkpoint, [find_target(name)], "unused", OPTIONS)
     assert plan.reading == PrefillPlan(512, sees=True)
     return replace(

@@ -29,7 +29,7 @@ def graphs() -> Bundle:
 
 @pytest.fixture
 def making(graphs: Bundle) -> Making:
-    """A function that makes a bundle, and the folders it was called with."""
+    """A function that makes a bundle, and the list of folders that it was called with."""
     asked: list[Path] = []
 
     def make(out: Path) -> None:

@@ -28,7 +28,7 @@ def test_unified_memory_counts_the_host_s() -> None:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
-    """A machine with a small, older GPU first; CUDA would number the fastest one 0."""
+    """A machine whose first GPU is small and old; CUDA would give number 0 to the fastest."""
     made = [
         Gpu(f"GPU {n}", 10**10, (8 + n, 0), "580", f"GPU-{each}")
         for n, each in enumerate(("aa1", "bb2", "cc3"))
@@ -42,7 +42,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
 def test_a_gpu_is_chosen_by_number_or_uuid(
     name: str, three: list[Gpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Children see only that one."""
+    """Child processes see only the chosen GPU."""
     monkeypatch.setenv(machine.VISIBLE, "0,1")  # is removed again after the test
     use_gpu(name)
     assert machine.gpus() == (three[1],)

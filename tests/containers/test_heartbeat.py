@@ -1,4 +1,4 @@
-"""Beats are seen as they are, however many there are."""
+"""Beats are read correctly, however fast they come."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_beat_looks_like_one_of_long_ago(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             longest = max(longest, silence_at(file) or 0.0)
         beating.stdin.close()
-    # The machine may be busy; a beat of long ago is as old as the machine's last start.
+    # The machine may be busy. A beat that is misread looks as old as the machine's last start.
     assert longest < min(30, time.monotonic() / 2)
 
 

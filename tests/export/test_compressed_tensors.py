@@ -103,7 +103,7 @@ def test_the_manifest_says_what_it_is(exported: Bundle) -> None:
     options = exported.manifest.options
     assert options["precision"] == "int4"
     assert options["checkpoint_quantization"]["algorithm"] == "INT4"
-    # The same weights as canvasrt's own recipe quantizes, so it is held to that one's limits.
+    # The same weights as canvasrt's own recipe quantizes, so it is held to that recipe's limits.
     assert options["recipe"]["name"] == "int4"
     assert options["recipe"]["limits"]["answers_lost"] == 2
     (body,) = (each for each in exported.manifest.segments if "layers" in each)

@@ -29,7 +29,7 @@ BOTH = r"model\.(encoder\.language_model|decoder)\.layers.*"
 DECODER = r"model\.decoder\.layers.*"
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # As NeMo AutoModel's recipe for this model has it.
+    # The settings of NeMo AutoModel's recipe for this model.
     "attention and mlp": {
         "r": 4,
         "lora_alpha": 8,

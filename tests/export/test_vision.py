@@ -57,7 +57,7 @@ def test_soft_tokens(pair: tuple[Any, Graphs]) -> None:
 
 @torch.no_grad()
 def test_encoder_sees_an_image_both_ways(pair: tuple[Any, Graphs]) -> None:
-    """Text, an image longer than the sliding window, text: keys and values equal the reference's."""
+    """The prompt is text, an image longer than the sliding window, and text. Keys and values equal the reference's."""
     model, graphs = pair
     config = graphs.config
     pixels, positions = image(15, 12, 180, 2)

@@ -34,7 +34,7 @@ def known_answers(host: str) -> dict[str, str]:
 
 
 class Clients:
-    """Ask all the time, and compare every answer with the one that was given to it alone."""
+    """Ask all the time, and compare every answer with the answer that the same question got alone."""
 
     def __init__(self, host: str, known: dict[str, str], count: int = CLIENTS) -> None:
         self.right = 0

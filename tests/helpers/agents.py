@@ -46,7 +46,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="session")
 def acting() -> Script:
-    """What the server says; `acting.choose(name)` picks it."""
+    """The scripts of the server's answers; `acting.choose(name)` picks one."""
     return Script(SCRIPTS)
 
 

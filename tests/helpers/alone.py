@@ -46,7 +46,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    """One with the usual options."""
+    """A front end with the usual options."""
     with fronts(tmp_path_factory.mktemp("front")) as start:
         yield start()
 

@@ -50,7 +50,7 @@ def _install_packages(folder: Path, arguments: list[str]) -> None:
         _run("bin/python", "-m", *_UV, cwd=folder)
         return
     uv = str(environment(" ".join(_UV)) / "bin" / "uv")
-    # Gigabytes, of which GuideLLM alone needs some: it gets the tests' own.
+    # torch takes gigabytes and only GuideLLM needs it, so it gets the tests' own.
     (folder / "overrides.txt").write_text("torch ; sys_platform == 'none'")
     _run(uv, "venv", "--allow-existing", "--python", sys.executable, ".", cwd=folder)
     options = ("--python", "bin/python", "--overrides", "overrides.txt")

@@ -54,7 +54,7 @@ def docker() -> Iterator[ContainerEngine]:
 
 
 def scratch() -> Path | None:
-    """Memory, where there is enough: images are many small files, and go to the disk slowly."""
+    """A folder in memory if there is enough, since writing the many small files of images to a disk is slow."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 8 * 10**9
     return memory if roomy else None
@@ -101,7 +101,7 @@ def state(engine: ContainerEngine, name: str) -> dict[str, Any]:
 
 
 def inside(engine: ContainerEngine, name: str, code: str, timeout: float = 120) -> Any:
-    """Runs Python with the tests' packages in the network of a container; what it prints, as JSON."""
+    """Runs Python with the tests' packages in the network of a container. Returns what it prints, parsed as JSON."""
     process = enter(engine, name, code)
     out, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, out
@@ -109,7 +109,7 @@ def inside(engine: ContainerEngine, name: str, code: str, timeout: float = 120) 
 
 
 def enter(engine: ContainerEngine, name: str, code: str) -> subprocess.Popen[str]:
-    """The same, as a process that runs."""
+    """Like `inside`, but returns the running process."""
     pid = str(state(engine, name)["Pid"])
     command = ["nsenter", "--target", pid, "--net", sys.executable, "-c", code]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -75,7 +75,8 @@ IRuntimeCache.per_shape = int(os.environ.get("REHEARSAL_KERNELS", "0"))
 
 
 def answers(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Make a call of CUDA's runtime, which returns its status first. After an error that stays, each returns that."""
+    """Make a call of CUDA's runtime, which returns its status first. After an error that stays, every call returns this
+    error."""
 
     @wraps(function)
     def call(self: Runtime, *arguments: Any) -> tuple[Any, ...]:

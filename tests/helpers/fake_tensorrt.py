@@ -47,7 +47,9 @@ class FakeCudaDevice(FakeDevice):
         self.replayed = 0
         self.captures = True
         self.breaks_captures = False  # although TensorRT said that the work could be captured
-        self.contexts_left: int | None = None  # that there is memory for; None for any number
+        self.contexts_left: int | None = (
+            None  # contexts that there is memory for; None for any number
+        )
         # What made a request wait: (what, engine), and seconds.
         self.stalls: list[tuple[str, str]] = []
         self.waited = 0.0
@@ -201,7 +203,7 @@ class IRuntimeConfig:
 class IExecutionContext:
     """One context: shapes, addresses, and the memory it was given."""
 
-    nvtx_verbosity = ProfilingVerbosity.DETAILED  # that of the engines' builds
+    nvtx_verbosity = ProfilingVerbosity.DETAILED  # the verbosity with which the engines were built
 
     def __init__(self, engine: ICudaEngine, config: Any) -> None:
         self._engine = engine

@@ -261,7 +261,7 @@ class Reference:
 
 
 def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
-    """Return a random model with every kind of layer, scaled to have opinions and change them.
+    """Return a random model with every kind of layer, scaled so that it prefers some tokens and changes its choice.
 
     A large table makes each token its own likeliest successor, and damped branches let a canvas
     settle after a while. So acceptance and early stop differ from block to block.

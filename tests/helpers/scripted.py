@@ -61,7 +61,7 @@ SPECIAL = (
 )
 # These advance the script by one canvas.
 COUNTED = ("<tool_response|>", "<more>")
-# What ends an answer. As in the released checkpoint, the token that begins a call's result ends the call.
+# The tokens that end an answer. As in the released checkpoint, the token that begins a call's result ends the call.
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 

@@ -60,7 +60,7 @@ def chat(
 
 
 def ask(running: Serving, content: str = "12+34=", **options: Any) -> Reply:
-    """The same, of a server."""
+    """The answer of a server to one short chat, unless the options make it long."""
     return chat(running.host, content, **options)
 
 
@@ -81,7 +81,7 @@ class Serving:
         return Client(self.said["http"], timeout=60)
 
     def stop(self, number: int) -> str:
-        """Sends a signal; what the process wrote to stderr by its end."""
+        """Sends a signal, and returns what the process wrote to stderr by its end."""
         self.process.send_signal(number)
         return self.process.communicate(timeout=120)[1]
 
@@ -120,7 +120,7 @@ def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
 
 
 def started(bundle: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
-    """The same, which may not be ready yet, or never be."""
+    """Like `serving`, but the server may not be ready yet, or may never be."""
     (folder / "tmp").mkdir(parents=True)
     env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder / "tmp")}
     command = [sys.executable, "-m", "canvasrt", "serve", str(bundle), "--json", *options]

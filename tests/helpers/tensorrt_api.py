@@ -14,7 +14,7 @@ _OWN = {
 
 
 def borrowed(fake: type) -> set[str]:
-    """Return the names of one of `API` that must be the real class's."""
+    """Return those names of a class in `API` that the real class must have."""
     return {name for name in vars(fake) if not name.startswith("_")} - _OWN
 
 

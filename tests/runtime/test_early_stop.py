@@ -72,7 +72,7 @@ def test_the_last_step_ends_a_block_in_any_case(tiny) -> None:
 
 @pytest.mark.parametrize("stability", [0, 1, 2, 3])
 def test_the_rule_is_that_of_transformers(stability: int) -> None:
-    """Random canvases that change occasionally, with logits between flat and peaked."""
+    """Compare on random canvases that change occasionally, with logits between flat and peaked."""
     rng = np.random.default_rng(stability)
     theirs = StableAndConfidentStoppingCriteria(stability, 0.005)
     ours = EarlyStopping(params(stability))

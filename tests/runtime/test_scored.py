@@ -93,7 +93,9 @@ def expected(pair: Pair, prompt: list[int], given: SamplingParams) -> tuple[list
             if given.redo_below == 0 or score >= given.redo_below:
                 break
         else:
-            attempts.sort(key=lambda each: -each[0])  # stable: the first of equals
+            attempts.sort(
+                key=lambda each: -each[0]
+            )  # the sort is stable, so the first of equals comes first
             attempts.append(attempts[0])
         score, new, _ = attempts[-1]
         scores.append(score)

@@ -253,7 +253,7 @@ def test_a_build_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 143, said
     assert "Traceback" not in said
     left = [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name]
-    # Traced layers are whole, and serve the next build.
+    # The traced layers that stay in the cache are complete, and the next build uses them.
     left = [path for path in left if path.parent.name != "traces"]
     assert [path for path in left if path.suffix != ".lock"] == []
     assert not (tmp_path / "out").exists()

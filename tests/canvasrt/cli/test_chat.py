@@ -104,7 +104,7 @@ class Terminal:
         self._running.send_signal(signal.SIGINT)
 
     def interrupt_until_it_ends(self) -> None:
-        """A signal between prompt and read only takes effect at the next key or signal."""
+        """Interrupt repeatedly: a signal between prompt and read only takes effect at the next key or signal."""
         ended = False
         while not ended:
             self.interrupt()

@@ -89,7 +89,7 @@ def raised() -> dict[tuple[str, int], str]:
 
 
 def test_every_usage_error_has_a_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new one needs a row in `tests/helpers/wrong_use.py`."""
+    """A new error needs a row in `tests/helpers/wrong_use.py`."""
     reached: set[tuple[str, str, int]] = set()
     before = UsageError.__init__
 

@@ -92,7 +92,7 @@ def test_labelled_questions_are_questions() -> None:
 
 
 def test_training_canvases_are_those_of_reads(demo: Pair) -> None:
-    """A closed question is trained on with the prompt, the canvas and the slots of a read."""
+    """A closed question has the same prompt, canvas and slots in training as in a read."""
     pytest.importorskip("torch")
     from bench.demo.mixture import Mixture
     from bench.demo.tokenizer import build_tokenizer

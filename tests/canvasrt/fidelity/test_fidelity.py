@@ -102,7 +102,7 @@ def test_a_bundle_agrees_with_its_checkpoint(
 
 @pytest.mark.acceptance
 def test_int4_is_within_its_limits_of_the_demo(tmp_path: Path, capsys: Any) -> None:
-    """In the CPU's form: packed, with its own rounding of experts' inputs."""
+    """In the CPU's form, weights are packed and the experts' inputs are rounded in the CPU's own way."""
     bundle = build_bundle("demo", "cpu", tmp_path / "int4", BuildOptions("int4"))
     arguments = ["verify", str(bundle.path), "--reference", "demo", "--questions", "0", "--json"]
     assert run(arguments) == 0

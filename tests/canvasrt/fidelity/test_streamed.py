@@ -116,7 +116,7 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
 
 
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
-    """The codes are the checkpoint's; only the table and the experts' int8 inputs differ."""
+    """The codes are the checkpoint's. Only the table, and the experts' inputs in int8, differ."""
     folder, bundle = int4
     found = measure_quality(bundle, folder, 25)
     assert found["answers"] is found["pace"] is None

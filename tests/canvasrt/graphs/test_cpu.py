@@ -113,7 +113,7 @@ def compare(before: Feeds, after: Feeds, real: np.ndarray, tolerance: float) -> 
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# One token leaves most experts without a row.
+# With a single token, most experts have no row.
 @pytest.mark.parametrize(
     ("rows", "length", "past", "padding"), [(1, 1, 0, 0), (2, 16, 4, 6), (3, 40, 9, 0)]
 )
@@ -146,7 +146,7 @@ def test_layers_in_fewer_nodes(
         compare(expected, after.run(given), real, 1e-4)
         assert not [name for name in part.inputs if name.startswith(POSITIONAL)]
         compare(after.run(given), part.run(completed), real, 0)
-        # Wrong phases or positions would show.
+        # With wrong phases or positions, results would differ.
         others = before.run(given | {"causal": ~given["causal"]}), part.run(moved)
         for other in others:
             assert not np.allclose(
@@ -167,7 +167,7 @@ def test_each_question_is_asked_once(
 
 def check(config: ModelConfig, layers: int, found: Counter[str]) -> None:
     assert found["RotaryEmbedding"] == 2 * layers  # queries and keys
-    assert found["Softmax"] == layers  # the router's; attention has its own inside
+    assert found["Softmax"] == layers  # the router's Softmax; attention has its own inside
     assert found["SkipSimplifiedLayerNormalization"] == 2 * layers
     assert not found["Neg"], "a rotation was not recognised"
     # Heads, both gates, and the experts' rows twice; only positions are sliced.
@@ -199,7 +199,7 @@ def test_bodies_share_what_is_equal(graphs: Bundle) -> None:
     # One rotation for each kind of layer, and one mask.
     assert kinds["Cos"] == kinds["Sin"] == kinds["LessOrEqual"] == 2
     assert len(together.graph) < 0.7 * sum(len(each.graph) for each in apart)
-    # The comparison with the checkpoint finds the weights of layers here.
+    # In this form, the comparison with the checkpoint finds the layers' weights by name.
     for model in models:
         assert {f"layers.{i}.encoder_scalar" for i in range(2)} <= model.graph.initializers.keys()
 
@@ -207,8 +207,8 @@ def test_bodies_share_what_is_equal(graphs: Bundle) -> None:
 def test_lengths_have_memory_plans_of_their_own(
     graphs: Bundle, cut: tuple[Geometry, list[Session]]
 ) -> None:
-    """Otherwise a pass would run with the plan of another length, 7% slower: ONNX Runtime's key is the exclusive or of the
-    sizes."""
+    """Otherwise a pass would run with the plan of another length, which is 7% slower, since ONNX Runtime's key for a
+    plan is the exclusive or of the sizes."""
     geometry, parts = cut
     for body in parts:
         keys = set()

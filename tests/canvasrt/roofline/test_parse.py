@@ -26,7 +26,8 @@ def names(*lines: str) -> list[list[str]]:
 
 
 def test_kernels_are_sorted_by_profile() -> None:
-    """A kernel without a profile is in that of the others with Myelin's number, else in the first."""
+    """A kernel that states no profile belongs to the profile of kernels with the same Myelin number, or else to the
+    first."""
     lines = ("a_myl0_1", "b_myl3_1 [profile 1]", "c_myl3_2", "d")
     assert names(*map(line, lines)) == [["a_myl0_1", "d"], ["b_myl3_1", "c_myl3_2"]]
 

@@ -65,7 +65,8 @@ def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle)
 
 
 def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
-    """In a full layer, four kernels read the same values. Two layers have the sliding window, one has all."""
+    """In a full layer, four kernels read the same values. Two layers have the sliding window, and one has all
+    tokens."""
     for context, full in ((64, 2048), (2048, 2048), (4096, 4096)):
         made = predictor.denoise(GPU, 1, context)
         dims = made.sizes.dims(predictor.model, predictor.passes)
@@ -77,7 +78,8 @@ def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_floor_multiplies_only_what_was_routed(predictor: Predictor, batch: int) -> None:
-    """Whether the experts' products take all tokens for every expert, as with one canvas, or padded slots."""
+    """This holds whether the experts' products take all tokens for every expert, as with one canvas, or padded
+    slots."""
     d, mlp, inner, chosen = 2816, 2112, 704, WIDTHS["top_k_experts"]
     dense = 3 * 3 * d * mlp + d * (2 * (8192 + 4096) + 9216 + 8192)
     operations = 2 * batch * 256 * (dense + 3 * chosen * 3 * d * inner)
@@ -188,7 +190,7 @@ def test_what_another_gpu_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="was measured on NVIDIA L4, not on GeForce RTX 5090"):
         measured(GPU, file)
     assert measured(find_gpu("l4"), file).bytes_per_second() == 2.5e11
-    # A GPU that the table lacks is accepted for any.
+    # Rates of a GPU that the table lacks are accepted for any GPU.
     file.write_text(file.read_text().replace("L4", "RTX A5000"))
     assert measured(GPU, file).bytes_per_second() == 2.5e11
 

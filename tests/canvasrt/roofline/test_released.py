@@ -223,7 +223,7 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
         # The others are the experts' numbers.
         assert set(top) - {"Int32", "Int64"} == {"Float"}, (profile, top)
         attention = [k for k in inside if "Exp" in cost.step_names(k) and k is not router]
-        # Two per piece, one over the cached keys and one over the new ones; and those that merge them.
+        # Each piece has two, one over the cached keys and one over the new keys; others merge them.
         assert len(attention) >= 2 * pieces(built), profile
         for kernel in attention:
             steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
@@ -316,7 +316,8 @@ def moved(kernels: Sequence[Kernel], inside: Sequence[Kernel], program: str) -> 
 
 
 def test_kernels_and_bytes_stay_within_their_limits(built: Bundle) -> None:
-    """`limits.json` has today's figures. Lower ones are written there too, so that they cannot grow back unnoticed."""
+    """`limits.json` has today's figures. When a figure falls, the lower one is written there too, so that it cannot
+    grow back unnoticed."""
     limits = json.loads(LIMITS.read_text())[pair_of(built)]
     found = measured(built)
     assert {where: set(held) for where, held in limits.items()} == {

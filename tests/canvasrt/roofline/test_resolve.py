@@ -175,7 +175,7 @@ CAST = {"cast": Node([("rows", ROWS)], [("wide", ROWS)])}
         ({}, CHOSEN, "8*chosen"),
         # A cast before the gather does not matter: only the gathered rows are read.
         (CAST, CHOSEN, "8*chosen"),
-        # Another node reads all rows.
+        # If another node reads all rows, all of them count.
         ({"sum": Node([("rows", ROWS)], [("total", (1, 8))])}, CHOSEN, None),
         # The gathered tensor is computed in this kernel, one of two of its size, or written by it.
         ({"add": Node([("rows", ROWS), ("b", ROWS)], [("wide", ROWS)])}, CHOSEN, None),

@@ -78,7 +78,7 @@ def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, An
         assert f".target sm_{major}{minor}" in each["ptx"]
         assert f".visible .entry {each['entry']}(" in each["ptx"]
         assert f".reqntid {each['threads']}" in each["ptx"]
-        # Divisions are exact, so that rounding is the graph's. (exp has one, which need not be.)
+        # Divisions are exact, so that rounding is the graph's. (exp has a division that need not be exact.)
         if each["name"] == "round_rows-bfloat16":
             assert "div.rn.f32" in each["ptx"]
             assert "div.full" not in each["ptx"]

@@ -47,7 +47,7 @@ def test_there_is_one_piece_more_than_layers(pieces: list[ir.Model]) -> None:
 
 
 def test_tokens_have_two_axes_at_a_cut(pieces: list[ir.Model]) -> None:
-    """The segment's own inputs have the same two, so the profiles apply."""
+    """The segment's own inputs have the same two axes, so its profiles apply to the pieces."""
     states = f"batch, length, {D}"
     inputs, outputs = pieces[1].graph.inputs, pieces[1].graph.outputs
     assert shape(inputs, "carried_0") == shape(outputs, "carried_0_out") == f"BFLOAT16 {states}"

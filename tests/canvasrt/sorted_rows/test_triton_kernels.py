@@ -33,7 +33,7 @@ def even(tokens: int, random: torch.Generator) -> Tensor:
 
 
 def same(tokens: int, random: torch.Generator) -> Tensor:
-    """All tokens have the same experts, so other experts have none."""
+    """Give all tokens the same experts, so that other experts have no rows."""
     return torch.tensor([[4, 0, 2]]).repeat(tokens, 1).int()
 
 
@@ -72,7 +72,7 @@ class Layer:
         return torch.full((rows, self.sizes.inner), 3.5).to(dtype)
 
     def both(self, gate_up: Tensor, down: Tensor, x: Tensor) -> Tensor:
-        """Run the plain kernels over all; return `[K, T, D]`."""
+        """Run both plain kernels over all rows; return `[K, T, D]`."""
         inner = self.inner(x.dtype)
         dtype = str(x.dtype).removeprefix("torch.")
         result = torch.full((self.sizes.top_k, *x.shape), -9.0).to(x.dtype)
@@ -254,7 +254,7 @@ def halves_of_steps(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
-    """Ties to even, saturating, and nothing beside the rows."""
+    """Ties go to even, large numbers saturate, and nothing is written outside the rows."""
     random, whole = np.random.default_rng(0), 0.125
     x = halves_of_steps(random, (20, SIZES.size), whole)
     x[3] = random.standard_normal(SIZES.size) * 3e4  # beyond the largest scale

@@ -78,7 +78,7 @@ def test_the_same_file_in_process_and_over_http(
     answers = {each["custom_id"]: each["response"]["body"] for each in told[0]}
     assert json.loads(answers["schema"]["choices"][0]["message"]["content"])["n"] in (1, 2)
     files = [path.read_text() for path in local]
-    # The fixture's front end was told another build of the model.
+    # The fixture's front end names another build of the model.
     mine, other = f"fp_{engines.manifest.digest[:12]}", "fp_0123456789ab"
     for at_once in (1, 8):
         _, remote = asked(file, f"remote{at_once}.jsonl", over(front), at_once)

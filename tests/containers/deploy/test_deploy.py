@@ -65,7 +65,7 @@ def test_without_keys_it_answers_under_names_that_users_expect():
     assert hosts(name="mine") == "127.0.0.1,::1,localhost,mine"
     given = {"CANVASRT_ALLOWED_HOSTS": "a.example,b"}
     assert hosts(server=given) == "a.example,b"
-    assert hosts(listen="0.0.0.0") == ""  # under any name, as `serve` does
+    assert hosts(listen="0.0.0.0") == ""  # under any host name, as `serve` does
     assert hosts(listen="0.0.0.0", server=given) == "a.example,b"
     # The user's options come later, and win.
     said = words(CPU, variables=("CANVASRT_ALLOWED_HOSTS=mine",))

@@ -47,7 +47,7 @@ def base(tmp_path: Path) -> Path:
 
 @contextmanager
 def seconds(limit: int) -> Iterator[None]:
-    """Fail a block that takes longer."""
+    """Fail if the block takes longer than this many seconds."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"still running after {limit} s")
@@ -68,7 +68,7 @@ def manifest_of(layout: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def edit(layout: Path, change: Any) -> None:
-    """Change the manifest, and the index so that it matches."""
+    """Change the manifest, and make the index match it."""
     index, manifest = manifest_of(layout)
     change(manifest, index)
     content = json.dumps(manifest).encode()

@@ -29,7 +29,7 @@ from tests.conftest import Command
 
 FIRST, GAP = 0.06, 0.03  # seconds
 PIECES, TOKENS, STEPS = 4, 40, 8
-SLACK = 0.03  # a busy machine takes longer, but not every time
+SLACK = 0.03  # a busy machine may take longer in some of the tries, but not in all
 
 
 class _Server(http.server.BaseHTTPRequestHandler):

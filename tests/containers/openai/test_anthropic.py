@@ -162,7 +162,7 @@ def test_limits(ask: Any) -> None:
 
 
 def test_formats(front: FrontEnd) -> None:
-    """With a random model, which can follow a schema."""
+    """The model is random, so only a grammar can make it follow a schema."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
     body = {**SAME, "max_tokens": 40, "messages": HELLO, "output_config": {"format": form}}

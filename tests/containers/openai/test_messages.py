@@ -17,7 +17,7 @@ PNG = "data:image/png;base64,AA=="
 
 @pytest.fixture(scope="module")
 def ask() -> Any:
-    """`ask(path, **fields)` returns the error, or none if only the model is missing."""
+    """`ask(path, **fields)` returns the error; None if only the missing model keeps the request from being answered."""
     options = FrontOptions(hosts=("*",))
     settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1/metrics", options)
     with TestClient(make_app(settings, ServerState(phase="serving"))) as client:

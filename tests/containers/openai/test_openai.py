@@ -225,7 +225,7 @@ def test_our_own_settings_are_extra_fields(openai: OpenAI, grpc: Client):
 
 
 def test_temperature_scales_the_checkpoint_s_schedule(openai: OpenAI, grpc: Client):
-    """The demo's runs from 0.8 to 0.4; a power of two rounds nothing."""
+    """The demo's temperature falls from 0.8 to 0.4. Scaling by a power of two rounds nothing."""
     asked = {"prompt": "12+34=", **SAME}
     for value in (0.0, 0.5, 2.0):
         answer = chat(openai, temperature=value)
@@ -251,7 +251,7 @@ def test_the_draw_and_the_logits_are_the_caller_s(
     more = {
         "entropy_bound": 20.0,
         "max_denoising_steps": 6,
-    }  # accepts what is unsure, so that the draw shows
+    }  # accepts uncertain tokens, so that the draw matters
     expected = local("12+34=", max_new_tokens=40, seed=7, **more, **params)
     answer = chat(openai, extra_body={**fields, **more})
     tensors = {name: json.dumps(v) if isinstance(v, dict) else v for name, v in fields.items()}

@@ -46,7 +46,7 @@ def test_an_answer(ask):
 
 
 def test_it_is_the_chats_answer(openai: OpenAI, grpc: Client):
-    """With a random model, whose answer depends on every token of the prompt."""
+    """The model is random, so its answer depends on every token of the prompt."""
     response = openai.responses.create(
         model="canvasrt",
         instructions="be brief",
@@ -153,7 +153,7 @@ class weather(BaseModel):
 
 def test_the_clients_helpers(agent: OpenAI, acting: Script):
     function = pydantic_function_tool(weather)
-    # A strict one would follow its schema, and not the script.
+    # A strict tool's call would follow the schema, and not the script.
     tool: Any = {"type": "function", **function["function"], "strict": False}
     options: dict[str, Any] = {"model": "canvasrt", "input": "Hello", "tools": [tool]}
     options["extra_body"] = acting.choose("calls")
@@ -171,7 +171,7 @@ def test_the_clients_helpers(agent: OpenAI, acting: Script):
 
 
 def test_cached_tokens_are_told(ask):
-    """A prompt of more than a chunk, twice."""
+    """The same prompt, longer than a chunk, is sent twice."""
     first, second = (ask("plain", "Hello " * 60) for _ in range(2))
     details = first.usage.input_tokens_details, second.usage.input_tokens_details
     assert details[1].cached_tokens > details[0].cached_tokens

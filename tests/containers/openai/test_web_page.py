@@ -175,7 +175,7 @@ def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
     with FrontEnd.over(server, options) as guarded:
         page = visit(guarded)
         sync_api.expect(page.locator("#state")).to_have_text("this server needs an API key")
-        # At once, while the request that the key causes is under way.
+        # The prompt is sent at once, while the request that the key causes is under way.
         page.evaluate("""() => {
             $("key").value = "open-sesame";
             $("key").dispatchEvent(new Event("change"));

@@ -32,7 +32,7 @@ PLATFORMS = [(python, machine) for python in ("3.11", "3.12") for machine in ("a
 
 @pytest.mark.parametrize(("python", "architecture"), PLATFORMS)
 def test_the_table_has_what_the_installed_versions_need(python: str, architecture: str) -> None:
-    """After an update of constraints.txt: .ci/lock-images."""
+    """If this fails after an update of constraints.txt, run .ci/lock-images."""
     for backend in ("onnxruntime", "tensorrt-rtx"):
         pins = requirements(
             {backend: None if backend == "onnxruntime" else "1.7.1.116"}, python, architecture

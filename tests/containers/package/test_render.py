@@ -64,7 +64,7 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["user"] == "1000:1000"
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert "size=268435456" in service["tmpfs"][0]
-    # Ending an unhealthy server takes a restart policy and an init.
+    # To end an unhealthy server, the health check needs a restart policy and an init.
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
     assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"

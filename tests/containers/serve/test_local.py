@@ -39,7 +39,7 @@ def everything_builds(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu("NVIDIA L4", 24, (8, 9)), "l4"),
         (gpu("NVIDIA H200", 150, (9, 0)), "h200"),
         (gpu("NVIDIA RTX 5000 Ada Generation", 34, (8, 9)), "rtx-4090"),  # the nearest in memory
-        (gpu("NVIDIA RTX A5000", 24, (8, 6)), "rtx-3090"),  # and not the one for many GPUs
+        (gpu("NVIDIA RTX A5000", 24, (8, 6)), "rtx-3090"),  # and not the target for many GPUs
         (gpu("NVIDIA RTX 4000 Ada", 20, (8, 9)), "rtx-4080"),  # the nearest that fits
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,

@@ -74,7 +74,7 @@ def test_a_dead_server_is_ended_after_a_few_checks(
     stop, kill = probe.STOP_AFTER, probe.KILL_AFTER
     assert [len(each) for each in sent[: stop - 1]] == [0] * (stop - 1)
     assert killed == [signal.SIGTERM] * (kill - stop) + [signal.SIGKILL]
-    probe.main(environment)  # the next server has not been alive yet
+    probe.main(environment)  # the next server has not answered a health check yet
     assert len(killed) == kill - stop + 1
 
 

@@ -77,7 +77,7 @@ def make(
 
 @pytest.fixture
 def several(tmp_path: Path, engines: Bundle) -> Bundle:
-    """A package with engines for four targets, and graphs for those that build where they run."""
+    """A package with engines for four targets, and graphs for the targets that build on the machine that runs them."""
     folder = tmp_path / "package"
     for target in ("rtx-5090", "rtx-pro-6000", "dgx-spark", "cpu"):
         make(folder / "engines" / target, engines, target, "nvfp4" if target != "cpu" else "fp32")

@@ -43,7 +43,7 @@ def ask(openai: OpenAI, **options: Any) -> Any:
 
 
 def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_path: Path):
-    """Every request is answered whole or turned away; none is cut off."""
+    """Every request is answered completely or refused; none is cut off."""
     outcomes: list[str] = []
     stopping = threading.Event()
 
@@ -56,7 +56,7 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
                 except sdk.APIStatusError as error:
                     outcomes.append(f"turned away with {error.status_code}")
                 except sdk.APIConnectionError as error:
-                    # Right for what is sent after the signal, which nobody has accepted.
+                    # This is right for requests that are sent after the signal, which nobody has accepted.
                     outcomes.append("refused" if before else f"lost: {error.__cause__!r}")
                     return
 

@@ -115,7 +115,7 @@ def test_a_stopped_fork_holds_up_nobody(
         )
         os.kill(forks[0], signal.SIGSTOP)
         sandbox.check(DIGITS, ())  # at the same time
-        with pytest.raises(CanvasError, match="CPU time"):  # by the process that replaces it
+        with pytest.raises(CanvasError, match="CPU time"):  # in the fork's replacement
             endless.result(60)
     assert eventually(lambda: not _runs(forks[0]))
 

@@ -105,7 +105,7 @@ def test_the_generate_stream_endpoint_sends_events(server: Server):
 
 
 def test_answers_do_not_depend_on_what_else_is_asked(server: Server, local: Local):
-    """Eight at once, half of them streams, with settings of their own."""
+    """Ask eight requests at once, half of them streams, each with its own settings."""
     asked = [
         (f"{n}+{n}=", {"seed": n, "max_new_tokens": 20 + 9 * n, "max_denoising_steps": 3 + n})
         for n in range(8)

@@ -20,7 +20,7 @@ __all__ = ["model"]
 
 
 def test_one_key_cannot_take_every_place(model: Model, monkeypatch: pytest.MonkeyPatch):
-    """Wherever its requests are: still being prepared, queued, or in the generator."""
+    """This holds wherever the key's requests are: still being prepared, queued, or in the generator."""
     monkeypatch.setattr(worker_module, "MAX_WAITING", 8)
     worker = Worker(lambda: Generator(model, max_batch=1))
     one = replace(request(model, **LONG), owner="a")

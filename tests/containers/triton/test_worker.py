@@ -134,7 +134,7 @@ def test_requests_join_a_few_at_a_time(model: Model):
 
 
 def test_a_worker_that_ends_leaves_nobody_waiting(model: Model):
-    """Even if its thread raises a library's panic, which is no Exception."""
+    """This holds even if the worker's thread raises a library's panic, which is no Exception."""
 
     class Panic(BaseException):
         pass
@@ -237,7 +237,7 @@ def poison(model: Model, owner: str, **options: Any) -> Request:
 def test_one_caller_s_requests_do_not_end_the_service(
     model: Model, owner: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """However many fail. With a key, the caller is refused for a while."""
+    """This holds however many requests fail. If the caller has a key, it is refused for a while."""
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
     worker = Worker(lambda: Poisoned(model), lost=lost.put)
     for _ in range(MOST if owner else 2 * MOST):

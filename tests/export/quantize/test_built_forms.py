@@ -190,7 +190,7 @@ def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
         found = producers(model, "w")
         if spoil == "input not quantized":
             found["product"].replace_input_with(0, model.graph.inputs[0])
-        else:  # the factor before the product
+        else:  # the factor is applied before the product
             found["turned"].outputs[0].replace_all_uses_with(found["scaled"].outputs[0])
             found["scaled"].outputs[0].replace_all_uses_with(found["product"].outputs[0])
             found["scaled"].replace_input_with(0, found["turned"].outputs[0])

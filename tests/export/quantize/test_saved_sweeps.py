@@ -62,5 +62,5 @@ def test_a_damaged_result_is_found_again(
     (tmp_path / "finished.json").write_text(text)
     (tmp_path / "sweeps").mkdir()
     monkeypatch.setattr(calibrate, "_observe", lambda *_: found)
-    for _ in range(2):  # the second one reads it
+    for _ in range(2):  # the second call reads the result
         assert calibrate.calibrate(*nothing, tmp_path) == found  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_the_demo_model_fills_gaps(demo: Pair) -> None:
 
 
 def test_of_a_range_the_likeliest_length_is_returned(demo: Pair) -> None:
-    """Each length has the noise of its own block, so the first can be repeated alone."""
+    """Each length has the noise of a block of its own, so the first length's answer can be repeated alone."""
     ranged = run(demo, ask(demo, "te{3-5}p", "reverse planet", seed=2))
     alone = run(demo, ask(demo, "te{3}p", "reverse planet", seed=2))
     assert len(ranged.steps) == 3

@@ -131,7 +131,7 @@ def test_a_read_sees_images(tiny: Pair) -> None:
 
 def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
     request = DecisionRequest([7], params(tiny, steps=3), templates=(TEMPLATE, TEMPLATE), samples=5)
-    assert TEMPLATE.rounds == 2  # of one draw and step, for the labels of several tokens
+    assert TEMPLATE.rounds == 2  # passes per draw and step, since labels have several tokens
     request.check_limits(3, 60)
     request.check_limits(None, None)
     with pytest.raises(CanvasError, match="steps is 3") as error:

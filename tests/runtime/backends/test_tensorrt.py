@@ -120,7 +120,7 @@ class Engines:
 
 @pytest.mark.parametrize("rtx", [True, False], ids=["tensorrt_rtx", "tensorrt"])
 def test_tokens_are_those_of_the_cpu(rtx: bool, tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
-    """With all steps, the same calls repeat."""
+    """Requests take all steps, so the same calls repeat."""
     engines = Engines(tiny.graphs, tmp_path, rtx)
     wanted = requests(tiny, prompt, [40, 150, 9], max_new_tokens=3 * CANVAS, early_stop=False)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
@@ -154,7 +154,7 @@ def test_requests_share_no_pass_unless_they_are_let() -> None:
 def test_a_place_keeps_one_graph(
     tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of its latest call; no queued work may use the one before."""
+    """It keeps the graph of its latest call. No queued work may use the graph before that."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
     engines = Engines(tiny.graphs, tmp_path, rtx=False, apart=True)
     forget, queued = engines.device.forget, []

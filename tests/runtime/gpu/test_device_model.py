@@ -141,12 +141,12 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     assert model.counters.overflows >= 4
     calls = backend.engines["body_1"].calls
     capacities = {call.dims["capacity"] for call in calls if call.repeats}
-    # A request that leaves the shared pass tries the middle capacity first; a lone one knows from its load that it is too
-    # small.
+    # A request that leaves the shared pass tries the middle capacity first; a lone request knows from its load that
+    # this is too small.
     middle = set() if rows_apart else {CANVAS // 2 + 2}
     assert capacities == {2, *middle, CANVAS}
     counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
-    if rows_apart:  # the first segment's overflow gave the second room, too
+    if rows_apart:  # after the first segment's overflow, the second had room, too
         assert counts["body_0"] == counts["body_1"]
 
 
