@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (_, what) in MEASUREMENTS.items():
             print(f"{name:12} {what}")
         return 0 if not given or given[0] in ("-h", "--help") else 2
+    # The GPU that CUDA calls 0 is then the first of nvidia-smi, which names it in the results.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(importlib.import_module(MEASUREMENTS[given[0]][0]).measure)
     try:
