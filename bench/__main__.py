@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import typer
 
 from canvasrt.errors import CanvasError, UsageError
 
-# Each is the function `measure` of a module, whose parameters are the options.
+# Each measurement is the function `measure` of a module; its parameters are the options.
 MEASUREMENTS = {
     "answers": (
         "bench.answers",
@@ -18,21 +19,24 @@ MEASUREMENTS = {
     ),
     "batch": ("bench.batch", "a file of requests in this process, against 64 clients over HTTP"),
     "build": ("bench.build", "seconds, peak memory and bytes of an export and a build"),
-    "calibrated": ("bench.calibrated", "a build from a bf16 checkpoint, beside its plan"),
+    "calibrated": ("bench.calibrated", "a build from a bf16 checkpoint, compared with its plan"),
     "checkpoint": ("bench.checkpoint", "no measurement: a random checkpoint of a real shape"),
     "cpu": ("bench.cpu", "a denoising pass on this CPU, against its matrix rate"),
-    "floor": ("bench.floor", "rates of copies, matrix products and launches here"),
+    "floor": ("bench.floor", "rates of copies, matrix products and launches on this machine"),
     "gpu": ("bench.gpu", "passes of the released shape: engines, graphs, transformers, the floor"),
     "hour": (
         "bench.hour",
-        "all that only a GPU can answer, in order; survives a cut at any minute",
+        "everything that only a GPU can answer, in order; may be interrupted at any minute",
     ),
     "image-demo": (
         "bench.image_demo",
         "no measurement: the demo in a container, `make image-demo`",
     ),
     "picture": ("bench.picture", "no measurement: the README's picture of the page"),
-    "predict": ("bench.predict", "passes on GPUs that are not here, from the builder's kernels"),
+    "predict": (
+        "bench.predict",
+        "predicted passes on GPUs that this machine lacks, from the builder's kernels",
+    ),
     "probe": ("bench.probe", "what runs on this machine's GPU, in each tool's own words"),
     "questions": ("bench.questions", "the demo's held-out questions, under several settings"),
     "rows": ("bench.rows", "the kernels over sorted rows on this GPU, checked against NumPy"),
@@ -48,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (_, what) in MEASUREMENTS.items():
             print(f"{name:12} {what}")
         return 0 if not given or given[0] in ("-h", "--help") else 2
+    # The GPU that CUDA calls 0 is then the first of nvidia-smi, which names it in the results.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(importlib.import_module(MEASUREMENTS[given[0]][0]).measure)
     try:

@@ -105,7 +105,7 @@ def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Js
             request: Any = Request(ids, params)
             if name != "free":
                 request = ConstrainedRequest(ids, params, start=starts[name], end=end)
-            before = time.process_time()  # all threads', since searches run beside the passes
+            before = time.process_time()  # of all threads, since searches run beside the passes
             (result,) = Generator(model).run([request])
             steps.append(sum(result.steps))
             took.append(1e3 * (time.process_time() - before) / steps[-1])

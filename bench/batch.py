@@ -1,7 +1,7 @@
 """`canvasrt batch` in this process, against 64 requests at a time over HTTP: the same questions on the same machine.
 
-The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The server is started beforehand;
-opening the engines in this process counts.
+The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The server's start does
+not count; opening the engines in this process does.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _round(
             {"way": way, "answers": count, "seconds": seconds, "CPU ms": 1e3 * spent / count}
         )
     if files[0] != files[1]:
-        raise CanvasError("the two ways gave different files", f"compare those in {folder}")
+        raise CanvasError("the two ways gave different files", f"compare the files in {folder}")
     return rows
 
 

@@ -49,8 +49,8 @@ class Peak:
 
 
 class Sampler:
-    """Inside the block, watches the memory of this process's descendants, in total and by the segment that a builder
-    builds, and a folder's size on disk."""
+    """Inside the `with` block, watches the memory of this process's descendants, in total and by the segment that a
+    builder builds, and a folder's size on disk."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.whole = Peak()
@@ -120,7 +120,7 @@ def _row(name: str, seconds: float, peak: Peak, written: int) -> Json:
 
 
 def _disk(folder: Path) -> int:
-    """Return the bytes on disk of a folder's files together; one with several names counts once."""
+    """Return the bytes on disk of a folder's files together; a file with several names counts once."""
     found = {}
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):  # it is gone again
@@ -180,21 +180,23 @@ def measure(
     shape: str = "released",
     layers: Annotated[int | None, typer.Option(help="Default: the shape's own number.")] = None,
     format: Literal["nvfp4", "int4", "bf16"] = "nvfp4",
-    target: Annotated[str, typer.Option(help="One, or several with commas.")] = "rtx-5090",
+    target: Annotated[str, typer.Option(help="Targets, separated by commas.")] = "rtx-5090",
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     max_context: Annotated[
-        int | None, typer.Option(help="Tokens of the one request that engines take.")
+        int | None,
+        typer.Option(help="Maximum tokens of a request; engines take one request at a time."),
     ] = None,
     experts: Experts = SLOTTED,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare what runs here with the checkpoint.")
+        bool,
+        typer.Option("--verify", help="Compare the engines that run here with the checkpoint."),
     ] = False,
     keep: Annotated[
         Path | None, typer.Option(help="An empty folder that keeps graphs and engines.")
     ] = None,
     out: results.Out = None,
 ) -> None:
-    """Create a checkpoint, export it and build it for one target after the other: 55 GB of disk for all 30 layers."""
+    """Create a checkpoint, export it and build it for one target after the other. All 30 layers take 55 GB of disk."""
     work = keep or Path(tempfile.mkdtemp(prefix="canvasrt-build-"))
     before, os.environ["CANVASRT_CACHE"] = os.environ.get("CANVASRT_CACHE"), str(work / "cache")
     sizes: Any = {} if max_context is None else {"max_context": max_context, "max_batch": 1}

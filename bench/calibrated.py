@@ -28,7 +28,7 @@ def measure(
     layers: Annotated[int | None, typer.Option(help="Default: the shape's own number.")] = None,
     target: str = "rtx-5090",
     precision: Annotated[str | None, typer.Option(help="A recipe; default: the target's.")] = None,
-    prompts: Annotated[int, typer.Option(help="Of 200 tokens, for the calibration.")] = 2,
+    prompts: Annotated[int, typer.Option(help="Calibration prompts, of 200 tokens each.")] = 2,
     steps: Annotated[int, typer.Option(help="Denoising steps of a block.")] = 12,
     out: results.Out = None,
 ) -> None:
@@ -51,7 +51,8 @@ def measure(
 
 
 def build(checkpoint: Path, target: Target, made: Path, options: BuildOptions) -> Json:
-    """Build engines and the cache in `made`. Return a row per stage, and the plan's figures beside the measured ones."""
+    """Build engines in `made`, with a cache of its own. Return a row per stage, and the plan's figures beside the
+    measured ones."""
     begun: dict[str, float] = {"hashing": time.monotonic()}
 
     def show(what: str, done: int, total: int) -> None:

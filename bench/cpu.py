@@ -1,4 +1,4 @@
-"""How near a denoising pass on the CPU comes to the machine's matrix rate, for each bundle.
+"""Compares a denoising pass on the CPU with the machine's matrix rate, for each bundle.
 
 Bundles take turns, each after a product of two fp32 matrices of 2,048 x 2,048 in torch, whose rate counts as the
 machine's. Only multiply-adds of products and of attention count as work.
@@ -63,7 +63,7 @@ class Subject:
 
 
 def work(config: ModelConfig) -> int:
-    """Return the multiply-adds of a denoising pass behind `PROMPT` cached tokens."""
+    """Return the multiply-adds of a denoising pass after `PROMPT` cached tokens."""
     keys = PROMPT + config.canvas_length
     heads = config.num_attention_heads * sum(layer.head_dim for layer in config.layers)
     return pass_work(config) + 2 * config.canvas_length * keys * heads

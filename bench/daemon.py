@@ -15,7 +15,7 @@ from pathlib import Path
 from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine, last_line
 from canvasrt.errors import CanvasError
 
-# It creates no network; its containers use the host's or none.
+# The daemon creates no network; its containers use the host's network, or none.
 _OPTIONS = ("--iptables=false", "--ip6tables=false", "--bridge=none")
 _PATIENCE = 30.0
 

@@ -16,7 +16,8 @@ FEW_LAYERS = 3
 
 
 def few_experts(recipe: str, folder: Path) -> Path:
-    """Return graphs of `WIDTHS` in a recipe, or in bf16, with a made-up calibration. Writes missing ones to `folder`."""
+    """Return graphs of `WIDTHS` in a recipe, or in bf16, with a made-up calibration. Writes missing graphs to
+    `folder`."""
     from bench import synthetic
     from canvasrt.export.graphs import export_graphs
     from canvasrt.export.quantize.calibrate import Calibration

@@ -92,7 +92,7 @@ def _launches(torch: Any) -> Callable[[], Any]:
 
     def replay() -> Any:
         graph.replay()
-        return number  # which the graph writes, so it must stay
+        return number  # keeps the tensor, to which the graph writes
 
     return replay
 
@@ -122,7 +122,7 @@ def _best(work: Callable[[], Any]) -> float:
 def floor_ms(prepared: Prepared, measured: dict[str, Any], batch: int) -> dict[str, float]:
     """Return milliseconds of a denoising pass: every weight read once, plus the necessary products.
 
-    Keys, values and scores are left out; at a context of 32K they add to both.
+    Keys, values and scores are left out; at a context of 32K they add bytes and operations.
     """
     reading = prepared.weight_bytes / measured["copy_bytes_per_second"]
     rate = measured.get("matrix_operations_per_second")

@@ -117,7 +117,8 @@ def run(
     precision: str | None,
     save: Callable[[Json], None],
 ) -> Json:
-    """Return all measurements of a shape, with files in `folder`. `save` gets those so far after each row."""
+    """Return all measurements of a shape, with files in `folder`. `save` gets the measurements so far after each
+    row."""
     prepared = shape.prepare(wanted, folder)
     config = prepared.config
     served = shape.quantized(prepared, precision, folder) if precision else prepared
@@ -234,7 +235,7 @@ def _makers(
 ) -> dict[str, Callable[[], Runner]]:
     """Return a function per side that makes it. Sides are made in turn, so that only one is in memory.
 
-    `served` is what engines are built from, which may be quantized.
+    `served`: the graphs from which engines are built; they may be quantized.
     """
 
     def onnxruntime(graphs: bool) -> Runner:

@@ -1,8 +1,8 @@
 """Runs everything that only a GPU can answer, the most important first.
 
-Each step's output and results are written as they come, so a cut at any minute keeps what was there. Started again, it goes on
-with the steps that have not ended, then repeats those that failed: `--minutes 9` fits a machine whose commands may run for ten.
-Nothing is downloaded, and a step that lacks a package fails at once.
+Each step's output and results are written at once, so an interruption at any minute loses none of them. Another start
+runs the steps that have not ended, and then repeats those that failed: `--minutes 9` suits a machine whose commands may
+run for ten. Nothing is downloaded, and a step that lacks a package fails at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from canvasrt.errors import UsageError
 from canvasrt.staging import signals_raise
 
 _BENCH = (sys.executable, "-m", "bench")
-ON_A_GPU = "on_a_gpu"  # in the names of tests that need one
+ON_A_GPU = "on_a_gpu"  # in the names of tests that need a GPU
 _CANVASRT = (sys.executable, "-m", "canvasrt")
 
 
@@ -43,7 +43,7 @@ def _gpu(*options: str) -> tuple[Sequence[str], float]:
     return (*_BENCH, "gpu", *options, "--work", "{work}", "-o", "{out}"), 25
 
 
-# Name: command, and the minutes that it gets. A step that writes results names the file `{out}`.
+# Name → command, and the minutes that it may take. A step that writes results names the file `{out}`.
 STEPS: dict[str, tuple[Sequence[str], float]] = {
     "doctor": ((*_CANVASRT, "doctor", "--report", "{out}"), 2),
     "rates": ((*_BENCH, "floor", "--precision", "fp8", "-o", "{out}"), 2),
@@ -52,7 +52,8 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
     "rows-fp8": _rows("fp8"),
     "parity": ((sys.executable, "-m", "pytest", "-q", "tests/runtime", "-k", ON_A_GPU), 8),
     "probe-sorted": _probe("sorted", 8),
-    # One context, since every width is a profile to build. The released shape in 16 bits does not fit 24 or 32 GB.
+    # One context, since every width of the past is one more profile to build. The released shape in 16 bits does not
+    # fit 24 or 32 GB.
     **{
         f"gpu-{each}": _gpu(
             *("--sides", "tensorrt", "--precision", each),
@@ -87,8 +88,8 @@ def measure(
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For graphs and engines: 40 GB.")
     ] = None,
-    steps: Annotated[str, typer.Option(help="Names of some of the steps.")] = ",".join(STEPS),
-    minutes: Annotated[float, typer.Option(metavar="N", help="Of this start.")] = 24 * 60,
+    steps: Annotated[str, typer.Option(help="The steps to run, by name.")] = ",".join(STEPS),
+    minutes: Annotated[float, typer.Option(metavar="N", help="Limit of this start.")] = 24 * 60,
 ) -> None:
     """Run the steps that have not ended yet, in order, until the time is up."""
     end = time.monotonic() + 60 * minutes
@@ -135,7 +136,8 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
     words = [word.format(**places) for word in command]
     log = out / f"{name}.log"
     with log.open("a") as file, signals_raise():
-        # A group, so that what a step started ends with it: left alone, it would keep the GPU busy under the next step.
+        # A process group, so that all processes of a step end with it: a survivor would keep the GPU busy during the
+        # next step.
         process = subprocess.Popen(
             words,
             cwd=ROOT,

@@ -42,7 +42,7 @@ def measure() -> None:
 
 
 def run_image_demo(folder: Path, engine: ContainerEngine) -> None:
-    """Run the steps. CanvasError for the first that fails."""
+    """Run the steps. Raises CanvasError for the first one that fails."""
     clock = _Clock()
     with progress():
         base = standin()

@@ -37,8 +37,8 @@ REPEAT = {
     3: {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS},
     6: dict.fromkeys((None, *range(6)), SEGMENTS),
 }
-# All are built for one target, with every format and enough memory for the longest contexts. Its kernels stand for
-# the other GPUs'.
+# All engines are built for one target, which has every format and enough memory for the longest contexts. Its kernels
+# stand for those of the other GPUs.
 BUILT_FOR = "rtx-pro-6000"
 _BLACKWELL = ("rtx-5090", "rtx-pro-6000", "dgx-spark")
 _ADA = ("rtx-4090", "rtx-6000-ada", "l40s")
@@ -63,11 +63,11 @@ def measure(
     batches: str = "1,4,8",
     contexts: str = "1024,32768,262144",
     layers: Annotated[int, typer.Option(help="3 or 6.")] = 3,
-    experts: Annotated[str, typer.Option(help="Of `canvasrt build`.")] = SLOTTED,
+    experts: Annotated[str, typer.Option(help="As in `canvasrt build`.")] = SLOTTED,
     out: results.Out = None,
 ) -> None:
     """Predict milliseconds of denoising passes, with even routing and with half a canvas of padding."""
-    # Engines of tens of gigabytes, which nothing else uses.
+    # A cache of its own: the engines take tens of gigabytes, and nothing else uses them.
     os.environ.setdefault("CANVASRT_CACHE", str(work / "cache"))
     rows: list[Json] = []
     for recipe in recipes.split(","):
@@ -82,7 +82,7 @@ def measure(
 
 
 def engines(recipe: str, layers: int, work: Path, batch: int, experts: str = SLOTTED) -> Bundle:
-    """Return a recipe's engines for that many canvases; build those that `work` lacks."""
+    """Return a recipe's engines for this number of canvases; build those that `work` lacks."""
     out = work / f"engines-{recipe}-{batch}-{experts}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
@@ -141,7 +141,8 @@ def reads_per_second(
 
 @cache
 def fits(recipe: str, target: Target, batch: int, context: int) -> str:
-    """Return whether such requests fit the target's memory: "yes", "no", or "without images"; as `build --dry-run`."""
+    """Return whether such requests fit the target's memory: "yes", "no", or "without images". `build --dry-run` says
+    the same."""
     most = context + released_model().canvas_length
     way, need = released_memory(_precision(recipe), target, most, batch)
     if target.memory is not None and need.total > target.memory:

@@ -259,7 +259,7 @@ def _returns(path: Path) -> str:
         model.encode([EncodeInput(row, np.arange(length))])
         found.append(f"{length}: {1e3 * (time.perf_counter() - begin):.1f}")
         model.release(row)
-    return f"ms of encoding passes of so many tokens, in turn: {', '.join(found)}"
+    return f"ms of encoding passes, in turn, by number of tokens: {', '.join(found)}"
 
 
 def _in_fp32(folder: Path) -> Path:

@@ -164,7 +164,7 @@ def _batches(encoded: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]
 
 
 class Asker:
-    """Asks a bundle the same held-out questions with the same seeds, under one setting after the other."""
+    """Asks a bundle the same held-out questions with the same seeds, under one setting after another."""
 
     def __init__(self, model: Model, count: int) -> None:
         rng = random.Random(0)

@@ -29,7 +29,7 @@ Out = Annotated[
         "-o",
         "--out",
         metavar="FILE",
-        help="Also write the results here, as bench/results/ has them.",
+        help="Also write the results to this file, in the form of bench/results/.",
     ),
 ]
 
@@ -43,13 +43,13 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 def skipped(error: Exception) -> Json:
-    """Return what takes the place of a measurement that failed."""
+    """Return the entry for a measurement that failed."""
     text = str(error).strip().splitlines()
     return {"skipped": f"{type(error).__name__}: {text[0] if text else 'no reason given'}"}
 
 
 def write(figures: Json, out: Path | None) -> None:
-    """Write the figures to `out` with what they were measured on. Rows of a table are dicts."""
+    """Write the figures to `out` with the machine, commit and command. Rows of a table are dicts."""
     if out is not None:
         data = {
             "date": datetime.date.today().isoformat(),
@@ -61,7 +61,7 @@ def write(figures: Json, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         whole = out.with_suffix(".partial")
         whole.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        whole.replace(out)  # a cut leaves the results so far
+        whole.replace(out)  # an interruption leaves the results so far
 
 
 def report(figures: Json, out: Path | None) -> None:

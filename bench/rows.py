@@ -152,7 +152,7 @@ class LayerOnDevice:
             choice = int(random.integers(self.sizes.top_k))
             wanted = self._row(token, int(self._index[token, choice]))
             errors.append(np.abs(found[choice, token] - wanted).max() / np.abs(wanted).max())
-        return float(np.max(errors))  # NaN if one is
+        return float(np.max(errors))  # NaN if any deviation is
 
     def _row(self, token: int, expert: int) -> np.ndarray:
         x, form = self.x[token : token + 1].astype(np.float32), self.gate_up.form

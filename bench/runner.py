@@ -27,9 +27,9 @@ from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import map_table
 
-WARM_UP = 4  # a call is captured when it comes a third time
-# The tokens of a canvas by routing, since equal tokens have the same experts: all of the vocabulary; a few, some of them
-# frequent; or one for the second half, as after a short answer.
+WARM_UP = 4  # a call is captured when it occurs for the third time
+# The tokens of a canvas by routing, since equal tokens have the same experts: all of the vocabulary; a few, some of
+# them frequent; or a second half of padding, as after a short answer.
 Routing = Literal["even", "skewed", "padded"]
 ROUTINGS: tuple[Routing, ...] = ("even", "skewed", "padded")
 FEW = 64
@@ -41,7 +41,7 @@ def routed(tokens: np.ndarray, config: ModelConfig, routing: Routing) -> np.ndar
         half = len(tokens) // 2
         return np.concatenate([tokens[:half], np.full(len(tokens) - half, config.pad_token_id)])
     if routing == "skewed":
-        # Token n comes up about 1 / n as often as the first.
+        # Token n is about 1 / n times as frequent as the first.
         return (FEW ** (tokens / config.vocab_size)).astype(np.int64)
     return tokens
 
@@ -70,7 +70,7 @@ class Runner(Protocol):
         ...
 
     def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
-        """Return median milliseconds of each part of such a pass; empty if parts cannot be told apart."""
+        """Return median milliseconds of each part of a denoising pass; empty if parts cannot be told apart."""
         ...
 
     def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:

@@ -39,7 +39,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
 CLIENTS = 64
-WARM = 20  # first tokens that do not count
+WARM = 20  # first tokens of a side that do not count
 TURN = 7  # denoising steps of a short prompt's first turn, on a CPU
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -242,10 +242,10 @@ def _crowd(answer: Callable[[str, int], str]) -> Crowd:
 
 
 def family(pid: int) -> list[int]:
-    """Return a process and all that it started."""
+    """Return a process and all of its descendants."""
     parents = {each: int(fields[1]) for each, fields in _processes().items()}
     found = [pid]
-    for each in found:  # grows meanwhile
+    for each in found:  # the list grows inside the loop
         found += [child for child, parent in parents.items() if parent == each]
     return found
 

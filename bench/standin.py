@@ -39,7 +39,7 @@ def standin() -> Path:
     """Return an OCI layout of the stand-in. The first call makes it from Debian's mirror, in about
     half a minute.
 
-    CanvasError when mmdebstrap or nvidia-pytriton is missing.
+    Raises CanvasError if mmdebstrap or nvidia-pytriton is missing.
     """
     if shutil.which("mmdebstrap") is None:
         raise CanvasError("mmdebstrap is not installed", "run `apt-get install mmdebstrap`")

@@ -151,7 +151,7 @@ class Bundle:
         return self.path / name
 
     def unlisted(self) -> list[str]:
-        """Return the files in the folder that the manifest does not list, and that are not used."""
+        """Return the files in the folder that the manifest does not list, which nothing uses."""
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 

@@ -11,8 +11,8 @@ class Codes:
 
     Attributes:
         onnx: ONNX's name of the dtype.
-        bits: per number.
-        mantissa: its bits; None for integers.
+        bits: bits per number.
+        mantissa: bits of the mantissa; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
         rates: names of GPU rates for its products: its own, else the next wider format's; empty if it is converted to

@@ -131,9 +131,9 @@ def available_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Return the memory that this process has freed to the system. glibc's allocator otherwise keeps over a GB after
-    weights were quantized."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other C libraries have none
+    """Give this process's freed memory back to the system. Otherwise glibc's allocator keeps over a GB after weights
+    were quantized."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # other C libraries lack it
         trim(0)
 
 

@@ -40,7 +40,8 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now, or until `since`, the time when a task began that still runs."""
+        """Report progress until now. `since`: the time when a still running task began, up to which progress is
+        reported."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 

@@ -63,8 +63,8 @@ def export_graphs(
         recipe: how to quantize the weights during the export of bf16 graphs. The result equals that of `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
-    architecture, and when `out` is not empty. Then `out` is not written, but the progress of a calibration or
-    quantization stays in the cache, from which another call resumes.
+    architecture, and when `out` is not empty. In all of these cases `out` is not written, but the progress of a
+    calibration or quantization stays in the cache, from which another call resumes.
     """
     found = checkpoint if isinstance(checkpoint, Description) else describe(checkpoint)
     folder, config, how = found.folder, found.model, found.quantization

@@ -1,7 +1,8 @@
 """Trains the bundled demo checkpoints and their undertrained twin on a CPU.
 
-The first phase learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores: `demo`. The second goes on
-with known probabilities, closed questions and pictures, with the first tasks mixed in, in several runs: `demo-vision`.
+The first phase learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores: `demo`. The second continues
+in several runs with known probabilities, closed questions and pictures, and with the first tasks mixed in:
+`demo-vision`.
 
 If other programs use the cores too, `OMP_WAIT_POLICY=PASSIVE` is several times faster. Seeds, numbers of steps and of
 threads determine the weights. The committed `demo-vision` cannot be repeated bit for bit: its first run had a longer
@@ -35,7 +36,7 @@ from canvasrt.runtime.pictures import BUDGETS
 
 # A few examples have prefixes of whole blocks, and a part of their own.
 BATCH_PARTS = (56, 56, 16)
-# A picture of the full budget takes four times as long as one of the smallest.
+# A picture of the full budget takes four times as long as one of the smallest budget.
 LARGE_PICTURES, LARGE_EVERY = 2, 8
 SLOT_WEIGHT = 7.0
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
@@ -150,8 +151,8 @@ def build_optimizers(model: nn.Module, scale: float = 1.0) -> list[torch.optim.O
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the learning rate: it rises over the first 100 steps (a tenth, if there are few), stays level, and falls to
-    zero over the second half."""
+    """Return the learning rate: it rises over the first 100 steps, or the first tenth if that is fewer, stays level,
+    and falls to zero over the second half."""
     return min(1.0, (step + 1) / min(100, steps / 10), 2 * (1 - step / steps))
 
 
@@ -255,7 +256,7 @@ class VisionRun:
     weights: Mapping[str, float] = field(default_factory=lambda: TASK_WEIGHTS)
 
 
-# The last one brings back what the others unlearned.
+# The last run teaches again what the model forgot in the others.
 VISION_RUNS = (
     VisionRun(seed=0, steps=800, stop=300, threads=3),
     VisionRun(seed=0, steps=420, threads=3),

@@ -15,6 +15,8 @@ from typing import Any
 _LOGS, _LINES = 3, 400  # number of latest logs to include, and of their last lines
 # Patterns of services' API keys, and of headers that contain keys.
 _KEYS = re.compile(r"\b(?:hf_|nvapi-|sk-|Bearer\s+)[\w.~+/=-]{8,}")
+# Names of variables with secrets, besides those that canvasrt knows.
+_SECRET = re.compile(r"(^|_)(SECRETS?|PASSWORD|CREDENTIALS?)(_|$)|_(KEYS?|TOKEN)$")
 _HIDDEN = "[removed]"
 
 
@@ -43,7 +45,9 @@ def secrets_of(environment: Mapping[str, str]) -> list[str]:
     from canvasrt.containers.names import SECRETS
     from canvasrt.containers.serve.settings import KEYS_FILE
 
-    found = [environment.get(name, "") for name in SECRETS if name != KEYS_FILE]
+    # A short value, such as 1, also stands for other things.
+    named = [name for name, text in environment.items() if _SECRET.search(name) and len(text) > 5]
+    found = [environment.get(name, "") for name in (*SECRETS, *named) if name != KEYS_FILE]
     with contextlib.suppress(KeyError, OSError, UnicodeDecodeError):
         found.append(Path(environment[KEYS_FILE]).read_text(encoding="utf-8"))
     words = [word for each in found for word in re.split(r"[,\s]+", each)]
@@ -57,7 +61,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: text
         for name, text in sorted(environment.items())
-        if ours.match(name) and name not in SECRETS
+        if ours.match(name) and name not in SECRETS and not _SECRET.search(name)
     }
 
 

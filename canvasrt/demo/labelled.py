@@ -56,8 +56,8 @@ def _known(case: Case) -> list[dict[str, Any]]:
 
 
 def _pictured(dots: Dots, rng: random.Random) -> list[dict[str, Any]]:
-    """Return the questions about a picture: all with letters, and each bare. Colors at the smallest
-    and at the full budget."""
+    """Return the questions about a picture: all with letters, and each bare. Colors are asked at the smallest and at
+    the full budget."""
     image = {"images": [png(dots)], "image_tokens": min(BUDGETS)}
     questions = [
         {**each.data, "probabilities": _sure(count_options(each.data), each.options[0])}

@@ -14,13 +14,13 @@ _NOTE = (
     "A predicate counts with the probability of yes, other questions with that of their likeliest"
     " option. ECE weighs |mean probability − share of right ones| over ten bins of equal width. By"
     " chance: what calibrated probabilities would show with so few answers, on average and in 95% of"
-    " cases. Known probabilities are not answers, so they have no chance in them. Brier and log loss"
+    " cases. Known probabilities are not drawn answers, so chance adds nothing to their error. Brier and log loss"
     " are over all options, and Brier at best is that of the right probabilities themselves; distance"
     " is the total variation to known probabilities."
 )
 _FIT_NOTE = (
     "Log-probabilities are divided by the temperature. Fitted figures are of questions that their"
-    " temperature was not fitted on. Requests use one when they send it as their temperatures."
+    " temperature was not fitted on. A request uses fitted temperatures if it sends them as its `temperatures`."
 )
 
 

@@ -90,7 +90,8 @@ def _check_runs_here(bundle: Bundle) -> None:
     asked = f" --precision {recipe['name']}" if recipe else ""
     raise CanvasError(
         f"{bundle.path} was built for {target['name']}, and this machine has no GPU to run it",
-        f"verify what `canvasrt build … --target cpu{asked}` makes of the same graphs: it has the same weights and scales",
+        f"verify the bundle that `canvasrt build … --target cpu{asked}` makes from the same graphs: it has the same"
+        " weights and scales",
     )
 
 

@@ -31,9 +31,9 @@ from canvasrt.graphs.names import CODES, DOMAIN, SLOTS, UNPACK
 def split_experts(model: ir.Model) -> bool:
     """Rewrite the experts of every layer of a body graph in place. Return False if there is nothing to rewrite.
 
-    Rows are sorted by expert, split at the experts' counts, and put back in order. No slots are needed, so those inputs
-    and the output `load` go away. The weights stay where they are, in the graph's external data.
-    Only plain and INT4 weights are handled; `lower` makes the others plain first.
+    Rows are sorted by expert, split at the experts' counts, and put back in order. No slots are needed, so their inputs
+    and the output `load` are removed. The weights stay where they are, in the graph's external data. Only plain and
+    INT4 weights are handled; `lower` makes the others plain first.
     """
     graph = model.graph
     weights = _weights(graph)
@@ -54,7 +54,8 @@ def split_experts(model: ir.Model) -> bool:
 
 
 class _Stack:
-    """All experts' matrices `[E, out, in]`: plain values, or INT4 codes under scales; and the node that multiplies."""
+    """All experts' matrices `[E, out, in]`: plain values, or INT4 codes with scales; and the node that multiplies by
+    them."""
 
     def __init__(self, values: ir.Value, scales: ir.Value | None, plain: ir.Value) -> None:
         self.values, self.scales = values, scales

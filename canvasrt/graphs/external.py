@@ -47,7 +47,7 @@ def from_graph(value: ir.Value) -> Stored:
 
 
 def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
-    """Yield a tensor's bytes; external data is mapped."""
+    """Yield a tensor's bytes; external data is memory-mapped."""
     if not isinstance(tensor, ir.ExternalTensor):
         yield memoryview(tensor.tobytes())
         return

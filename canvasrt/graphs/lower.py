@@ -286,7 +286,7 @@ def _wide(value: ir.Value) -> Stored:
 
 
 def _bytes(tensor: Any) -> np.ndarray:
-    """Return a tensor's bytes; external data is mapped."""
+    """Return a tensor's bytes; external data is memory-mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         return external.mapped(tensor)
     return np.frombuffer(tensor.tobytes(), np.uint8)

@@ -66,8 +66,8 @@ class _Body:
         return self._nearest_float(value, codes)
 
     def _nearest_float(self, value: ir.Value, codes: Codes) -> ir.Value:
-        """Round in steps that double with the exponent: for E2M1 ½ below 2, 1 below 4, then 2. ONNX Runtime cannot cast
-        to 4-bit floats; its `Round` rounds ties to even."""
+        """Round in steps that double with the exponent: those of E2M1 are ½ below 2, 1 below 4, and 2 above. ONNX
+        Runtime cannot cast to 4-bit floats; its `Round` rounds ties to even."""
         every = lowbits.values_of(codes)
         numbers = every[: len(every) // 2]
         steps = np.diff(numbers)
@@ -96,7 +96,7 @@ def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
 
 
 def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round every block with its own scale. It is the block's largest magnitude divided by the largest code, rounded to the
+    """Round every block with its own scale: the block's largest magnitude divided by the largest code, rounded to the
     scales' format. If the scale is 0, the block is 0."""
     codes = format.block_scales
     assert codes is not None

@@ -102,7 +102,7 @@ def points(
     marker: str,
     sideways: bool = False,
 ) -> None:
-    """Draw values with their intervals at places of the x axis, or with `sideways` of the y axis."""
+    """Draw values with their intervals at places of the x axis or, with `sideways`, of the y axis."""
     pairs = zip(values, intervals, strict=True)
     errors = [[max(0.0, v - low), max(0.0, high - v)] for v, (low, high) in pairs]
     below_above = [list(each) for each in zip(*errors, strict=True)]

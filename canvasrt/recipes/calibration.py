@@ -10,7 +10,7 @@ from canvasrt.errors import CanvasError, UsageError
 def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None:
     """Check the option for calibration prompts.
 
-    Raises UsageError if prompts are given but not `is_calibrated`; then `what` names the result in the message. Raises
+    Raises UsageError if prompts are given without `is_calibrated`; the message calls the result `what`. Raises
     CanvasError if the file is missing.
     """
     if file is None:

@@ -169,7 +169,7 @@ class Recipe:
             if name == TABLE and (choice.weights, choice.method) != ("per_tensor", "max"):
                 raise self._wrong(
                     f"{name} has scales: {choice.weights} and method: {choice.method}",
-                    "one of its two products sums over the tokens, so leave out both: it has one scale",
+                    "leave both out: it has one scale, because one of its two products sums over the tokens",
                 )
             chosen[name] = choice
         if not chosen:

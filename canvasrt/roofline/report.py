@@ -69,8 +69,8 @@ def _foreign(predictor: Predictor, gpu: GpuRates) -> str:
     if not own or there in own.split(", "):
         return ""
     return (
-        f"These engines are for compute capability {own} and do not run on {gpu.name}, which has {there}. Its own may have"
-        " other kernels."
+        f"These engines are for compute capability {own} and do not run on {gpu.name}, which has {there}. Engines for"
+        " that GPU may have other kernels."
     )
 
 

@@ -66,7 +66,8 @@ class _Resolver:
     def see_attention(self, kernel: Kernel) -> None:
         """Take the shapes of attention's operands from the graph's node.
 
-        The kernel that writes it fuses many nodes, so its shapes alone cannot tell a past from a past with new keys.
+        The kernel that writes an operand fuses many nodes, so shapes alone cannot tell a past from a past with new
+        keys.
         """
         reading = [f"{name}{_ATTENTION_INPUTS}" for name in kernel.nodes]
         nodes = [self.nodes[name] for name in reading if name in self.nodes]

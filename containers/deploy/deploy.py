@@ -30,7 +30,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("could not select device driver", "unresolvable cdi devices", "nvidia.com/gpu"),
         "the container engine cannot give GPUs to containers",
         "install NVIDIA's driver and the NVIDIA Container Toolkit, then run `nvidia-ctk runtime"
-        " configure --runtime=docker` (podman: `nvidia-ctk cdi generate`) and restart it",
+        " configure --runtime=docker` (podman: `nvidia-ctk cdi generate`) and restart docker",
     ),
     (
         ("port is already allocated", "address already in use"),
@@ -45,7 +45,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("exec format error", "image platform", "does not match the detected host platform"),
         "the image is for another architecture",
-        "package engines for a target with this machine's architecture",
+        "build and package for a target with this machine's architecture",
     ),
     (
         ("no such image", "pull access denied", "short-name", "name unknown"),
@@ -135,7 +135,7 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
     if package.architecture not in (None, engine.architecture):
         raise CanvasError(
             f"{package.tag} is for {package.architecture}, but this machine is {engine.architecture}",
-            f"package engines for a target whose host is {engine.architecture}",
+            f"build and package for a target whose host is {engine.architecture}",
         )
 
 

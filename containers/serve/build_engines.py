@@ -46,7 +46,7 @@ class EngineBuild:
     memory: int | None = None
 
     def command(self) -> list[str]:
-        """Return the command that builds it."""
+        """Return the command that runs the job."""
         return [sys.executable, "-m", _MODULE, json.dumps(asdict(self))]
 
 

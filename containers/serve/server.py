@@ -212,7 +212,7 @@ class Server:
 
     def _has_crashed(self) -> bool:
         """Return whether the server or a model's process has crashed. Rarely, a lock of Triton's Python backend fails
-        while models are loading; then one of both aborts."""
+        while models are loading, which aborts the server or a model's process."""
         if self._process is None:
             return False
         code = self._process.poll()

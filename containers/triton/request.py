@@ -122,7 +122,7 @@ class _Reader:
             call = str(self.values.get("prefix", "")).startswith(CALL)
             if call and params.max_new_tokens <= start.least:
                 raise CanvasError(
-                    f"max_new_tokens is {params.max_new_tokens}, in which no call ends",
+                    f"max_new_tokens is {params.max_new_tokens}, too few for a complete call",
                     f"give at least {start.least + 1}",
                 )
             end = end_of_answer(self.model, tokenizer)

@@ -18,6 +18,8 @@ SECRETS = {
     "CANVASRT_SIGNING_PASSWORD": "a-password",
     "HF_TOKEN": "a-token-of-mine",
     "NGC_API_KEY": "an-ngc-key",
+    "NVIDIA_SECRET_OF_MINE": "a-word-of-mine",
+    "OTHER_TOKEN": "another-token",
 }
 
 
@@ -38,7 +40,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     lines = [
         "it failed: out of memory",
         'keys first-key se"cond\\key key-in-a-file',
-        "a-token-of-mine",
+        "a-token-of-mine and another-token",
     ]
     (logs / "triton-8080.log").write_text(
         "\n".join([*lines, "Authorization: Bearer abcdefgh12345"])
@@ -60,6 +62,8 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
         "an-ngc-key",
         "clients-key",
         "a-password",
+        "a-word-of-mine",
+        "another-token",
         "abcdefgh",
     ):
         assert secret not in text

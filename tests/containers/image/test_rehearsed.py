@@ -66,7 +66,7 @@ def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
             assert time.monotonic() - began + before * _COMPILE_SECONDS < allowed
             said = tools.inside(docker, name, THREE_PROTOCOLS)
             assert said["http"] == said["grpc"] == said["openai"]
-            assert "are not kept" not in json.dumps(docker.logs(name, 400))
+            assert "are not stored" not in json.dumps(docker.logs(name, 400))
         (compiled,) = (cache / "compiled").iterdir()
         shapes = compiled.stat().st_size // PER_SHAPE
         assert compiled.stat().st_size > 256 << 20
