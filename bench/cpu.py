@@ -1,7 +1,7 @@
 """Compares a denoising pass on the CPU with the machine's matrix rate, for each bundle.
 
-Bundles take turns, each after a product of two fp32 matrices of 2,048 x 2,048 in torch, whose rate counts as the
-machine's. Only multiply-adds of products and of attention count as work.
+Bundles take turns. Before each turn, torch multiplies two fp32 matrices of 2,048 x 2,048, and the rate of this product
+counts as the machine's. Only multiply-adds of products and of attention count as work.
 """
 
 from __future__ import annotations

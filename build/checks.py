@@ -81,7 +81,7 @@ def check_source(target: Target, precision: Precision, source: Source) -> None:
 
 
 def _check_base(target: Target, graphs: Bundle) -> None:
-    """Raise CanvasError if the unquantized part is in fp32, which GPU engines compute in bf16."""
+    """Raise CanvasError if the unquantized part is in fp32, since GPU engines need it in bf16."""
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(

@@ -212,7 +212,8 @@ def gpu_memory() -> Iterator[None]:
             f"calibration ran out of GPU memory: {str(error).partition('. GPU')[0]}",
             "end other programs on the GPU, which nvidia-smi lists, and start again, which goes on from the last saved"
             " sweep; or set CUDA_VISIBLE_DEVICES to nothing to calibrate on the CPU, from the first sweep on. If the engines"
-            " can only be built on this GPU, do so for `canvasrt export` and `canvasrt quantize`, and build from their graphs",
+            " can only be built on this GPU, set it only for `canvasrt export` and `canvasrt quantize`, and build from their"
+            " graphs",
         ) from error
     finally:
         torch.cuda.empty_cache()

@@ -40,7 +40,7 @@ def test_pixels_are_the_references(size: tuple[int, int], budget: int) -> None:
 
 
 def test_other_kinds_of_files() -> None:
-    """Grey, transparent, turned and animated ones, and each format."""
+    """Images may be grey, transparent, turned or animated, in each format."""
     image = noise(90, 60)
     expected = read_picture(png(image), VISION)
     for kind in ("BMP", "GIF", "WEBP", "JPEG"):

@@ -1,4 +1,4 @@
-"""How a server that hangs is noticed, on a heartbeat and a process of the test's own."""
+"""How a hanging server is noticed; the test has a heartbeat and a process of its own in place of a server's."""
 
 from __future__ import annotations
 
