@@ -206,6 +206,13 @@ def test_requests_run_together_or_in_turn(
     assert again.cache == pytest.approx(found.cache, rel=1e-5)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The progress of calibrations that fail stays in a cache, so that an earlier run's would be taken up."""
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_an_interrupted_calibration_goes_on(
     tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +380,7 @@ def with_weight(tiny: Tiny, folder: Path, name: str, value: float) -> Bundle:
     return load_bundle(folder, "graphs", check=False)
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("value", "said"),
     [
