@@ -23,7 +23,6 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
-from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantized_weight import (
     BFLOAT16,
@@ -161,24 +160,6 @@ def quantized_items(
     for name in scales:
         assert cache_scales is not None
         yield external.stored(name, FLOAT32, (), np.array(cache_scales[name], np.float32))
-
-
-def quantize_file(
-    source: Path,
-    out: Path,
-    forms: Mapping[str, Form],
-    pack: Callable[[str], Packed],
-    cache_scales: Mapping[str, float] | None = None,
-) -> None:
-    """Quantize the graph file `source` to `out`, with its weights next to it under the suffix `.bin`; arguments as in
-    `quantized_items`.
-
-    Weights in separate files, which graphs share, are not copied unless they are quantized; the caller links these
-    files. Quantized weights get a file of the same name next to `out`.
-    """
-    model, items, apart = graph_items(source)
-    written = quantized_items(model, items, forms, lambda item: pack(item.name), cache_scales)
-    write_graph(model, (each for each in written if each.name not in apart), out, own_files=apart)
 
 
 def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,11 @@ import pytest
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import unfinished
 from canvasrt.calibration_prompts import CalibrationPrompts, work_of
+from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.calibrate import calibrate as calibrate_weights
-from canvasrt.export.quantize.packed import Packed
+from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.export.quantize.stored_weights import StoredWeights
 from canvasrt.graphs import external, lowbits
@@ -41,6 +42,21 @@ BODY = ("attention.qkv.", "attention.o.", "mlp.gate_up.", "mlp.down.", "experts.
 EXPERTS = ("experts.",)
 INPUT_AMAX = 6.0
 CACHE_SCALE = 0.03
+
+
+def quantize_file(
+    source: Path,
+    out: Path,
+    planned: Mapping[str, Form],
+    pack: Callable[[str], Packed],
+    cache_scales: Mapping[str, float] | None = None,
+) -> None:
+    """Quantize the graph file `source` to `out`. Weights that it shares with other graphs stay in their files."""
+    model, items, apart = forms.graph_items(source)
+    written = forms.quantized_items(
+        model, items, planned, lambda item: pack(item.name), cache_scales
+    )
+    write_graph(model, (each for each in written if each.name not in apart), out, own_files=apart)
 
 
 def write_small(folder: Path) -> None:
@@ -111,7 +127,7 @@ class Quantized:
             for i in range(2)
             for part in ("key", "value")
         }
-        forms.quantize_file(source, out, self.forms, pack, scales if cache else None)
+        quantize_file(source, out, self.forms, pack, scales if cache else None)
 
     def bytes_of(self, name: str) -> bytes:
         value = ir.load(self.file).graph.initializers[name].const_value

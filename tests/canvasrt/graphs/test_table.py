@@ -12,7 +12,6 @@ import onnxruntime as ort
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.export.quantize.forms import quantize_file
 from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.graphs import lowbits, table
@@ -22,7 +21,7 @@ from canvasrt.graphs.names import TABLE_VALUES
 from canvasrt.graphs.table import embedding_entry, split_table
 from canvasrt.runtime.tables import map_table
 from tests.helpers import quantized as shared
-from tests.helpers.quantized import dequantize
+from tests.helpers.quantized import dequantize, quantize_file
 
 plain_graphs = shared.plain_graphs
 

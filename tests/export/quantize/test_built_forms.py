@@ -13,12 +13,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.bundle import Bundle
-from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.roofline import cost
 from canvasrt.roofline.parse import is_kernel_list, parse
-from tests.helpers.quantized import producers
+from tests.helpers.quantized import producers, quantize_file
 
 SIZES = {
     "batch": (1, 1, 2),
@@ -106,7 +105,7 @@ def test_tensorrt_reads_an_int8_table_in_both_products_and_in_the_lookup(
     shape = (96, 64)
     table = np.random.default_rng(0).standard_normal(shape).astype("f")
     form = form_of(shape, "int8")
-    forms.quantize_file(
+    quantize_file(
         source,
         tmp_path / "head.onnx",
         {"table": form},
@@ -131,7 +130,7 @@ def test_tensorrt_multiplies_in_fp8_by_one_copy_of_the_table(
     source, shape = plain_graphs.file("head.onnx"), (96, 64)
     table = np.random.default_rng(0).standard_normal(shape).astype("f")
     (tmp_path / "embedding.bin").hardlink_to(source.with_name("embedding.bin"))
-    forms.quantize_file(
+    quantize_file(
         source,
         tmp_path / "head.onnx",
         {"table": form_of(shape, "fp8")},
@@ -184,7 +183,7 @@ def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
         )
 
     form = form_of((experts, out, size), format, experts=True)
-    forms.quantize_file(plain, file, {"w": form}, pack)
+    quantize_file(plain, file, {"w": form}, pack)
     if spoil is not None:
         model = ir.load(file)
         found = producers(model, "w")
