@@ -122,7 +122,7 @@ def accept(entropy: Tensor, bound: Tensor) -> Tensor:
     """Return the accepted positions, bool `[B, L]`.
 
     A position is accepted if the entropies of all more certain positions sum to at most `bound` `[B]`
-    (`EntropyBoundSampler.accept_canvas`). So the most certain position is always accepted.
+    (`EntropyBoundSampler.accept_canvas`). The most certain position has none before it, so it is always accepted.
     `runtime/host_sampler.py` has the same rule for answers under conditions.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)

@@ -140,7 +140,7 @@ class DetokenizeReply(Reply):
 
 
 def _of_tokens(error: ApiError) -> ApiError:
-    """Return the error for a prompt that is too long, in terms of `tokens`."""
+    """Return an error about the length of a prompt as one about the field `tokens`."""
     if error.code != "context_length_exceeded":
         return error
     count, most = re.findall(r"\d+", error.message)[:2]

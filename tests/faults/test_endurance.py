@@ -131,7 +131,7 @@ def follow(host: str, regex: str) -> str:
 
 
 def kill(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Strike `times` times; return the outcomes, and what was wrong."""
+    """Kill or stop a random process `times` times. Return counts of outcomes, and descriptions of wrong answers."""
     draw, outcomes, wrong = random.Random(seed), Counter[str](), []
     choices = [(who, number) for who in WHO for number in SIGNALS]
     plan: list[Any] = []

@@ -1,4 +1,4 @@
-"""A body graph's pieces: their inputs and outputs. Whole generations compare their numbers."""
+"""A body graph's pieces: their inputs and outputs. Tests of whole generations compare what the pieces compute."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _SECRETS = re.compile(
     rb"|\bhf_[A-Za-z0-9]{30,}\b|\bghp_[A-Za-z0-9]{36}\b|\bnvapi-[A-Za-z0-9_-]{40,}"
 )
 _BEGINNINGS = (b" PRIVATE KEY-----\n", b"AKIA", b"hf_", b"ghp_", b"nvapi-")
-# Stops every process of a container but its first and this one, and ends the front end: no check has to wait.
+# Stops every process of a container except the first and itself, then kills the front end, so that no health check has to wait.
 _STOP_ALL = """
 import os, signal
 from pathlib import Path

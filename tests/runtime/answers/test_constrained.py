@@ -337,7 +337,7 @@ def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) ->
 
 
 def test_one_ending_serves_many_strings(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long answer's strings share their ending, so it is not searched again for each."""
+    """Candidate strings of a long answer share one ending, which is searched once."""
     start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, words, "g")
     looked: list[int] = []
     shortest = GrammarState.shortest
