@@ -113,6 +113,13 @@ def test_paragraphs_are_short(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_table_has_a_header(page: Path) -> None:
+    """After an empty line, Markdown would show a table's rows as text."""
+    for table in re.findall(r"(?:^\|.*\n)+", _FENCE.sub("", page.read_text()), re.MULTILINE):
+        assert re.fullmatch(r"[|:\- ]+", [*table.splitlines(), ""][1]), table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_named_files_exist(page: Path) -> None:
     """A path that starts with one of our folders exists; a pattern matches something."""
     for path in _PATH.findall(page.read_text()):

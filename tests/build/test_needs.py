@@ -19,12 +19,12 @@ from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan, plan
 from canvasrt.build.precision import parse_precision
 from canvasrt.build.source import Source, find_source
-from canvasrt.cache import cache_folder
 from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.checkpoints.config import read_config
 from canvasrt.machine import return_freed_memory
 from canvasrt.pipeline import build_all, plan_all
 from canvasrt.targets import find_target
+from tests.helpers import library
 from tests.helpers.configs import RELEASED
 
 PAGES = Path(__file__).parents[2]
@@ -140,9 +140,7 @@ def test_what_an_interrupted_build_holds_is_not_needed_again(
     """The build is interrupted when its last graph is quantized, and when all graphs are lowered and their weights are
     removed."""
     cache, needed = tmp_path / "cache", []
-    cache.mkdir()
-    (cache / "traces").symlink_to(cache_folder() / "traces")
-    monkeypatch.setenv("CANVASRT_CACHE", str(cache))
+    monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(cache)))
     monkeypatch.setattr(plans, "KEPT_GRAPHS", 0)
     monkeypatch.setattr(checks, "check_disk", lambda folders: needed.append(folders[cache]))
     (made,) = plan_all("demo", [find_target("cpu")], tmp_path / "out", BuildOptions("int4"))

@@ -12,11 +12,11 @@ from canvasrt.build import plan as planning
 from canvasrt.build.cache_keys import quantized_from
 from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle
-from canvasrt.cache import cache_folder
 from canvasrt.graphs import lowbits
 from canvasrt.graphs import lower as lowering
 from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
 from canvasrt.targets import parse_targets
+from tests.helpers import library
 
 Arrays = dict[str, np.ndarray]
 
@@ -77,9 +77,7 @@ def test_large_graphs_go_as_they_are_lowered(
 ) -> None:
     """An interrupted build goes on after the last graph that was lowered."""
     cache, done, lower = tmp_path / "cache", list[str](), lowering.lower_graph
-    cache.mkdir()
-    (cache / "traces").symlink_to(cache_folder() / "traces")
-    monkeypatch.setenv("CANVASRT_CACHE", str(cache))
+    monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(cache)))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
 
     def interrupted(source: Path, out: Path) -> None:
