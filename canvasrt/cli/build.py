@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canvasrt.cli import options
@@ -22,7 +23,7 @@ LONG = ("recipe", "adapters")
 def build(
     source: options.Source,
     target: options.Targets,
-    out: options.BuildOut,
+    out: options.BuildOut = Path("engines"),
     precision: options.Precision = None,
     max_context: options.MaxContext = None,
     max_batch: options.MaxBatch = MAX_BATCH,

@@ -22,8 +22,9 @@ def argument(metavar: str, help: str) -> Any:
 
 
 def option(flags: str, metavar: str, help: str, **more: Any) -> Any:
-    """Return an option. The help does not show its default. `flags` are separated by commas."""
-    return typer.Option(*flags.split(", "), metavar=metavar, show_default=False, help=help, **more)
+    """Return an option. The help does not show its default, unless `more` asks for it. `flags` are separated by commas."""
+    more = {"show_default": False, **more}
+    return typer.Option(*flags.split(", "), metavar=metavar, help=help, **more)
 
 
 Checkpoint = Annotated[
@@ -55,6 +56,7 @@ BuildOut = Annotated[
         "-o, --out",
         "DIR",
         "The folder to write. It must be empty, or hold an earlier build with the same options.",
+        show_default=True,
     ),
 ]
 Targets = Annotated[

@@ -201,6 +201,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "runs on    this machine" in text
     assert "runs on    GeForce RTX 5090, 32.0 GB: fits" in text
     assert not out.exists()
+    (row,) = json.loads(here("build", checkpoint_files, "-t", "cpu", "--dry-run", "--json").stdout)
+    assert row["out"] == "engines"
 
 
 def test_build_again_says_that_it_is_up_to_date(here: Command, tmp_path: Path) -> None:
