@@ -30,7 +30,6 @@ WRONG = {
     "build demo -t cpu -p recipes/int1 -o out": "recipe file recipes/int1 does not exist",
     "build": "CHECKPOINT_OR_GRAPHS",
     "build demo": "--target",
-    "build demo -t cpu": "--out",
     "build demo -t cpu -o out --max-batch 0": "--max-batch",
     "build demo -t cpu -o out --max-context many": "--max-context",
     "build demo -t gpu -o out": "unknown target 'gpu'",
