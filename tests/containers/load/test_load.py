@@ -46,13 +46,17 @@ class _Server(http.server.BaseHTTPRequestHandler):
         kind = type(self)
         with kind.lock:
             kind.asked.append(body)
+        self._answer(body["messages"][-1]["content"], len(kind.asked))
+
+    def _pace(self, piece: int) -> None:
+        """Count this request only while its client waits: after the last byte, the next may arrive first."""
+        kind = type(self)
+        with kind.lock:
             kind.active += 1
             kind.most = max(kind.most, kind.active)
-        try:
-            self._answer(body["messages"][-1]["content"], len(kind.asked))
-        finally:
-            with kind.lock:
-                kind.active -= 1
+        time.sleep(GAP if piece else FIRST)
+        with kind.lock:
+            kind.active -= 1
 
     def _answer(self, text: str, number: int) -> None:
         if "refuse" in text:
@@ -67,7 +71,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self._chunk({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for piece in range(PIECES):
-            time.sleep(GAP if piece else FIRST)
+            self._pace(piece)
             self._chunk({"choices": [{"delta": {"content": f"p{piece} "}}]})
         if "uncounted" not in text:
             usage = {"prompt_tokens": 1, "completion_tokens": TOKENS, "denoising_steps": STEPS}
