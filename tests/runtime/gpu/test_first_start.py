@@ -157,7 +157,9 @@ def test_requests_share_passes_where_that_changes_no_bit(
     assert evidence.compared == 4 * 4 * BATCH + 4 + 3
     assert {1024, model.max_context - CANVAS} <= lengths
     proved = () if broken else (1024, 2048)
-    assert (evidence.shared, tuple(evidence.own_ms)) == (broken is None, proved)
+    timed = (1024, 2048) if broken in (None, OWN) else ()
+    assert (evidence.shared, tuple(evidence.own_ms)) == (broken is None, timed)
+    assert ("`--share-passes on` is exact" in evidence.why) == (broken == OWN)
     assert bool(evidence.why) == (broken is not None)
     assert broken is None or broken in evidence.why
     assert (model.shapes.shares, tuple(model.own_passes.seconds)) == (broken is None, proved)
