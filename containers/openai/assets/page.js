@@ -58,7 +58,7 @@ async function look() {
 function connect() {
   clearTimeout(timer);
   connected = look();
-  connected.then(() => { timer = setTimeout(connect, 1000); });
+  connected.then(() => { timer = setTimeout(connect, 700); });
 }
 
 async function post(path, build) {
@@ -112,12 +112,13 @@ async function* events(reply) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read().catch(gone);
-    if (done) return;
+    if (done) gone(new Error("no [DONE]")); // as a proxy ends it when the server is gone
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
-      if (data !== "[DONE]") yield JSON.parse(data);
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
     }
   }
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-import re
-import shutil
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,65 +23,11 @@ from canvasrt.containers.serve.serving_profiles import choose_profile
 from canvasrt.demo.dots import COLORS
 from tests.helpers import library
 from tests.helpers.scripted import serving
-from tests.helpers.serving import needs_triton
+from tests.helpers.web_page import MARKS, ask
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.acceptance,
-    needs_triton,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium"),
-]
+pytestmark = MARKS
 ROOT = Path(__file__).resolve().parents[3]
-DESKTOP, PHONE = (1200, 860), (360, 740)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
-
-
-@pytest.fixture
-def visit(browser: Any) -> Iterator[Any]:
-    """Open the page; at the end, check that no script failed and no other site was called."""
-    contexts, problems, addresses = [], [], []
-
-    def visit(front: FrontEnd, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Any:
-        width, height = size
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme
-        )
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda request: addresses.append(request.url))
-        page.goto(address(front))
-        return page
-
-    yield visit
-    for context in contexts:
-        context.close()
-    assert problems == []
-    assert all(re.match(r"http://127\.0\.0\.1:\d+/|data:", each) for each in addresses)
-
-
-def address(front: FrontEnd) -> str:
-    return front.url.removesuffix("/v1") + "/"
-
-
-def ask(page: Any, prompt: str, **fields: str) -> None:
-    """Send a prompt and wait for the whole answer."""
-    sync_api.expect(page.locator("#light")).to_have_class("on", timeout=60_000)
-    page.fill("#prompt", prompt)
-    page.locator("#settings").evaluate("each => { each.open = true }")
-    for name, value in fields.items():
-        page.fill(f"#{name}", value)
-    page.click("#go")
-    sync_api.expect(page.locator("#f-total")).not_to_have_text("–", timeout=60_000)
 
 
 def states(page: Any) -> list[str]:
@@ -309,10 +255,37 @@ def test_earlier_turns_are_sent_until_a_new_chat(front: FrontEnd, visit: Any) ->
         told = [each["content"] for each in sent.value.post_data_json["messages"]]
         answers.append(page.locator("#answer").text_content())
         assert told == (["12+34=", answers[0], "and 5?"] if prompt == "and 5?" else [prompt])
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_whole(front: FrontEnd, visit: Any) -> None:
+    """As behind a proxy that ends the answer in order when the server is gone."""
+    page = visit(front)
+    sync_api.expect(page.locator("#light")).to_have_class("on")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=""))
+    page.fill("#prompt", "12+34=")
+    page.click("#go")
+    sync_api.expect(page.locator("#error")).to_contain_text("the server went away")
+    assert not page.locator("#chat").is_visible()
+
+
+def test_copy_buttons_copy_their_answers(front: FrontEnd, visit: Any) -> None:
+    page = visit(front)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.click("#copy")
-    sync_api.expect(page.locator("#copy")).to_have_text("Copied")
-    assert page.evaluate("navigator.clipboard.readText()") == answers[2]
+    page.evaluate("clipboard = navigator.clipboard")
+    answers = []
+    for prompt in ("12+34=", "and 5?"):
+        ask(page, prompt, steps="4", tokens="32")
+        answers.append(page.locator("#answer").text_content())
+    assert answers[0] != answers[1]
+    buttons = page.locator("#turns button, #copy")
+    for absent in (False, True):  # the page has no `navigator.clipboard` over plain HTTP
+        if absent:
+            page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        for number, answer in enumerate(reversed(answers)):
+            page.evaluate("clipboard.writeText('nothing')")
+            buttons.nth(number).click()
+            sync_api.expect(buttons.nth(number)).to_have_text("Copied")
+            assert page.evaluate("clipboard.readText()") == answer
 
 
 def test_the_demo_s_examples_are_single_questions(server: Server, visit: Any) -> None:
@@ -346,36 +319,22 @@ def test_a_server_that_goes_and_comes_back_is_seen(server: Server, visit: Any) -
         ask(page, "12+34=", steps="4")
 
 
-def test_padding_is_shown_when_asked_for(front: FrontEnd, visit: Any) -> None:
-    page = visit(front)
-    ask(page, "12+34=", steps="4", tokens="32")
-    page.evaluate("show(run.frames.push({ ...run.frames.at(-1), end: 3 }) - 1)")
-    assert page.locator("#canvas b:visible").count() == 3
-    page.check("#padding")
-    assert page.locator("#canvas b:visible").count() == 32
-
-
-def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
-    page = visit(front, PHONE)
-    ask(page, "12+34=", steps="4")
-    widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert widths == [360, 360]
-    assert page.locator("#go").bounding_box()["width"] > 300
-    # Lines end between words, and never within one.
-    rows = page.evaluate("""() => {
-        const noisy = Array.from({ length: 60 }, (_, i) => (i % 2 ? "ness" : " dark"));
-        show(run.frames.push({ ...run.frames.at(-1), block: 0, noisy, states: noisy.map(() => "settled"), end: 60 }) - 1);
-        return [...$("canvas").children].map((each) => [...each.getClientRects()].at(-1).top);
-    }""")
-    assert rows[::2] == rows[1::2]
-    assert len(set(rows)) > 4
-
-
-def test_it_is_dark_in_the_dark(front: FrontEnd, visit: Any) -> None:
-    def brightness(page: Any, part: str) -> float:
-        color = page.evaluate(f"getComputedStyle(document.body).{part}")
-        return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
-
-    light, dark = visit(front), visit(front, scheme="dark")
-    assert brightness(light, "backgroundColor") > 200 > 100 > brightness(light, "color")
-    assert brightness(dark, "backgroundColor") < 50 < 200 < brightness(dark, "color")
+@pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_goes_during_an_answer_is_seen(
+    server: Server, visit: Any, signalled: signal.Signals
+) -> None:
+    with FrontEnd.over(server, FrontOptions(port=0)) as front:
+        page = visit(front)
+        sync_api.expect(page.locator("#light")).to_have_class("on")
+        page.evaluate("$('tokens').value = 4000")
+        page.fill("#prompt", "12+34=")
+        page.click("#go")
+        page.locator("#chart i").nth(2).wait_for(state="attached")
+        os.kill(front.pid, signalled)
+        try:
+            said = page.locator("#state", has_text="the server does not answer")
+            if signalled == signal.SIGKILL:
+                said = page.locator("#error", has_text="the server went away")
+            said.wait_for(timeout=2000)
+        finally:
+            os.kill(front.pid, signal.SIGCONT)
