@@ -18,6 +18,8 @@ MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_GRAMMAR = 400_000  # characters of JSON, of which a schema's 64 KB may take six per byte
 MAX_BIASED = 1024  # tokens
 MAX_LISTED = 128  # tokens to list with each log-probability, as in vLLM
+# Log-probabilities of an echoed prompt, with the likeliest ones, of all answers: 262,144 tokens with one each.
+MAX_ECHOED = 1 << 19
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
 
 # Request parameters. With ERRORS, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON with

@@ -237,15 +237,16 @@ class Generator:
         """Return the requests to encode. If several have the same next chunk, only one is returned; the others will
         take the chunk from the prefix cache."""
         ready: list[RequestState] = []
-        taken: set[tuple[str, bytes]] = set()
+        taken: set[tuple[str, tuple[bytes, int]]] = set()
         for each in self._running:
-            if self._prefixes is not None and (chunks := each.queue.cacheable()):
-                count = self._prefixes.fill(each.row, chunks, each.owner)
-                each.skip(count)
-                following = {(share_of(each.owner), chunk.key) for chunk in chunks[count:][:1]}
-                if following & taken:
-                    continue
-                taken |= following
+            if self._prefixes is not None:
+                if chunks := each.queue.cacheable():
+                    each.skip(self._prefixes.fill(each.row, chunks, each.owner))
+                if (sharing := each.queue.sharing) is not None:
+                    following = (share_of(each.owner), sharing)
+                    if following in taken:
+                        continue
+                    taken.add(following)
             if not each.queue.empty:
                 ready.append(each)
         return ready

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import EncodeInput, Row
 from canvasrt.runtime.pictures import Picture, groups_of, see_groups
@@ -29,10 +30,12 @@ class PrefillQueue:
         """`watch` is the `EncodeInput.keep` of the last chunk of the prompt and of every block."""
         self._model, self._pictures, self._watch = model, pictures, watch
         tokens = np.array(prompt, np.int64)
+        self._size = len(tokens)
         groups = groups_of(tokens, pictures, model.config) if pictures else None
         digests = [each.digest for each in pictures]
         self._chunks = chunks_of(tokens, model.prefill_chunk, groups, digests)
         self._watch_last()
+        self._scores: list[TokenScore] | None = None
         self._next = self._furthest = 0
         self.cached = 0  # tokens of the prompt that came from the prefix cache
 
@@ -51,15 +54,34 @@ class PrefillQueue:
         """The chunk to encode next."""
         return self._chunks[self._next]
 
+    @property
+    def begin(self) -> int:
+        """Number of tokens before the next chunk."""
+        return sum(each.size for each in self._chunks[: self._next])
+
+    @property
+    def sharing(self) -> tuple[bytes, int] | None:
+        """What identifies the next chunk, if another request may encode and score it; else None."""
+        if self.empty or not self.next.key or (self.next.keep and self._scores is None):
+            return None
+        return self.next.key, id(self._scores)
+
     def cacheable(self) -> list[Chunk]:
         """Return the next chunks that the prefix cache may have. Chunks with `keep` must be encoded, because the cache
-        stores no outputs."""
+        stores no outputs, unless their tokens' scores are known."""
         found: list[Chunk] = []
+        end = self.begin
         for chunk in self._chunks[self._next :]:
-            if not chunk.key or chunk.keep is not None:
+            end += chunk.size
+            if not chunk.key or (chunk.keep is not None and not self.is_scored(end)):
                 break
             found.append(chunk)
         return found
+
+    def is_scored(self, end: int) -> bool:
+        """Whether the scores are known of all tokens of the prompt that follow one before `end`."""
+        known = len(self._scores or ())
+        return known > end or known == self._size
 
     def input(self, row: Row) -> EncodeInput:
         """Return the next chunk as the input of an encoding pass."""
@@ -69,9 +91,12 @@ class PrefillQueue:
             groups, features = see_groups(chunk.groups, self._pictures, self._model.see)
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
-    def watch_prompt(self, watch: Callable[[np.ndarray], bool]) -> None:
-        """Set the `EncodeInput.keep` of all of the prompt's chunks, so that none of them comes from the prefix
-        cache."""
+    def watch_prompt(
+        self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]
+    ) -> None:
+        """Set the `EncodeInput.keep` of all of the prompt's chunks. It adds to `scores`, maybe in several requests; those
+        chunks whose scores are missing do not come from the prefix cache."""
+        self._scores = scores
         self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
 
     def add(self, tokens: np.ndarray) -> None:

@@ -29,7 +29,8 @@ class Request:
     pictures: Sequence[Picture] = ()
     owner: str = ""  # the caller's name, for fair scheduling
     conditions: Conditions | None = None  # conditions on positions of the answer
-    # Receives the log-probabilities of the prompt's tokens, if it is a list.
+    # Receives the log-probabilities of the prompt's tokens, if it is a list. Requests with the same prompt and parameters
+    # may share a list, so that each of its tokens is scored once.
     prompt_scores: list[TokenScore] | None = None
 
     @property

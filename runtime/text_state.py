@@ -27,8 +27,8 @@ class TextState(RequestState):
         self._conditions = request.conditions or Conditions()
         self._prompt_scores = request.prompt_scores
         if self._prompt_scores is not None:
-            self._prompt_scores[:] = [TokenScore(self.prompt[0], None, (), 0)]
-            self.queue.watch_prompt(self._score_prompt)
+            self._prompt_scores[:1] = [TokenScore(self.prompt[0], None, (), 0)]
+            self.queue.watch_prompt(self._score_prompt, self._prompt_scores)
 
     def encoded(self) -> list[Event]:
         events = super().encoded()
@@ -48,13 +48,19 @@ class TextState(RequestState):
         return self._decide()
 
     def _score_prompt(self, hidden: np.ndarray) -> bool:
-        """Score the prompt's tokens that follow those of a chunk. `hidden` is the chunk's output."""
+        """Score the prompt's tokens that follow those of a chunk, unless another request has. `hidden` is the chunk's
+        output."""
         assert self._prompt_scores is not None
-        for begin in range(0, 0 if self.queue.returning else len(hidden), _SCORED):
-            done = len(self._prompt_scores)
+        first = self.queue.begin + 1
+        if self.queue.is_scored(first + len(hidden) - 1):
+            return True
+        found: list[TokenScore] = []
+        for begin in range(0, len(hidden), _SCORED):
             rows = hidden[begin : begin + _SCORED]
-            following = self.prompt[done : done + len(rows)]
-            self._prompt_scores += self._token_scores(rows[: len(following)], following, 0)
+            following = self.prompt[first + begin :][: len(rows)]
+            found += self._token_scores(rows[: len(following)], following, 0)
+        # Not appended, because a request on another GPU may have scored the same tokens meanwhile.
+        self._prompt_scores[first : first + len(found)] = found
         return True
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canvasrt.chat_tokens import CALL
-from canvasrt.containers.tensors import MAX_CANVAS, OPTIONS
+from canvasrt.containers.tensors import MAX_CANVAS, MAX_ECHOED, OPTIONS
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.inputs import (
     check_stops,
@@ -75,7 +75,7 @@ def read_request(
     if "infill" in values:
         return reader.infill(params)
     params.check_limits(model.config, answers, options.max_steps, options.max_passes)
-    return reader.text(params, conditions, only_final)
+    return reader.text(params, conditions, only_final, answers)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Reader:
         return SamplingParams.from_defaults(self.model.sampler, self.model.config, **given)
 
     def text(
-        self, params: SamplingParams, conditions: Conditions | None, only_final: bool
+        self, params: SamplingParams, conditions: Conditions | None, only_final: bool, answers: int
     ) -> ServedRequest:
         """Return a request for text, optionally under a grammar."""
         tokenizer = self.encoder.tokenizer
@@ -113,6 +113,8 @@ class _Reader:
         echo = bool(self.values.get("echo"))
         told: list[TokenScore] = []
         wanted = told if echo and params.logprobs else None
+        if wanted is not None:
+            _check_echo(len(prompt), params, answers)
         request = Request(prompt, params, pictures, self.owner, conditions, wanted)
         if "grammar" in self.values:
             if wanted is not None:
@@ -227,6 +229,16 @@ class _Reader:
         for file, budget in zip(files, budgets, strict=True):
             digest.update(f"{budget} {len(file)} ".encode() + file)
         return _seen.get(digest.digest(), lambda: read_pictures(files, vision, budgets))
+
+
+def _check_echo(tokens: int, params: SamplingParams, answers: int) -> None:
+    """Raise CanvasError if the log-probabilities of an echoed prompt are too many to make and to send."""
+    each = 1 + (len(params.logprob_token_ids) or params.top_logprobs)
+    if (count := tokens * each * answers) > MAX_ECHOED:
+        raise CanvasError(
+            f"echo of {tokens} tokens with {each} log-probabilities each in {answers} answers makes {count}",
+            f"at most {MAX_ECHOED} are allowed: ask for fewer of a token or fewer answers, or shorten the prompt",
+        )
 
 
 def read_conditions_of(values: Mapping[str, Any]) -> Conditions | None:
