@@ -91,9 +91,7 @@ class PrefillQueue:
             groups, features = see_groups(chunk.groups, self._pictures, self._model.see)
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
-    def watch_prompt(
-        self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]
-    ) -> None:
+    def watch_prompt(self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]) -> None:
         """Set the `EncodeInput.keep` of all of the prompt's chunks. It adds to `scores`, maybe in several requests; those
         chunks whose scores are missing do not come from the prefix cache."""
         self._scores = scores

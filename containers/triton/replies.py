@@ -58,6 +58,13 @@ def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
     }
 
 
+class PromptScores(list[TokenScore]):
+    """The log-probabilities of a prompt's tokens, which several requests may share, and their JSON, which is made
+    once."""
+
+    shown = ""
+
+
 class ReplyBuilder:
     """Builds the replies of one request for text.
 
@@ -79,7 +86,7 @@ class ReplyBuilder:
         prompt: Sequence[int] | np.ndarray = (),
         control: bool = False,
         opening: str = "",
-        prompt_scores: Sequence[TokenScore] = (),
+        prompt_scores: PromptScores | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._control = control
@@ -92,12 +99,13 @@ class ReplyBuilder:
         self._steps: list[int] = []
         self._done: list[int] = []  # final tokens
         self._opening = self._unsent = opening
-        self._scores: list[TokenScore] = []
+        self._scores: list[str] = []  # as JSON
         self._unsent_scores = prompt_scores
         self._wants_scores = params.scores
         self._block_scores: list[BlockScore] = []
         self._given = ""
         self._spelt: dict[int, str] = {}
+        self._named: dict[int, str] = {}  # the beginning of a token's JSON
         self._prompt = prompt
         self._cached = 0
         self.ended = False
@@ -151,7 +159,7 @@ class ReplyBuilder:
 
     def _final(
         self, ids: Sequence[int], scores: Sequence[TokenScore], last: bool
-    ) -> tuple[str, list[int], Sequence[TokenScore]]:
+    ) -> tuple[str, list[int], Sequence[str]]:
         """Add final tokens to the answer; return the new text, tokens and log-probabilities."""
         words = self._words(ids)
         text = self._decoder.put(words, final=last) if self._decoder else ""
@@ -163,10 +171,13 @@ class ReplyBuilder:
             needed = self._tokens_to_stop([*self._done, *words])
             tokens = tokens[: max(0, needed - len(self._done))]
         self._done += tokens
-        scores = [*self._unsent_scores, *scores[: len(tokens)]]
-        self._unsent_scores = ()
-        self._scores += scores
-        return text, tokens, scores
+        shown = [self._show(each) for each in scores[: len(tokens)]]
+        if (unsent := self._unsent_scores) is not None:
+            unsent.shown = unsent.shown or ", ".join(map(self._show, unsent))
+            shown.insert(0, unsent.shown)
+            self._unsent_scores = None
+        self._scores += shown
+        return text, tokens, shown
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
         """Return the number of leading tokens whose text contains the stop string."""
@@ -235,7 +246,7 @@ class ReplyBuilder:
         tokens: Sequence[int],
         prompt: Sequence[int] | np.ndarray = (),
         finish: str = "",
-        scores: Sequence[TokenScore] = (),
+        scores: Sequence[str] = (),
     ) -> Reply:
         made: Reply = {
             "event": event,
@@ -248,28 +259,24 @@ class ReplyBuilder:
             "steps": list(self._steps),
             "seed": self._seed,
             "cached_tokens": self._cached,
-            "logprobs": self._shown(scores),
+            "logprobs": f"[{', '.join(scores)}]" if scores else "",
         }
         if self._wants_scores:
             made["block_scores"] = json.dumps([asdict(each) for each in self._block_scores])
         return made
 
-    def _shown(self, scores: Sequence[TokenScore]) -> str:
-        """Return log-probabilities as JSON: token, text, logprob, step, and the likeliest tokens."""
-        if not scores:
-            return ""
-        shown = [
-            {
-                "token_id": each.token,
-                "text": self._spell(each.token),
-                "logprob": each.logprob,
-                "step": each.step,
-                "end": each.step > 0 and each.token in self._ends,
-                "top": [
-                    {"token_id": token, "text": self._spell(token), "logprob": logprob}
-                    for token, logprob in each.top
-                ],
-            }
-            for each in scores
-        ]
-        return json.dumps(shown, ensure_ascii=False)
+    def _show(self, score: TokenScore) -> str:
+        """Return a log-probability as JSON: token, text, logprob, step, and the likeliest tokens."""
+        top = ", ".join([f"{self._name(token)}{logprob!r}}}" for token, logprob in score.top])
+        end = json.dumps(score.step > 0 and score.token in self._ends)
+        own = "null" if score.logprob is None else repr(score.logprob)
+        return (
+            f'{self._name(score.token)}{own}, "step": {score.step}, "end": {end}, "top": [{top}]}}'
+        )
+
+    def _name(self, token: int) -> str:
+        """Return the beginning of a token's JSON, up to its log-probability."""
+        if token not in self._named:
+            text = json.dumps(self._spell(token), ensure_ascii=False)
+            self._named[token] = f'{{"token_id": {token}, "text": {text}, "logprob": '
+        return self._named[token]

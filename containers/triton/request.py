@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from canvasrt.containers.triton.inputs import (
 )
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder
-from canvasrt.containers.triton.replies import JsonReply, Replies, ReplyBuilder
+from canvasrt.containers.triton.replies import JsonReply, PromptScores, Replies, ReplyBuilder
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
@@ -31,7 +32,6 @@ from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.infill import filled, infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.conditions import Conditions, read_conditions
-from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
 from canvasrt.runtime.prefix import share_of
@@ -42,6 +42,10 @@ from canvasrt.runtime.sampling_params import SamplingParams
 _seen = Shared[list[Picture]](
     16, 64 * 2**20, lambda pictures: sum(each.pixels.nbytes for each in pictures)
 )
+
+
+# Log-probabilities of echoed prompts, which the `n` answers of a request share.
+_echoed: WeakValueDictionary[bytes, PromptScores] = WeakValueDictionary()
 
 
 class ServedRequest(NamedTuple):
@@ -111,10 +115,10 @@ class _Reader:
         prompt, pictures, opening = self._prompt()
         params = params.fitted(self.model.config, self.model.max_context - len(prompt))
         echo = bool(self.values.get("echo"))
-        told: list[TokenScore] = []
-        wanted = told if echo and params.logprobs else None
-        if wanted is not None:
+        wanted = None
+        if echo and params.logprobs:
             _check_echo(len(prompt), params, answers)
+            wanted = self._scores(prompt, pictures, params)
         request = Request(prompt, params, pictures, self.owner, conditions, wanted)
         if "grammar" in self.values:
             if wanted is not None:
@@ -141,9 +145,21 @@ class _Reader:
             prompt=prompt,
             control=control,
             opening=opening if control or echo else "",
-            prompt_scores=told,
+            prompt_scores=wanted,
         )
         return ServedRequest(request, replies)
+
+    def _scores(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        pictures: Sequence[Picture],
+        params: SamplingParams,
+    ) -> PromptScores:
+        """Return the list of a prompt's log-probabilities that requests of a caller for the same ones share."""
+        wanted = (share_of(self.owner), params.top_logprobs, params.logprob_token_ids)
+        key = hashlib.sha256(f"{wanted}".encode() + np.asarray(prompt, "<i8").tobytes())
+        key.update(b"".join(each.digest for each in pictures))
+        return _echoed.setdefault(key.digest(), PromptScores())
 
     def infill(self, params: SamplingParams) -> ServedRequest:
         """Return a request that fills a text's gaps. The gaps determine the number of passes."""
