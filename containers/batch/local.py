@@ -103,7 +103,7 @@ class Local:
                 seed = inputs[0]["seed"] if inputs else 0
                 reply = endpoint.reply(body, asked, seed, self._served)
                 run = Run(self, self._metrics, inputs, {}, asked, reply, endpoint.path)
-                return Reply(200, await run.whole())
+                return Reply(200, reply.whole(await run.answers()))
             except ApiError as error:
                 raise endpoint.renamed(error) from error
         except ApiError as error:

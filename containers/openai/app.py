@@ -128,8 +128,10 @@ class Front:
                 endpoint.path,
             )
             if endpoint.streams and body.stream:
-                return await streamed(request.receive, run.chunks(), reply.media_type)
-            return JSONResponse(await unless_disconnected(request.receive, run.whole()))
+                return await streamed(request.receive, run.chunks(self.pool), reply.media_type)
+            answers = await unless_disconnected(request.receive, run.answers())
+            size = sum(len(each.final.logprobs) for each in answers)
+            return await self.pool.run(size, lambda: JSONResponse(reply.whole(answers)))
         except ApiError as error:
             raise endpoint.renamed(error) from error
 

@@ -1,4 +1,4 @@
-"""Threads that process long bodies while the event loop serves others."""
+"""Threads that process long bodies and log-probabilities while the event loop serves others."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.body import MAX_ANSWERS
+from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.messages import Chat, read_messages
@@ -259,21 +260,19 @@ class Run:
         self._endpoint = endpoint
         self._blocks = Blocks()
 
-    async def whole(self) -> Any:
-        """Return the complete reply. Raises ApiError if the request fails."""
+    async def answers(self) -> list[Answer]:
+        """Return all answers. Raises ApiError if the request fails."""
         finals: dict[int, StreamEvent] = {}
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 if event.event == "final":
                     finals[index] = event
-        return self._reply.whole(
-            [
-                Answer(self._asked.parser().put(finals[index].text, final=True), finals[index])
-                for index in range(self._count)
-            ]
-        )
+        return [
+            Answer(self._asked.parser().put(finals[index].text, final=True), finals[index])
+            for index in range(self._count)
+        ]
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, pool: BodyPool) -> AsyncGenerator[bytes, None]:
         """Yield the reply as a stream. Raises ApiError only before the first chunk."""
         reply, begun = self._reply, False
         parsers: dict[int, AnswerParser | PlainText] = {}
@@ -281,7 +280,7 @@ class Run:
             async with aclosing(self._events()) as events:
                 async for index, event in events:
                     chunks = [] if begun else reply.begin()
-                    begun = True
+                    size, begun = len(event.logprobs), True
                     if event.event == "draft":
                         chunks += reply.draft(index, event)
                     else:
@@ -294,9 +293,10 @@ class Run:
                             rest = parsers[index].put("", final=True)
                             chunks += reply.close(index, Answer(rest, event))
                         else:
-                            chunks += reply.add(index, parsers[index].put(event.text), event)
+                            pieces = parsers[index].put(event.text)
+                            chunks += await pool.run(size, reply.add, index, pieces, event)
                     for chunk in chunks:
-                        yield reply.encode(chunk)
+                        yield await pool.run(size, reply.encode, chunk)
             last = reply.end()
         except ApiError as error:
             if not begun:
