@@ -11,7 +11,7 @@ import torch
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.host_head import TokenScore, log_softmax
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
@@ -106,8 +106,9 @@ def test_a_prompt_s_tokens_have_those_of_the_encoder(
     given = params(tiny, logprob_token_ids=(7, 5), top_logprobs=0)
     request = Request(ids, given, prompt_scores=told)
     generator = Generator(model, prefixes=PrefixCache(model, 2**24))
-    for _ in range(2):  # the prefix cache has no log-probabilities
-        generator.run([request])
+    generator.run([request])
+    told.clear()
+    generator.run([request])  # the prefix cache has no log-probabilities
     reference = tiny.reference.model
     with torch.no_grad():
         hidden = reference.model.encoder(input_ids=torch.tensor([ids])).last_hidden_state[0]
@@ -122,6 +123,34 @@ def test_a_prompt_s_tokens_have_those_of_the_encoder(
         assert dict(each.top) == pytest.approx({other: row[other] for other in listed}, abs=1e-4)
     with pytest.raises(CanvasError, match="score_blocks is not supported together with log-prob"):
         generator.check(replace(request, params=params(tiny, score_blocks=True)))
+
+
+@pytest.mark.parametrize("cached", [0, 2**24])
+def test_requests_that_share_a_list_score_a_prompt_once(
+    tiny: Pair, prompt: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
+    head, ids, counted = tiny.model.host_head, prompt(400), list[int]()
+    score = head.scores
+    monkeypatch.setattr(
+        head, "scores", lambda rows, *given: counted.append(len(rows)) or score(rows, *given)
+    )
+    encoded, encode = list[int](), tiny.model.encode
+    monkeypatch.setattr(
+        tiny.model,
+        "encode",
+        lambda inputs: encoded.extend(len(each.tokens) for each in inputs) or encode(inputs),
+    )
+    given, alone, told = params(tiny, max_new_tokens=1), list[TokenScore](), list[TokenScore]()
+    (expected,) = Generator(tiny.model).run([Request(ids, given, prompt_scores=alone)])
+    each = sum(counted)
+    counted.clear()
+    encoded.clear()
+    generator = Generator(tiny.model, 3, prefixes=PrefixCache(tiny.model, cached))
+    results = generator.run([Request(ids, given, prompt_scores=told) for _ in range(5)])
+    assert told == alone
+    assert sum(counted) == each + 4  # the others score their one token
+    assert sum(encoded) == (400 if cached else 5 * 400)
+    assert all(result.token_ids == expected.token_ids for result in results)
 
 
 def test_alternatives_need_log_probabilities(tiny: Pair) -> None:

@@ -1,0 +1,115 @@
+"""Log-probabilities of echoed prompts: how many are allowed, and that they are made once, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.containers.openai.body_pool import BodyPool
+from canvasrt.containers.openai.chat import CompletionRequest, completion_generation
+from canvasrt.containers.openai.chunks import CompletionReply
+from canvasrt.containers.openai.generation import Run, Served
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.tensors import MAX_ECHOED, StreamEvent
+from canvasrt.containers.triton.options import ModelOptions
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder
+from canvasrt.containers.triton.replies import ReplyBuilder
+from canvasrt.containers.triton.request import read_request
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.acceptance
+
+
+def test_an_echo_has_a_bounded_number_of_log_probabilities(model: Model, tokenizer: Tokenizer):
+    def read(answers: int, **inputs: Any) -> Any:
+        arrays = {"prompt_ids": np.full(2000, 5), "echo": True, "logprobs": True, **inputs}
+        arrays = {name: np.atleast_1d(value) for name, value in arrays.items()}
+        encoder = PromptEncoder(tokenizer, model.max_context)
+        return read_request(arrays, model, encoder, ModelOptions(), "a", answers)
+
+    assert MAX_ECHOED >= 2**18 * 2  # a whole context, as lm-eval asks
+    read(131, top_logprobs=1)
+    for answers, inputs in ((132, {"top_logprobs": 1}), (13, {"logprob_token_ids": [3] * 20})):
+        with pytest.raises(CanvasError, match=f"in {answers} answers makes 5") as refused:
+            read(answers, **inputs)
+        assert "at most 524288 are allowed: ask for fewer" in refused.value.hint
+
+
+def test_the_answers_to_an_echoed_prompt_share_its_log_probabilities(
+    model: Model, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    encoder, shown = PromptEncoder(tokenizer, model.max_context), list[Any]()
+    show = ReplyBuilder._show
+    monkeypatch.setattr(
+        ReplyBuilder, "_show", lambda self, each: shown.append(each) or show(self, each)
+    )
+
+    def read(seed: int, owner: str = "a", top: int = 2) -> Any:
+        given = {"prompt_ids": np.full(300, 5), "echo": [True], "logprobs": [True], "seed": [seed]}
+        arrays = {**given, "top_logprobs": [top], "max_new_tokens": [4]}
+        arrays = {name: np.array(value) for name, value in arrays.items()}
+        return read_request(arrays, model, encoder, ModelOptions(), owner, 3)
+
+    requests = [read(seed) for seed in range(3)]
+    told = requests[0].request.prompt_scores
+    assert all(each.request.prompt_scores is told for each in requests)
+    for other in (read(0, owner="b"), read(0, top=1)):
+        assert other.request.prompt_scores is not told
+    generator = Generator(model)
+    replies = {generator.add(each.request): each.replies for each in requests}
+    finals: list[Any] = []
+    while not generator.idle:
+        for event in generator.step():
+            finals += [
+                each for each in replies[event.id].replies(event) if each["event"] == "final"
+            ]
+    tokens = sum(len(each["token_ids"]) for each in finals)
+    assert len(shown) == 300 + tokens
+    for each in finals:
+        scores = json.loads(each["logprobs"])
+        assert [score["token_id"] for score in scores] == [5] * 300 + each["token_ids"]
+        assert [score["logprob"] for score in scores[:300]] == [score.logprob for score in told]
+
+
+def test_long_log_probabilities_are_rendered_on_a_thread():
+    scores = json.dumps(
+        [{"token_id": 5, "text": "a", "logprob": -1.0, "step": 0, "end": False, "top": []}] * 2000
+    )
+    last = {"finish_reason": "length", "steps": [1], "seed": 1, "cached_tokens": 0}
+    fields: dict[str, Any] = {"block": 0, "step": 1, **last}
+    fields |= {"text": "", "token_ids": [], "prompt_token_ids": []}
+    rendered: list[bool] = []
+
+    class Source:
+        async def stream(self, *given: Any) -> AsyncGenerator[StreamEvent, None]:
+            for event in ("block", "final"):
+                yield StreamEvent(**fields, event=event, logprobs=scores)
+
+    class Shown(CompletionReply):
+        def scores(self, text: str) -> Any:
+            rendered.append(threading.current_thread() is threading.main_thread())
+            return super().scores(text)
+
+    async def ask() -> None:
+        pool = BodyPool()
+        run = Run(Source(), FrontMetrics(), [{}], {}, asked, reply, "/v1/completions")
+        text = b"".join([each async for each in run.chunks(pool)])
+        assert text.count(b"token_logprobs") == 1
+        pool.close()
+
+    body = CompletionRequest.model_validate(
+        {"model": "m", "prompt": "a", "echo": True, "logprobs": 0, "stream": True}
+    )
+    asked = completion_generation(body)
+    reply = Shown(body, asked, 1, Served())
+    asyncio.run(ask())
+    assert rendered == [False]
