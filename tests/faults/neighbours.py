@@ -24,6 +24,7 @@ from tests.helpers.serving_process import call, chat
 
 SECONDS = 4.0  # per figure
 DIGITS: dict[str, Any] = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
+_ECHO = b',"echo":true,"logprobs":20,"max_tokens":1'
 _processes = multiprocessing.get_context("fork")
 Body = Callable[[int], bytes]
 
@@ -58,6 +59,7 @@ def main(host: str, only: str = "") -> None:
         ("a prompt of 500,000 ids", 4, lambda n: _prompt(b"1," * 500_000 + b"1")),
         ("a prompt of 5 million lists", 4, lambda n: _prompt(b"[]," * 5_200_000 + b"[]")),
         ("15 million closing brackets", 4, lambda n: b"[" * 101 + b"]" * 15_000_000),
+        ("3,800 ids with echo", 4, lambda n: _prompt(b"3," * 3799 + b"3", _ECHO)),
         ("3 MB of <unk>", 4, lambda n: _chat({}, "<unk>" * 600_000)),
         ("15 MB of text", 4, lambda n: _chat({}, "abc " * 3_750_000)),
     ]
@@ -73,8 +75,8 @@ def main(host: str, only: str = "") -> None:
                 print(f"| {name} | {attackers} | {' | '.join(found)} |", flush=True)
 
 
-def _prompt(values: bytes) -> bytes:
-    return b'{"model":"canvasrt","prompt":[%s]}' % values
+def _prompt(values: bytes, more: bytes = b"") -> bytes:
+    return b'{"model":"canvasrt","prompt":[%s]%s}' % (values, more)
 
 
 def _chat(format: dict[str, Any], content: str = "12+34=", **options: Any) -> bytes:
