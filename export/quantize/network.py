@@ -41,12 +41,18 @@ class StreamedNetwork:
 
     quantum = sys.maxsize  # requests are never parked
 
-    def __init__(self, weights: WeightSource, max_batch: int, saved: SavedSweeps) -> None:
+    def __init__(
+        self,
+        weights: WeightSource,
+        max_batch: int,
+        saved: SavedSweeps,
+        observed: Observed | None = None,
+    ) -> None:
         self.config, self.sampler = weights.config, weights.sampler
         self.max_batch = max_batch
         self.max_context = min(self.config.max_position_embeddings, MAX_CONTEXT)
         self.prefill_chunk = PREFILL_CHUNK
-        self.observed = Observed()
+        self.observed = observed or Observed()
         self.sweeps = 0
         self._weights = weights
         self._device = torch.device(device_here())
