@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.synthetic import write_random_checkpoint
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.export.checkpoint import Checkpoint
@@ -20,7 +21,8 @@ from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.streamed import read_wide
 from canvasrt.pipeline import build_bundle
-from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 from tests.helpers.quantized_checkpoints import base_model, save_compressed
 
 
@@ -128,6 +130,34 @@ def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
     assert all(error < 1e-6 for error in errors.values()), errors
     assert all(each["gate_up"] == each["down"] == 0 for each in found["experts"])
     assert found["ok"], found["limits"]
+
+
+@pytest.mark.acceptance
+def test_four_requests_of_the_released_widths_agree_with_transformers(tmp_path: Path) -> None:
+    """transformers multiplies the same INT4 codes in fp32. One request's past read for another's fails this."""
+    folder = tmp_path / "checkpoint"
+    config = write_random_checkpoint(folder, "released-8k", layers=1, format="int4")
+    bundle = build_bundle(folder, "cpu", tmp_path / "bundle")
+    sides: list[Any] = [ReferenceModel(folder, True), open_model(bundle.path)]
+    found: list[list[DenoiseOutput]] = []
+    for side in sides:
+        rng = np.random.default_rng(0)
+        tokens = [rng.integers(6, config.vocab_size, count) for count in (1, 7, 30, 90)]
+        rows = [side.new_row() for _ in tokens]
+        side.encode([EncodeInput(*each) for each in zip(rows, tokens, strict=True)])
+        length = config.canvas_length
+        hidden = [side.first_hidden(rng.integers(0, config.vocab_size, length)) for _ in rows]
+        for _ in range(2):
+            # With a bound below zero, nothing is accepted, so both sides get the same canvas.
+            noise = [(rng.random(length).astype("f"), rng.integers(0, 8192, length)) for _ in rows]
+            given = zip(rows, hidden, noise, strict=True)
+            outs = side.denoise([DenoiseInput(r, h, np.float32(2), -1.0, *n) for r, h, n in given])
+            hidden = [each.next_hidden for each in outs]
+        found.append(outs)
+    for expected, ours in zip(*found, strict=True):
+        assert np.mean(expected.argmax == ours.argmax) > 0.98
+        error = np.abs(expected.entropy - ours.entropy)
+        assert error.mean() < 0.02 * expected.entropy.mean()
 
 
 def test_the_checkpoint_s_own_codes_must_be_the_same(int4: Any, tmp_path: Path) -> None:
