@@ -141,7 +141,10 @@ def _logits(
     params = SamplingParams.from_defaults(
         weights.sampler, config, max_denoising_steps=HELD_OUT_STEPS
     )
-    canvas_of = lambda row, step: step_noise(row, 0, step, config.canvas_length, config.vocab_size)
+
+    def canvas_of(row: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        return step_noise(row, 0, step, config.canvas_length, config.vocab_size)
+
     rows = [network.new_row() for _ in prompts]
     network.encode([EncodeInput(*pair) for pair in zip(rows, prompts, strict=True)])
     hidden = [network.first_hidden(canvas_of(i, 0)[1]) for i in range(len(rows))]

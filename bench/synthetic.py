@@ -92,7 +92,7 @@ def write_random_checkpoint(
     seed: int = 0,
     format: str = "bf16",
 ) -> ModelConfig:
-    """Write a random checkpoint to `out`, without vision tower and tokenizer.
+    """Write a random checkpoint to `out`, without a vision tower or tokenizer.
 
     Args:
         shape: a key of `SHAPES`.

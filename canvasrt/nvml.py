@@ -49,7 +49,7 @@ def readings() -> dict[str, dict[str, float]]:
     for gpu in machine.gpus() if nvml else ():
         values = {}
         for name, gauge in GAUGES.items():
-            # A GPU may not support it, or be lost.
+            # The GPU may not support this gauge, or may have been lost.
             with suppress(nvml.NVMLError):
                 handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
                 values[name] = float(gauge.read(nvml, handle))

@@ -128,7 +128,7 @@ def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int
 
 
 def read_conditions(data: Any) -> Conditions:
-    """Parse conditions from JSON. Raises CanvasError, which names the path of the mistake."""
+    """Parse conditions from JSON. Raises CanvasError, with the path of the mistake, if they are invalid."""
     if not isinstance(data, Mapping):
         raise CanvasError("canvas is not an object", _EXAMPLE)
     for name in data:

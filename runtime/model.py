@@ -36,7 +36,7 @@ OutputT = TypeVar("OutputT")
 class Model(ABC):
     """The engines of one bundle, and the memory-mapped embedding table. Not thread-safe."""
 
-    # maximum number of requests per pass; None is no limit
+    # maximum number of requests per pass; None means no limit
     max_batch: int | None = None
     device_name = "cpu"
     # The number of passes in a request's turn, after which it may be parked.

@@ -268,7 +268,7 @@ class SamplingParams:
         self, config: ModelConfig, answers: int, max_steps: int | None, max_passes: int | None
     ) -> None:
         """Raise CanvasError if the request exceeds the operator's limits: denoising steps per block, and passes of all
-        answers together. None is no limit."""
+        answers together. None means no limit."""
         steps = self.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"max_denoising_steps is {steps}", f"ask for at most {max_steps}")

@@ -41,7 +41,7 @@ def without_secrets(text: str, secrets: Iterable[str]) -> str:
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """Return the secrets in variables and in the file of API keys, also as they are in JSON."""
+    """Return the secrets in environment variables and in the file of API keys, each also in its JSON-escaped form."""
     from canvasrt.containers.names import SECRETS
     from canvasrt.containers.serve.settings import KEYS_FILE
 

@@ -78,7 +78,7 @@ def _of_demo(bundle: Bundle) -> list[Json]:
 
 
 def _by_part(scored: Sequence[Scored]) -> Json:
-    """Return the measurements of all questions, and by type and group."""
+    """Return the measurements over all questions, per type, and per group."""
     types = [kind for kind in TYPES if any(each.type == kind for each in scored)]
     groups = list(dict.fromkeys(each.group for each in scored if each.group))
     return {

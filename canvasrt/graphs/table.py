@@ -125,8 +125,11 @@ class _Pieces:
         return insert(node, "Sum", parts, f"{TABLE}/soft")
 
     def _dequantized(self, before: ir.Node, use: str) -> Iterator[ir.Value]:
-        """Dequantize the pieces one after another. Both uses share the codes, so these are mapped once. Each use has
-        its own scales. Otherwise ONNX Runtime would keep the first product's pieces for the second."""
+        """Dequantize the pieces one after another, before one of the two products with the table.
+
+        Both products share the codes, so those are mapped once. Each has its own initializers for the same scales: if
+        they shared these too, ONNX Runtime would keep the pieces of the first product for the second.
+        """
         for number, (first, last) in enumerate(self._bounds):
             name = f"{TABLE_SCALE}.{use}_{number}"
             scale = part(self._graph, self._scale, name, [last - first], first)

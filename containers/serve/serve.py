@@ -191,7 +191,7 @@ class Supervisor:
             self.front.wait_acknowledged()
 
     def watch(self) -> None:
-        """Wait for a request to stop. Raises CanvasError if Triton exits or hangs, or if the front end cannot be kept
+        """Wait until a stop is requested. Raises CanvasError if Triton exits or hangs, or if the front end cannot be kept
         running."""
         try:
             while not self._stop.requested.wait(_LOOK_EVERY):

@@ -178,7 +178,7 @@ class _Reader:
         return ServedRequest(replace(request, owner=self.owner), replies)
 
     def decisions(self) -> ServedRequest:
-        """Return a request that answers closed questions. Raises CanvasError, which names the path of the mistake."""
+        """Return a request that answers closed questions. Raises CanvasError, with the path of the mistake, if they are invalid."""
         values, tokenizer = self.values, self.encoder.tokenizer
         self.encoder.check(values)
         pictures = self._pictures()

@@ -142,7 +142,7 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """Quantize to a format whose inputs stay unquantized."""
+    """Quantize to a format that leaves the inputs of products unquantized."""
     encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
     # Every row has its own scales, so parts of a matrix can be quantized one by one.
     made = [encode(_checked(part, format, name), method == "mse") for part in parts]

@@ -143,7 +143,7 @@ class DecisionRequest(Request):
         self.check_prompt(config, max_context, room, f"a canvas of {room}")
 
     def check_limits(self, max_steps: int | None, max_passes: int | None) -> None:
-        """Raise CanvasError for more steps or passes than the operator allows. None is no limit."""
+        """Raise CanvasError for more steps or passes than the operator allows. None means no limit."""
         steps = self.params.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"steps is {steps}", f"this server allows {max_steps}")

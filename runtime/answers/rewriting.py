@@ -10,7 +10,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-# Arrays that one `uniqueItems` may expand to, and their bytes of JSON.
+# Limits for one `uniqueItems`: how many arrays it may expand to, and how many bytes of JSON these may take.
 MAX_ARRAYS, MAX_BYTES = 400, 32_768
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")

@@ -215,7 +215,7 @@ class DeviceModel(Model):
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
         """Encode one request's tokens. If they overload an expert, encode two halves, or use more expert slots."""
         (item,) = batch
-        # Parts of the tokens, each with whether to use a shape in which no expert can overflow.
+        # Parts of the tokens, each with a flag: whether to use a shape in which no expert can overflow.
         parts = [(item, False)]
         while parts:
             part, roomy = parts.pop(0)

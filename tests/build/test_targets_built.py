@@ -164,7 +164,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fake_calibrate(weights: Any, recipe: Any, *rest: Any) -> Any:
-    """Replaces generating from prompts, which takes minutes at this vocabulary and is tested elsewhere."""
+    """Replaces generating from prompts, which takes minutes at this vocabulary size and is tested elsewhere."""
     from canvasrt.export.quantize.calibrate import Calibration
 
     return Calibration(amax=dict.fromkeys(recipe.formats(weights.config), 8.0))

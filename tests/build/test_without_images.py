@@ -91,7 +91,8 @@ def test_a_card_with_the_room_gets_it(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def opened(bundle: Bundle, graphs: Bundle, folder: Path) -> DeviceModel:
-    """Open a copy of the bundle whose engines a fake TensorRT runs: fp32 graphs, in the real profiles."""
+    """Open a copy of the bundle in which each engine is replaced by its segment's fp32 graph, with the real profiles, for a
+    fake TensorRT to run."""
     manifest, device = bundle.manifest, FakeCudaDevice()
     shutil.copytree(bundle.path, folder)
     (folder / "manifest.json").unlink()

@@ -17,7 +17,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 with pytest.MonkeyPatch.context() as _patch:
-    # Kernels imported from here on are interpreted; the processes that tests start still compile. torch may have imported it.
+    # Kernels imported in this block are interpreted; processes that tests start still compile theirs. torch may have
+    # imported triton already, so it is imported anew.
     _patch.setenv("TRITON_INTERPRET", "1")
     for _name in [each for each in sys.modules if each.partition(".")[0] == "triton"]:
         if not _name.startswith("triton._C"):

@@ -35,7 +35,7 @@ def side(core: Core, template: str) -> Side:
 
 
 def trained(byte_level: bool) -> Core:
-    """A tokenizer with merges inside the control tokens' spellings: byte-level or as Gemma's."""
+    """A tokenizer, byte-level or with byte fallback like Gemma's, whose merges also apply inside the control tokens' spellings."""
     special = [AddedToken(each, special=True, normalized=False) for each in scripted.SPECIAL]
     corpus = ["<|turn>user\nmodel<turn|>thought <|channel> <tool_call|> type 12+34= " * 9] * 9
     if byte_level:

@@ -198,8 +198,8 @@ def test_the_head_multiplies_by_the_table_twice_in_its_recipe_s_format(built: Bu
 
 
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
-    """No output has as many elements as a matrix of a layer or of the head, except the router's small one. An output without an
-    axis of tokens has less than an eighth of the smallest matrix."""
+    """No output has as many elements as any matrix of a layer or of the head; the router's matrix, which is small, is not
+    compared. An output without an axis of tokens has less than an eighth of the smallest matrix."""
     shapes = {shape for matrices in (*MATRICES.values(), HEAD) for shape in matrices.values()}
     sizes = {prod(shape) for shape in shapes - {SHARED["router.proj"]}}
     for segment, profile, kernels in all_programs(built):

@@ -144,7 +144,7 @@ def test_int4_reads_a_block_s_scale_once(compiled: list[dict[str, Any]], tmp_pat
 def test_arguments_are_in_the_order_in_which_the_runtime_gives_them(
     compiled: list[dict[str, Any]],
 ) -> None:
-    """Two addresses of scratch memory, which the compiler adds, follow."""
+    """The arguments are followed by two addresses of scratch memory, which the compiler adds."""
     kinds = {"*": "u64", "i32": "u32", "fp32": "f32"}
     for each in compiled:
         name, _, _ = each["name"].partition("-")
