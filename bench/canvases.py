@@ -29,6 +29,7 @@ from canvasrt.export.quantize.observed_part import Observed
 from canvasrt.export.quantize.saved_sweeps import SavedSweeps
 from canvasrt.export.quantize.stored_weights import CheckpointWeights
 from canvasrt.fidelity.compare import NOTHING, divergence
+from canvasrt.formats import FORMATS
 from canvasrt.progress import report
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.runtime.noise import step_noise
@@ -97,7 +98,7 @@ class _Rounding(Observed):
         """Round `x` in place, if the recipe has scales for it."""
         if name not in self._largest:
             return
-        if self._formats[name] == "fp8":
+        if FORMATS[self._formats[name]].input_quantizer is None:
             x.copy_(_e4m3(x, self._largest[name] / 448))
         else:
             blocks = x.reshape(-1, 16)
