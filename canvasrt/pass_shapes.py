@@ -4,7 +4,7 @@ are compiled before the first request."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -161,6 +161,19 @@ class PassPlan:
         if self.shares:
             shapes.append(self.shared())
         yield from dict.fromkeys([*shapes, self.without_overflow()])
+
+    def at_start(self, canvas_sizes: Sequence[int]) -> list[tuple[PassShape, int, int]]:
+        """Return the passes that a start runs: shape, canvas, and place in the batch.
+
+        Every place keeps its latest captured graph. So the shape with which most requests start comes last: a whole
+        canvas, a short past and the fewest expert slots.
+        """
+        narrow = self.widths[0]
+        usual = self.denoise(narrow), self.canvas
+        shapes = [(shape, shape.length) for shape in self]
+        shapes += [(self.alone(size, narrow), size) for size in canvas_sizes[:-1]]
+        first = [(*each, 0) for each in reversed(shapes) if each != usual]
+        return [*first, *((*usual, place) for place in range(self.batch))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as in the manifest: without shared passes."""

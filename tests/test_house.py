@@ -152,7 +152,7 @@ def test_commands_do_not_import_each_other() -> None:
         assert not imports()[name] & names, f"{name} imports another command"
 
 
-INSIDE_TRITON = {"triton", "tensors", "names", "untrusted", "heartbeat"}
+INSIDE_TRITON = {"triton", "tensors", "names", "untrusted", "heartbeat", "logs"}
 
 
 def test_what_runs_inside_triton_imports_nothing_of_what_runs_around_it() -> None:

@@ -71,6 +71,14 @@ class ServerOutput:
             handler.flush()
         self._lines.close()
 
+    def note(self, line: str) -> None:
+        """Write a line of our own to the log."""
+        if self.log is None:
+            self._put(json_line("INFO", __name__, line) if self._json else line)
+        else:
+            with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+
     @property
     def is_seen(self) -> bool:
         """Whether the lines also appear on the terminal."""

@@ -6,6 +6,7 @@ Three processes run: this one, which supervises, the front end (`frontend.py`), 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tempfile
@@ -76,6 +77,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         front = FrontEnd.over(_triton(settings, Path(), output), settings.front)
         try:
             front.start()
+            output.note(f"plan: {json.dumps(decisions(settings))}")
             log.info("alive: %s/health/live", front.health_url)
             _serve(settings, source, profile, gpus, front, output, stop, ready)
         except CanvasError as error:

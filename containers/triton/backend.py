@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.heartbeat import Heartbeat, leave_reason
+from canvasrt.containers.logs import configure
 from canvasrt.containers.names import (
     EVIDENCE_VARIABLE,
     GPUS_VARIABLE,
@@ -63,6 +64,7 @@ class StreamModel:
         # `engines` is relative to the model repository, the parent of this model's folder.
         engines = Path(args["model_repository"]).parent / parameters["engines"]
         options = ModelOptions.from_environment(os.environ)
+        configure("INFO", json_logs=False)
 
         def open_one(number: int) -> Model:
             return open_model(

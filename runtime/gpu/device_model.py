@@ -6,6 +6,8 @@ entropies and acceptance flags to the host.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,6 +28,7 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hi
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
+_log = logging.getLogger(__name__)
 # Runs after which a call is captured.
 _UNTIL_CAPTURED = 2
 
@@ -120,17 +123,13 @@ class DeviceModel(Model):
 
         Call it before the first request.
         """
-        narrow = self.shapes.widths[0]
-        shapes = [(shape, shape.length) for shape in self.shapes]
-        shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
-        # Every place in the batch keeps its latest captured graph. So the shape with which most requests start comes
-        # last: a whole canvas, a short past and the fewest expert slots.
-        usual = self.shapes.denoise(narrow)
-        for shape, canvas in [each for each in reversed(shapes) if each != (usual, usual.length)]:
-            self._warm_up(self._pass(shape, [], canvas), shape.capacity)
-        for slot in range(self._cache.slots):
-            this = self._pass(usual, [], usual.length)
-            self._warm_up(replace(this, first=slot), usual.capacity)
+        passes = self.shapes.at_start(self.canvas_sizes)
+        for number, (shape, canvas, first) in enumerate(passes, 1):
+            begin = time.monotonic()
+            self._warm_up(replace(self._pass(shape, [], canvas), first=first), shape.capacity)
+            took, free = time.monotonic() - begin, self.device.memory()[0] / 1e9
+            many = len(passes)
+            _log.info("warm-up pass %d of %d: %.1f s, %.1f GB free", number, many, took, free)
         if self._sight is not None:
             self._sight.warm_up()
             self._backend.keep_compiled()

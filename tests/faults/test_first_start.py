@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -126,14 +127,21 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
 def test_contexts_that_memory_has_no_room_for_make_passes_slower(
     gpu: Rehearsal, right: Right, tmp_path: Path
 ):
-    """Without the shared contexts, the start fails and says why."""
+    """Without the shared contexts, the start fails and says why. The log has the plan and the progress."""
     shared = sum(len(each["profiles"]) for each in load_bundle(gpu.engines).manifest.segments)
-    gpu.inject(f"contexts {shared}")
+    with start(gpu, tmp_path / "enough") as running:
+        planned, _, passes = log(running).partition("warm-up pass 1 of ")
+        assert json.loads(planned.partition("plan: ")[2].splitlines()[0])["profile"]["memory"]
+        many = passes.partition(":")[0]
+        assert f"warm-up pass {many} of {many}: " in passes
+    taken = gpu.taken()
+    gpu.forget()
+    gpu.inject(f"memory {taken[shared]}")  # for the first place's first context, and no further one
     with start(gpu, tmp_path / "slower") as running:
         assert right(running)
         assert "runs in a shared context, slower" in log(running)
-        assert gpu.events()["context"] == shared
-    gpu.inject(f"contexts {shared - 1}")
+        assert gpu.events()["context"] == shared + 1
+    gpu.inject(f"memory {taken[shared - 1] - 1}")
     process = started(gpu.package, tmp_path / "ended", *ANY_PORTS)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 1

@@ -23,7 +23,6 @@ from tests.helpers.fake_tensorrt import FakeCudaDevice, IRuntimeCache
 
 FOLDER = Path(os.environ["REHEARSAL"])
 COMPILE = float(os.environ.get("REHEARSAL_COMPILE", "0.05"))  # seconds per shape
-CONTEXT = 2 << 20  # bytes
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, INVALIDATED = 2, 700, 901
 _TEXTS = {
     OUT_OF_MEMORY: b"out of memory",
@@ -33,7 +32,7 @@ _TEXTS = {
 
 
 def fault() -> list[str]:
-    """Return the words of the fault that is set: `contexts N`, `capture`, `illegal`."""
+    """Return the words of the fault that is set: `memory BYTES`, `capture`, `illegal`."""
     try:
         return (FOLDER / "fault").read_text().split()
     except OSError:
@@ -46,19 +45,15 @@ class Gpu(FakeCudaDevice):
     capability = (9, 0) if os.environ.get("REHEARSAL_GPU") == "h100" else (12, 0)
 
     def __init__(self) -> None:
-        super().__init__()
-        if fault()[:1] == ["contexts"]:
-            self.contexts_left = int(fault()[1])
+        super().__init__(*map(int, fault()[1:]))
         self.lost = False
 
     def stall(self, what: str, engine: str, seconds: float) -> None:
         if what == "compile":
             time.sleep(COMPILE)
-        if what == "context":
-            self.left -= CONTEXT
         super().stall(what, engine, seconds)
         with (FOLDER / "events").open("a") as file:
-            file.write(f"{what} {engine}\n")
+            file.write(f"{what} {engine} {self.left}\n")
 
     def begin_capture(self) -> None:
         self._recording = []

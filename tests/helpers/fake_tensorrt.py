@@ -27,6 +27,7 @@ from tests.helpers.fake_engine import FakeDevice, FakeEngine
 ACTIVATIONS = 4096
 # Seconds that a request waits for each event: a guess at the order of magnitude.
 COMPILE, CONTEXT, CAPTURE = 2.0, 0.05, 0.01
+CONTEXT_BYTES = 2 << 20
 SQUARE = 9  # patches per soft token
 
 
@@ -41,15 +42,12 @@ class FakeCudaDevice(FakeDevice):
     stream = 7
     capability = (12, 0)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, size: int = 1 << 32) -> None:
+        super().__init__(size)
         self.graphs: dict[int, list[Callable[[], Any]]] = {}
         self.replayed = 0
         self.captures = True
         self.breaks_captures = False  # although TensorRT said that the work could be captured
-        self.contexts_left: int | None = (
-            None  # contexts that there is memory for; None for any number
-        )
         # What made a request wait: (what, engine), and seconds.
         self.stalls: list[tuple[str, str]] = []
         self.waited = 0.0
@@ -339,10 +337,9 @@ class ICudaEngine:
         return IRuntimeConfig()
 
     def create_execution_context(self, strategy: Any) -> IExecutionContext | None:
-        if self.device.contexts_left is not None:
-            self.device.contexts_left -= 1
-            if self.device.contexts_left < 0:
-                return None
+        if self.device.left < CONTEXT_BYTES:
+            return None
+        self.device.left -= CONTEXT_BYTES
         self.contexts.append(IExecutionContext(self, strategy))
         self.device.stall("context", self.fake.name, CONTEXT)
         return self.contexts[-1]

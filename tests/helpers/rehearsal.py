@@ -74,6 +74,12 @@ class Rehearsal:
         lines = file.read_text().splitlines() if file.exists() else []
         return Counter(line.split()[0] for line in lines)
 
+    def taken(self) -> list[int]:
+        """Return the bytes of GPU memory in use after each new context."""
+        lines = (self.folder / "state" / "events").read_text().splitlines()
+        left = [int(line.split()[2]) for line in lines if line.startswith("context")]
+        return [(1 << 32) - each for each in left]
+
     def forget(self) -> None:
         """Restart the count."""
         (self.folder / "state" / "events").unlink(missing_ok=True)

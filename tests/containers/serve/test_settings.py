@@ -216,6 +216,7 @@ def test_shared_passes_are_asked_for_and_reach_the_model(
     backend = importlib.import_module("canvasrt.containers.triton.backend")
     load = MagicMock(side_effect=InterruptedError)
     monkeypatch.setattr(backend, "open_model", load)
+    monkeypatch.setattr(backend, "configure", MagicMock())
     config = json.dumps({"parameters": {"engines": {"string_value": "engines"}}})
     with pytest.raises(InterruptedError):
         backend.StreamModel().initialize({"model_config": config, "model_repository": "m/n"})

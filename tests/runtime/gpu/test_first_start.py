@@ -109,7 +109,7 @@ def test_contexts_that_cannot_be_had_cost_nothing_but_time(
     """A pass without a context of its own runs in the one that others use."""
     server = Server(folder)
     own = (len(server.model.segments) - 1) * BATCH + 1
-    server.device.contexts_left = 0  # it already has the shared ones
+    server.device.left = 0  # it already has the shared ones
     server.model.warm_up()
     wanted = requests(tiny, prompt, [40, 50, 60], max_new_tokens=CANVAS)
     same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
