@@ -2,7 +2,8 @@
 
 Each step's output and results are written at once, so an interruption at any minute loses none of them. Another start
 runs the steps that have not ended, and then repeats those that failed: `--minutes 9` suits a machine whose commands may
-run for ten. Nothing is downloaded, and a step that lacks a package fails at once.
+run for ten. A step begins only if all its minutes are left, except a start's first step. Nothing is downloaded, and a
+step that lacks a package fails at once.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def measure(
     state = out / _STATE
     ended = json.loads(state.read_text()) if state.exists() else {}
     before = {name: ended.get(name, {"how": _GOES_ON, "seconds": 0}) for name in steps.split(",")}
+    began = False
     # Steps that failed may have lacked a package that is there now.
     for name in sorted(before, key=lambda name: before[name]["how"].startswith(_FAILED)):
         how, took = before[name]["how"], before[name]["seconds"]
@@ -109,12 +111,14 @@ def measure(
             print(f"{name}: {how}, before")
             continue
         begin = time.monotonic()
-        if begin >= end:
-            break
         command, limit = STEPS[name]
-        took = 0 if how.startswith(_FAILED) else took
+        # Half a step measures nothing. Only a start's first step may be longer than the time.
+        if begin >= end or (began and begin + 60 * limit > end):
+            print(f"{name}: waits for the next start")
+            continue
+        took, began = 0 if how.startswith(_FAILED) else took, True
         print(f"{name}: begins", flush=True)
-        said = _run(command, min(60 * limit - took, end - begin), out, name, work)
+        said = _run(command, min(60 * limit, end - begin), out, name, work)
         took += time.monotonic() - begin
         if said is None:  # graphs and engines in `work` are kept
             said = f"cut off after {limit:g} minutes" if took >= 60 * limit else _GOES_ON
@@ -134,6 +138,9 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
         "engines": next(work.glob("[!.]*-engines-fp8-*"), work / "engines"),
     }
     words = [word.format(**places) for word in command]
+    # A repeated step begins anew. It may be cut earlier than before.
+    with suppress(FileNotFoundError):
+        places["out"].replace(out / f"{name}.{len(list(out.glob(f'{name}.*.json')))}.json")
     log = out / f"{name}.log"
     with log.open("a") as file, signals_raise():
         # A process group, so that all processes of a step end with it: a survivor would keep the GPU busy during the

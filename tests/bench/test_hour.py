@@ -48,19 +48,27 @@ def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_start_ends_in_time_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that was cut off has the rest of its minutes at the next start."""
-    slow = (sys.executable, "-c", "import time; print('began', flush=True); time.sleep(600)")
-    quick = (sys.executable, "-c", "pass")
-    monkeypatch.setattr(hour, "STEPS", {"slow": (slow, 0.05), "quick": (quick, 1)})
+    """A start's first step may take all of its time; the others wait for a start in which their minutes are left."""
+    slow = "import sys, time; print('began', flush=True); open(sys.argv[1], 'a').write('x'); time.sleep(600)"
+    steps = {
+        "slow": ((sys.executable, "-c", slow, "{out}"), 0.05),
+        "long": ((sys.executable, "-c", "pass"), 20),
+        "quick": ((sys.executable, "-c", "pass"), 1),
+    }
+    monkeypatch.setattr(hour, "STEPS", steps)
 
     def started(minutes: float) -> dict[str, str]:
-        hour.measure(tmp_path, tmp_path, "slow,quick", minutes)
+        hour.measure(tmp_path, tmp_path, "slow,long,quick", minutes)
         said = json.loads((tmp_path / "hour.json").read_text())
         return {name: each["how"] for name, each in said.items()}
 
-    assert started(0.025) == {"slow": "goes on at the next start"}
-    assert started(9) == {"slow": "cut off after 0.05 minutes", "quick": "done"}
+    assert started(0.03) == {"slow": "goes on at the next start"}
+    cut = {"slow": "cut off after 0.05 minutes", "quick": "done"}
+    assert started(9) == cut
+    assert started(9) == cut | {"long": "done"}
     assert (tmp_path / "slow.log").read_text().count("began") == 2
+    # The results of both tries.
+    assert [(tmp_path / f"slow{n}.json").read_text() for n in (".0", "")] == ["x", "x"]
 
 
 def test_what_failed_runs_again_after_what_never_ran(
