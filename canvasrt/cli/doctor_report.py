@@ -99,7 +99,9 @@ def _logs() -> dict[str, list[str]]:
     from canvasrt.containers.serve.settings import default_log
 
     files = sorted(default_log(0).parent.glob("*.log"), key=lambda each: -each.stat().st_mtime)
-    return {file.name: last_lines(file)[-_LINES:] for file in files[:_LOGS]}
+    logs = {file.name: last_lines(file) for file in files[:_LOGS]}
+    # The first line is the plan.
+    return {name: lines[:1] + lines[1:][-_LINES:] for name, lines in logs.items()}
 
 
 def _said(command: list[str]) -> list[str]:

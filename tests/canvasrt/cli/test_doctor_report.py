@@ -38,6 +38,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     logs = tmp_path / "canvasrt"
     logs.mkdir()
     lines = [
+        *("plan: {}", *["started"] * 1000),
         "it failed: out of memory",
         'keys first-key se"cond\\key key-in-a-file',
         "a-token-of-mine and another-token",
@@ -53,7 +54,9 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     assert found["packages"]["numpy"]
     assert found["variables"]["NIM_LOG_LEVEL"] == "DEBUG"
     (log,) = found["logs"].values()
-    assert log[0] == "it failed: out of memory"
+    assert log[0] == "plan: {}"
+    assert log[-4] == "it failed: out of memory"
+    assert len(log) == 401
     for secret in (
         "first-key",
         "cond",
