@@ -11,7 +11,8 @@ import numpy as np
 
 from bench import results
 from bench.shape import Prepared
-from canvasrt.extras import is_installed
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
 from canvasrt.machine import gpus
 from canvasrt.runtime.tables import pass_work
 
@@ -31,13 +32,14 @@ def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
     """Return bytes per second of a copy (reads and writes both count), and operations per second of
     a matrix product. On a GPU also `launch_seconds`, from one kernel of a captured graph to the next.
 
-    On a GPU, only products in bf16 and fp8 are measured. For other formats, the floor is the time of reading.
+    `small` measures the CPU. On a GPU, only products in bf16 and fp8 are measured; for other formats, the floor is the
+    time of reading.
     """
-    if is_installed("torch"):
-        import torch
-
-        if torch.cuda.is_available() and not small:
-            return _on_cuda(torch, precision)
+    if not small:
+        torch = require("torch", "export")
+        if not torch.cuda.is_available():
+            raise CanvasError("torch cannot use this machine's GPU", "install torch with CUDA")
+        return _on_cuda(torch, precision)
     size = 1 << 24
     source, to = np.ones(size, np.uint8), np.empty(size, np.uint8)
     copied = _best(lambda: np.copyto(to, source))
