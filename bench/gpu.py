@@ -23,6 +23,8 @@ from bench.results import attempt
 from bench.runner import ROUTINGS, DeviceRunner, HostRunner, Runner
 from bench.transformers_side import TransformersRunner
 from canvasrt.bundle import Bundle
+from canvasrt.cli.options import Experts
+from canvasrt.defaults import SLOTTED
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES, gpus
@@ -56,6 +58,7 @@ def measure(
             help="Quantize the engines' weights with a made-up calibration; other sides keep theirs.",
         ),
     ] = None,
+    experts: Experts = SLOTTED,
     batches: Numbers = None,
     contexts: Numbers = None,
     steps: int | None = None,
@@ -79,7 +82,8 @@ def measure(
     folder = work or Path(tempfile.mkdtemp(prefix="canvasrt-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        figures = run(wanted, folder, small, names, precision, partial(results.write, out=out))
+        save = partial(results.write, out=out)
+        figures = run(wanted, folder, small, names, precision, save, experts)
     finally:
         if work is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,6 +120,7 @@ def run(
     sides: Any,
     precision: str | None,
     save: Callable[[Json], None],
+    experts: str = SLOTTED,
 ) -> Json:
     """Return all measurements of a shape, with files in `folder`. `save` gets the measurements so far after each
     row."""
@@ -129,6 +134,7 @@ def run(
         "shape": asdict(wanted) | {"weight_bytes": prepared.weight_bytes},
         "engines": {
             "precision": precision,
+            "experts": experts,
             "weight_bytes": served.weight_bytes,
             "calibration": "made up: no prompt was run",
         }
@@ -141,7 +147,7 @@ def run(
         else [{"batch": n} | floor.floor_ms(served, rates, n) for n in wanted.batches],
         "mean tokens per expert": config.canvas_length * config.top_k_experts / config.num_experts,
     }
-    for name, make in _makers(prepared, served, folder, small).items():
+    for name, make in _makers(prepared, served, folder, small, experts).items():
         if name in sides:
             print(f"measuring {name}", file=sys.stderr, flush=True)
             try:
@@ -231,7 +237,7 @@ def _free() -> None:
 
 
 def _makers(
-    prepared: shape.Prepared, served: shape.Prepared, folder: Path, small: bool
+    prepared: shape.Prepared, served: shape.Prepared, folder: Path, small: bool, experts: str
 ) -> dict[str, Callable[[], Runner]]:
     """Return a function per side that makes it. Sides are made in turn, so that only one is in memory.
 
@@ -253,7 +259,7 @@ def _makers(
         )
 
     def tensorrt() -> Runner:
-        backend, bundle = _engines(served, folder)
+        backend, bundle = _engines(served, folder, experts)
         return DeviceRunner(served, backend, bundle)
 
     return {
@@ -265,7 +271,7 @@ def _makers(
     }
 
 
-def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
+def _engines(prepared: shape.Prepared, folder: Path, experts: str) -> tuple[Any, Bundle]:
     """Return engines for this machine's GPU, built from the graphs, and the backend that runs them."""
     from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_bundle
@@ -278,8 +284,8 @@ def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
         prepared.graphs.path,
         target,
         # One folder keeps the engines of several runs.
-        folder / f"{wanted.name}-engines-{precision}-{context}-{batch}",
-        BuildOptions(precision, max_context=context, max_batch=batch),
+        folder / f"{wanted.name}-engines-{precision}-{context}-{batch}-{experts}",
+        BuildOptions(precision, max_context=context, max_batch=batch, experts=experts),
     )
     assert bundle.manifest.target is not None
     return TensorRTBackend(bundle.manifest.target, rows_apart=False), bundle

@@ -57,11 +57,15 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
     # One context, since every width of the past is one more profile to build. The released shape in 16 bits does not
     # fit 24 or 32 GB.
     **{
-        f"gpu-{each}": _gpu(
-            *("--sides", "tensorrt", "--precision", each),
+        f"gpu-{name}": _gpu(
+            *("--sides", "tensorrt", "--precision", precision, "--experts", experts),
             *("--batches", "1,4", "--contexts", "4096"),
         )
-        for each in ("int4", "fp8")
+        for name, precision, experts in (
+            ("int4", "int4", "slots"),
+            ("int4-sorted", "int4", "sorted"),
+            ("fp8", "fp8", "slots"),
+        )
     },
     # Do batched experts multiply FP8 by FP8, and is attention at head 256 fused?
     "kernels-fp8": (

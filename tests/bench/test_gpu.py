@@ -24,6 +24,7 @@ from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from canvasrt.types import Json
 from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.sorted_bundles import build_sorted, sorted_backend
 
 pytestmark = pytest.mark.acceptance
 
@@ -175,6 +176,15 @@ def test_a_device_s_side_is_measured_alike(prepared: shape.Prepared) -> None:
     run = device.generate(2, 40, 2, 3)
     assert run.tokens == host.generate(2, 40, 2, 3).tokens == 2 * 2 * 256
     assert len(run.step_seconds) == 6
+
+
+def test_engines_over_sorted_rows_are_measured(prepared: shape.Prepared, tmp_path: Path) -> None:
+    """Of a fake TensorRT, and our kernels by Triton's interpreter."""
+    bundle = build_sorted(prepared.graphs.path, tmp_path / "engines")
+    backend, device = sorted_backend(bundle)
+    runner = DeviceRunner(prepared, backend, bundle)
+    assert len(runner.pass_ms(1, 64, 1)) == 1
+    assert device.kernels_run
 
 
 def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) -> None:

@@ -69,13 +69,20 @@ def open_sorted(
     then: Callable[[SortingDevice], object] = lambda device: None,
 ) -> tuple[DeviceModel, SortingDevice]:
     """Open such a bundle on a fake device. `then` is called before its engines are opened."""
-    device, target = SortingDevice(), bundle.manifest.target
-    assert target is not None
-    assert target["built_on"] == platform.machine()
-    module = fake_tensorrt(target["builder_version"], rtx, device)
-    backend = TensorRTBackend(target, not share, module, device)  # type: ignore[arg-type]
+    backend, device = sorted_backend(bundle, share, rtx)
     then(device)
     model = open_model(bundle.path, backend=backend)
     assert isinstance(model, DeviceModel)
     device.kernels_run = 0  # so far, to check them
     return model, device
+
+
+def sorted_backend(
+    bundle: Bundle, share: bool = False, rtx: bool = True
+) -> tuple[TensorRTBackend, SortingDevice]:
+    """Return the backend for such a bundle, and its fake device."""
+    device, target = SortingDevice(), bundle.manifest.target
+    assert target is not None
+    assert target["built_on"] == platform.machine()
+    module = fake_tensorrt(target["builder_version"], rtx, device)
+    return TensorRTBackend(target, not share, module, device), device  # type: ignore[arg-type]
