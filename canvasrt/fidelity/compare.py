@@ -109,13 +109,11 @@ def compare_steps(
     count = max(len(PHASES), min(most, reference.sampler.max_denoising_steps))
     steps = Steps(len(prompts.tokens), prompts.kind, [StepSeries() for _ in range(count)])
     for seed, tokens in enumerate(prompts.tokens):
-        report("comparing denoising steps", seed, len(prompts.tokens))
         params = SamplingParams.from_defaults(
             reference.sampler, reference.config, seed=seed, max_denoising_steps=count
         )
         capture = seed in _chosen(len(prompts.tokens))
         _compare_prompt(observed, reference, tokens, params, steps, capture)
-    report("comparing denoising steps", len(prompts.tokens), len(prompts.tokens))
     return steps
 
 
@@ -145,6 +143,7 @@ def _compare_prompt(
     hidden, expected_hidden = model.first_hidden(canvas), reference.first_hidden(canvas)
     last = params.max_denoising_steps
     for step in range(1, last + 1):
+        report("comparing denoising steps", params.seed * last + step - 1, steps.prompts * last)
         noise = step_noise(params.seed, 0, step, config.canvas_length, config.vocab_size)
         heat = params.temperature_at(step)
         wanted = capture and step in (1, (1 + last) // 2, last)
@@ -163,6 +162,7 @@ def _compare_prompt(
             if wanted:
                 _compare_head(observed, reference, expected_row, given, steps)
         hidden, expected_hidden = out.next_hidden, expected.next_hidden
+    report("comparing denoising steps", (params.seed + 1) * last, steps.prompts * last)
     model.release(row)
 
 
