@@ -11,16 +11,15 @@ from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of, points
 from canvasrt.types import Json
 
 _NOTE = (
-    "A predicate counts with the probability of yes, other questions with that of their likeliest"
-    " option. ECE weighs |mean probability − share of right ones| over ten bins of equal width. By"
-    " chance: what calibrated probabilities would show with so few answers, on average and in 95% of"
-    " cases. Known probabilities are not drawn answers, so chance adds nothing to their error. Brier and log loss"
-    " are over all options, and Brier at best is that of the right probabilities themselves; distance"
-    " is the total variation to known probabilities."
+    "For a predicate, the plot and ECE take the probability of yes; for other questions, that of the likeliest option."
+    " ECE is the mean of |mean probability − share of right answers| over ten bins of equal width, weighted by the"
+    " questions in them. ECE by chance is what calibrated probabilities would show over as few questions: the mean, and"
+    " the 95th percentile. It is 0 where the right probabilities are known. Brier score and log loss count all options;"
+    " at best is the Brier score of the right probabilities. Distance is the total variation from known probabilities."
 )
 _FIT_NOTE = (
-    "Log-probabilities are divided by the temperature. Fitted figures are of questions that their"
-    " temperature was not fitted on. A request uses fitted temperatures if it sends them as its `temperatures`."
+    "Log-probabilities are divided by the temperature. Each fitted figure is from questions that its"
+    " temperature was not fitted on. To use fitted temperatures, send them as a request's `temperatures`."
 )
 
 
@@ -74,8 +73,8 @@ def calibration_verdict(report: Json) -> str:
     chance = found["ece_by_chance"]["p95"]
     text = f"ECE {found['ece']:.3f} over {found['questions']:,} questions"
     if found["ece"] <= chance:
-        return f"{text}, no more than chance gives calibrated probabilities ({chance:.3f})."
-    return f"{text}; calibrated probabilities would show at most {chance:.3f} by chance."
+        return f"{text}: calibrated probabilities would show up to {chance:.3f} by chance."
+    return f"{text}: too much, since calibrated probabilities would show at most {chance:.3f} by chance."
 
 
 def diagram(report: Json) -> str:
