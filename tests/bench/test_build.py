@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "build.json"
-    # In a process of its own, because this process's memory would count.
+    # In a process of its own, since the build's peak would include the memory of this one.
     words = ["build", "--shape", "narrow", "--layers", "2", "-o", str(out)]
     subprocess.run([sys.executable, "-m", "bench", *words], check=True, cwd=ROOT)
     data = json.loads(out.read_text())["figures"]

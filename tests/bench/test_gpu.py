@@ -98,7 +98,7 @@ def test_the_probe_says_what_each_tool_said(tmp_path: Path) -> None:
 def test_only_tensorrt_rtx_is_tried_for_other_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT builds for the GPU of this machine, and cannot name another GPU."""
+    """TensorRT builds for this machine's GPU only."""
     monkeypatch.setattr("canvasrt.export.graphs.export_graphs", lambda *given, **named: None)
     monkeypatch.setattr(probe, "is_installed", lambda module: True)
     monkeypatch.setattr(probe, "_in_a_process", lambda module, capability, folder: {})

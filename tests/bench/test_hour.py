@@ -1,4 +1,4 @@
-"""The hour on a GPU: what ended is kept, and what was cut off runs again."""
+"""The hour on a GPU: finished steps are kept, and a step that was cut off runs again."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_start_ends_in_time_and_the_next_goes_on(
 def test_what_failed_runs_again_after_what_never_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failed step may have lacked a package that is there now."""
+    """The failed step may have lacked a package that has been installed since."""
     here = tmp_path / "installed"
     fails = (sys.executable, "-c", f"import pathlib; pathlib.Path({str(here)!r}).read_text()")
     quick = (sys.executable, "-c", "pass")
@@ -106,7 +106,7 @@ def test_what_lacks_a_package_has_failed(
 
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe's tries and the builder are processes of their own, and would keep the GPU busy under the next step."""
+    """The probe's tries and the builder are processes of their own, and could keep the GPU busy during the next step."""
     file = tmp_path / "child"
     code = (
         "import subprocess, sys, time; "

@@ -43,7 +43,7 @@ def test_the_reference_loads_it_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
-    # Without a vision tower in the checkpoint, the reference's starts at random.
+    # The checkpoint lacks a vision tower, so the reference's is initialized at random.
     assert all("vision" in name for name in report["missing_keys"])
     assert empty.config.text_config.layer_types[-1] == "full_attention"
 
@@ -93,7 +93,7 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
     how = quantization_of(tmp_path / "ours")
     assert how is not None
     assert (how.precision, how.static) == ("int4", True)
-    # Activations keep their size: variance 1 / inputs.
+    # Weights of variance 1 / inputs keep the activations' magnitude.
     held = Checkpoint(tmp_path / "ours")
     name = "model.decoder.layers.0.experts.3.gate_proj"
     codes = held.read(f"{name}.weight_packed").view(torch.uint8).numpy() ^ lowbits.INT4_OFFSET

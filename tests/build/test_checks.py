@@ -68,7 +68,7 @@ def test_a_dry_run_looks_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CANVASRT_CACHE" in str(hint)
 
 
-# An FP8 checkpoint of the released model, which cannot become anything else.
+# The released model as an FP8 checkpoint, which cannot be built in another precision.
 QUANTIZED = Source(Path("fp8"), RELEASED, {"kind": "checkpoint"}, None, "fp8")
 
 
@@ -225,7 +225,7 @@ def test_sorted_rows_are_checked_before_anything_is_built() -> None:
 
 @pytest.mark.parametrize("targets", ["rtx-4090,rtx-4080,cpu", "rtx-4080,cpu,rtx-4090"])
 def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -> None:
-    """A nearly full card keeps long segments, so all targets get them."""
+    """If one card has room only for long segments, all targets get these."""
     plans = [released(name, "int4", 8192, 1) for name in targets.split(",")]
     assert {each.target.name: each.layers_per_segment for each in plans} == {
         "rtx-4090": 3,

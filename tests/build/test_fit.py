@@ -56,7 +56,7 @@ def test_cards_with_16_gb_have_room_without_images() -> None:
         assert fit.precision == "int4"
         assert card.memory == 16 * GB
         assert 15.5e9 < fit.memory.total < 16e9
-    # With the vision tower it would not fit, even if prompts are read a canvas at a time.
+    # With the vision tower the model would not fit, even if prompts were read a canvas at a time.
     assert estimate(released_model(), "int4", 8192, 1, prefill_chunk=256).total > 16 * GB
     wide = released_fit(find_target("rtx-4090"))
     assert wide is not None

@@ -40,7 +40,7 @@ def has(pattern: str) -> Callable[[Path, tuple[int, ...]], bool]:
     return lambda cache, before: any(cache.glob(pattern))
 
 
-# Where each start is killed. A sweep counts if it was saved after the start.
+# The point at which each start is killed. "Later sweep" means one that this start saved.
 PLACES: dict[str, Callable[[Path, tuple[int, ...]], bool]] = {
     "first sweep": lambda cache, before: bool(state_of(cache)),
     "later sweep": lambda cache, before: state_of(cache) not in ((), before),

@@ -132,7 +132,7 @@ def test_scores_of_wide_heads_are_bounded() -> None:
 
 
 def test_what_passes_between_engines_counts() -> None:
-    """New keys and values of 512 tokens count, and six hidden states of 2,048 tokens."""
+    """The buffers hold the new keys and values of 512 tokens, and hidden states."""
     need = estimate(RELEASED, "bf16", 32_768, 8)
     new = 512 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2

@@ -83,12 +83,12 @@ def calibrating(prompts: int, folder: Path) -> CalibrationNeeds:
 def test_the_released_model_is_calibrated_in_a_few_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of prompts makes no difference, because only a few are held at a time."""
+    """The number of prompts does not change the memory, because only a few are held at a time."""
     needs = calibrating(300, tmp_path)
     assert 5e9 < needs.memory < 12e9
     assert 1.5e12 < needs.flops / needs.work.passes < 3e12
     assert needs.read / needs.work.sweeps == pytest.approx(2 * 25e9, rel=0.1)
-    # The first sweep reads all weights from the disk, each later one what did not fit into the page cache.
+    # The first sweep reads all weights from the disk; later ones read those that did not fit into the page cache.
     monkeypatch.setattr(calibration, "_flops_per_second", lambda: 1e30)
     monkeypatch.setattr(calibration, "_bytes_per_second", lambda folder: (1e9, 4e9))
     monkeypatch.setattr(calibration, "_device", lambda: "cuda")
@@ -121,7 +121,7 @@ def test_the_pages_have_the_predicted_time(
 
 
 def test_memory_that_was_freed_is_returned() -> None:
-    """glibc keeps small allocations below one that is in use."""
+    """By itself, glibc would not return small freed allocations that lie below one in use."""
     kept = [bytes(100_000) for _ in range(3000)]
     last = bytes(100_000)
     full = memory_of(os.getpid())[1]
@@ -137,8 +137,8 @@ def test_memory_that_was_freed_is_returned() -> None:
 def test_what_an_interrupted_build_holds_is_not_needed_again(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build is interrupted when its last graph is quantized, and when all graphs are lowered and their weights are
-    removed."""
+    """The build is interrupted at one of two points: when its last graph is quantized, or when all graphs are lowered
+    and their weights removed."""
     cache, needed = tmp_path / "cache", []
     monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(cache)))
     monkeypatch.setattr(plans, "KEPT_GRAPHS", 0)

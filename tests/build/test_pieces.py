@@ -130,7 +130,7 @@ def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
     tokens = 256 * SHAPE["top_k_experts"] + 8 * experts
     assert gate_up.operations == 2 * tokens * size * 2 * inner
     weights = 2 * experts * 2 * inner * size
-    # Empty rows of blocks are computed, but neither read nor written.
+    # A block's empty rows are computed with, but neither read nor written.
     assert gate_up.moved == weights + 2 * 256 * SHAPE["top_k_experts"] * (size + inner)
     assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
 

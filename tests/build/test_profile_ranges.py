@@ -74,7 +74,7 @@ def test_a_segment_has_the_pasts_of_its_layers() -> None:
 
 
 def test_experts_have_the_slots_that_passes_ask_for() -> None:
-    """See `canvasrt.pass_shapes`: enough for even routing, or one per token for up to 256 tokens of one request."""
+    """An expert has slots enough for even routing, or one per token for up to 256 tokens of one request."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     found = {
         n: p["capacity"].max for n, p in profiles(BODY, small, plan_passes(small, 4096, 4)).items()
@@ -106,7 +106,7 @@ def test_prompts_may_be_read_a_canvas_at_a_time() -> None:
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("context", [1024, 32_768, 262_144])
 def test_every_canvas_takes_the_program_that_is_built_for_canvases(form: str, context: int) -> None:
-    """This holds for any number of slots. A program for variable numbers of tokens has more kernels."""
+    """A canvas takes that program with any number of slots. Programs for variable numbers of tokens have more kernels."""
     entry = {**BODY, "quantized": {"layers.0.experts.gate_up": form}}
     passes = plan_passes(RELEASED, context, 1)
     made = to_json(profiles(entry, RELEASED, passes))

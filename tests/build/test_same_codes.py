@@ -33,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
 
 
 def bytes_of(file: Path) -> dict[str, bytes]:
-    """Return the bytes of a graph's external initializers by name."""
+    """Return the bytes of each external initializer of a graph, by name."""
     found = {}
     for name, value in ir.load(file).graph.initializers.items():
         tensor = value.const_value
@@ -63,7 +63,7 @@ def test_codes_and_scales_are_the_same(pair: tuple[Bundle, Bundle]) -> None:
             (own,) = (each for each in packed if each.startswith(name) and ".values" in each)
             stem = own.removesuffix(".values")
             codes = np.frombuffer(joined(lowered, f"{stem}.codes"), np.uint8)
-            # The CPU's codes are unsigned (plus 8), so their highest bit is flipped.
+            # The CPU's codes have 8 added to make them unsigned, which flips their highest bit.
             assert (codes ^ 0x88).tobytes() == packed[own], name
             scales = np.frombuffer(packed[f"{stem}.block_scales"], np.uint16)
             wide = np.frombuffer(joined(lowered, f"{stem}.scales"), np.float32)

@@ -41,7 +41,7 @@ TARGETS = {
 
 @pytest.fixture(scope="module")
 def demo(command: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the demo checkpoint for all of them with one command."""
+    """Build the demo checkpoint for all targets with one command."""
     out = tmp_path_factory.mktemp("demo") / "all"
     done = command("build", "demo", "--target", ",".join(TARGETS), "-o", out, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_the_kernels_of_engines_are_shown(demo: Path, command: Command) -> None:
     done = command("inspect", demo / "cpu", "--kernels")
     assert (done.returncode, done.stdout) == (1, "")
     assert "has no kernel lists" in done.stderr
-    for target in ("rtx", "rtx-5090"):  # for several capabilities, and for a single one
+    for target in ("rtx", "rtx-5090"):  # engines for several capabilities, and for a single one
         done = command("inspect", demo / target, "--kernels", "--batch", "2")
         assert "A prediction, not a measurement" in done.stdout, done.stderr
         shown = json.loads(command("inspect", demo / target, "--kernels", "--json").stdout)
@@ -210,7 +210,7 @@ def test_the_released_head_sizes_experts_and_vocabulary(
         body, head = manifest.segments
         assert [each["name"] for each in body["profiles"]] == ["encode", "denoise", "denoise_batch"]
         assert body["profiles"][0]["octets_full"]["max"] == 4096
-        # The builder's own figure for the largest call, against the plan's.
+        # The builder's own figure for the largest call stays below the plan's.
         assert max(body["activation_bytes"], head["activation_bytes"]) < plan.memory.workspace
         # All heads' scores at once would be 1.1 GB in bf16, and as much again after the softmax.
         assert body["activation_bytes"] < 0.7e9

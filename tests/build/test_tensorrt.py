@@ -78,7 +78,7 @@ def test_targets_of_one_and_of_several_gpus_are_built(
     assert {each["kernels"] for each in manifest.segments} == lists
     assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
     assert passes_of(manifest) == plan_passes(manifest.model, **OPTIONS)
-    # Earlier versions listed no plan.
+    # Manifests of earlier versions have no `passes`.
     earlier = {name: value for name, value in manifest.data.items() if name != "passes"}
     assert passes_of(Manifest(earlier)) == passes_of(manifest)
     body, head = manifest.segments
@@ -189,7 +189,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
     first, _ = built("rtx-4090", "first", own)
     file = first.file(name)
     content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the same file as the cache's
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # this is also the cache's file, by a hard link
     _, said = built("rtx-4090", "second", own)
     assert "reusing body_0 for rtx-4090" in said
     assert "building head for rtx-4090" in said
@@ -198,7 +198,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
 def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A builder that computes the pieces of attention side by side would need this much."""
+    """The builder reports as much memory as it would need to compute all pieces of attention side by side."""
 
     def greedy(job: compile.Job, children: compile.Children) -> compile.Compiled:
         made = without_tensorrt(job, children)

@@ -31,12 +31,12 @@ from tests.helpers.tensorrt_api import borrowed, documented, parameters
 
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
-# The version in the newest image whose TensorRT is known, and later versions.
+# The TensorRT version of the newest known image, and later ones.
 VERSIONS = ("11.1.0.106", "11.3.0.99", "11.4.0.106")
 # Downloaded once per machine.
 DOWNLOADS = Path(tempfile.gettempdir()) / "canvasrt-test-wheels"
 
-# Objects that the builder passes to TensorRT have our own classes, whose calls are not recorded.
+# TensorRT's classes that the builder subclasses; calls of its own subclasses are not recorded.
 SUBCLASSED = (rtx.ILogger, rtx.IStreamWriter)
 UNSEEN = {
     ("ILogger", "WARNING", "get"),
@@ -50,7 +50,7 @@ OPTIONAL = {("BuilderFlag", "REQUIRE_USER_ALLOCATION", "get")}
 # Methods that the runtime calls only if the version has them.
 OF_RTX = {"create_runtime_config", "is_stream_capturable"}
 
-# Class (or "" for the module), name, and how it was used: get, set or call.
+# A class (or "" for the module), an attribute's name, and how it was used: get, set or call.
 Use = tuple[str, str, str]
 
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.acceptance
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 OPTIONS = BuildOptions("int4", max_context=1024, max_batch=1)
-# More bytes than shorter passes save.
+# A tower of more bytes than shorter passes save.
 TOWER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
 
 
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_memory(name: str, checkpoint: Path, bytes_left: int) -> Target:
-    """A card whose memory holds the engines without the tower, and this many bytes more."""
+    """The named card, with as much memory as the engines need without the tower, and `bytes_left` more."""
     (plan,) = plan_all(checkpoint, [find_target(name)], "unused", OPTIONS)
     assert plan.reading == PrefillPlan(512, sees=True)
     return replace(
