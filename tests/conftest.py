@@ -31,8 +31,8 @@ __all__ = [
     "pytest_xdist_make_scheduler",
 ]
 
-# Under nohup, SIGHUP arrives ignored, and SIGINT in the background of a script. Every process that a test
-# starts would inherit that.
+# nohup ignores SIGHUP, and a script's background processes ignore SIGINT. Every process that a test starts would
+# inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,8 +17,8 @@ NAMED_IN = {
     "export/quantize/quantizers.py",
     "export/modelopt.py",
     "export/compressed_tensors.py",
-    # Experts over sorted rows: their kernels have a branch per format, and the plan refuses sizes that their blocks do not
-    # divide.
+    # Experts over sorted rows: their kernels have a branch per format, and the plan refuses sizes that these kernels'
+    # blocks do not divide.
     "build/plan.py",
     "canvasrt/sorted_rows/ahead.py",
     "canvasrt/sorted_rows/description.py",

@@ -72,7 +72,7 @@ def test_canvases_of_other_lengths(canvas: int) -> None:
 
 
 def test_passes_that_are_shared_have_one_width() -> None:
-    """Otherwise the longest request would decide how the others are computed."""
+    """If the width varied, the longest request would decide how the others are computed."""
     plan = plan_passes(RELEASED, 32_768, 4)
     shapes = plan.sharing()
     assert (shapes.shared().batch, shapes.shared().width) == (4, 32_768)

@@ -76,7 +76,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
 def test_a_report_lists_the_compiled_kernels_in_a_container_too(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image sets NIM's variable to its cache."""
+    """In an image, NIM's variable names the cache folder."""
     (tmp_path / "cache" / "compiled").mkdir(parents=True)
     (tmp_path / "cache" / "compiled" / "key").write_bytes(bytes(5))
     monkeypatch.setenv(variable, str(tmp_path / "cache"))

@@ -141,7 +141,7 @@ def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
     assert quality == json.loads(capsys.readouterr().out)["quality"]
     everything = quality["answers"]["all"]
     assert everything["asked"] == 8 * 3
-    # Under the same noise, both sides are the same token for token.
+    # Under the same noise, both sides generate the same tokens.
     assert everything["lost"] == everything["gained"] == 0
     assert everything["bundle"] == everything["reference"]
     assert quality["pace"]["bundle"] == quality["pace"]["reference"]

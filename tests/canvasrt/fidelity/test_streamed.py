@@ -51,13 +51,13 @@ def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
 
 def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
     whole, streamed = ReferenceModel(tiny.checkpoint), ReferenceModel(tiny.checkpoint, True)
-    # On some CPUs, a product's last bits depend on its weight's alignment, which differs in a file.
+    # On some CPUs, a product's last bits depend on its weight's alignment, and weights in a file are aligned differently.
     for parameter in whole.module.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(logits(whole), logits(streamed))
     held = [name for name, each in streamed.module.named_parameters() if each.device.type == "cpu"]
     assert held
-    # After a pass no layer has weights.
+    # After a pass, no layer's weights are in memory.
     assert not any(".layers." in name for name in held)
 
 
@@ -118,7 +118,7 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
 
 
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
-    """The codes are the checkpoint's. Only the table, and the experts' inputs in int8, differ."""
+    """The codes are the checkpoint's. Only the table differs, and that the experts' inputs are in int8."""
     folder, bundle = int4
     found = measure_quality(bundle, folder, 25)
     assert found["answers"] is found["pace"] is None
@@ -134,7 +134,7 @@ def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
 
 @pytest.mark.acceptance
 def test_four_requests_of_the_released_widths_agree_with_transformers(tmp_path: Path) -> None:
-    """transformers multiplies the same INT4 codes in fp32. One request's past read for another's fails this."""
+    """transformers multiplies the same INT4 codes in fp32. If a request read another's past, this test would fail."""
     folder = tmp_path / "checkpoint"
     config = write_random_checkpoint(folder, "released-8k", layers=1, format="int4")
     bundle = build_bundle(folder, "cpu", tmp_path / "bundle")

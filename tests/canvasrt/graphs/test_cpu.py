@@ -113,7 +113,7 @@ def compare(before: Feeds, after: Feeds, real: np.ndarray, tolerance: float) -> 
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# With a single token, most experts have no row.
+# A single token leaves most experts without a row.
 @pytest.mark.parametrize(
     ("rows", "length", "past", "padding"), [(1, 1, 0, 0), (2, 16, 4, 6), (3, 40, 9, 0)]
 )
@@ -161,7 +161,7 @@ def test_each_question_is_asked_once(
     for before, after in zip(split, simple, strict=True):
         check(graphs.manifest.model, layers, after.kinds)
         assert after.kinds.total() < 0.82 * before.kinds.total()
-        # The remaining ones of a layer: queries, keys, both gates, the experts' norm, weights, order and the layer's scalar.
+        # A layer's remaining `Mul` nodes: queries, keys, both gates, the experts' norm, weights and order, and its scalar.
         assert after.kinds["Mul"] <= 8 * layers + 6
 
 
@@ -175,7 +175,7 @@ def check(config: ModelConfig, layers: int, found: Counter[str]) -> None:
     assert found["Slice"] <= 3
     # One mask and one rotation for each kind of layer.
     assert found["LessOrEqual"] == found["Cos"] == found["Sin"] <= 2
-    assert found["Range"] == 1  # the numbers of the rows to sort
+    assert found["Range"] == 1  # numbers the rows to be sorted
 
 
 @pytest.mark.parametrize("format", ["int4", "fp8"])
@@ -207,8 +207,8 @@ def test_bodies_share_what_is_equal(graphs: Bundle) -> None:
 def test_lengths_have_memory_plans_of_their_own(
     graphs: Bundle, cut: tuple[Geometry, list[Session]]
 ) -> None:
-    """Otherwise a pass would run with the plan of another length, which is 7% slower, since ONNX Runtime's key for a
-    plan is the exclusive or of the sizes."""
+    """ONNX Runtime's key for a plan is the exclusive or of the sizes, so two lengths could share one; passes with the
+    plan of another length are 7% slower."""
     geometry, parts = cut
     for body in parts:
         keys = set()

@@ -48,7 +48,7 @@ def feeds(graphs: Bundle) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", ORACLE)
 @pytest.mark.parametrize("scale", [1.0, 0.013, 1e-4])
 def test_onnx_runtime_rounds_to_the_last_bit(kind: str, scale: float) -> None:
-    """test_quantizers compares the oracle with an implementation written out there."""
+    """The oracle itself is compared with another implementation in test_quantizers.py."""
     rng = np.random.default_rng(0)
     codes = np.arange(256, dtype=np.uint8)
     grid = oracle.from_e4m3(codes[codes & 127 != 127])

@@ -78,8 +78,7 @@ def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_floor_multiplies_only_what_was_routed(predictor: Predictor, batch: int) -> None:
-    """This holds whether the experts' products take all tokens for every expert, as with one canvas, or padded
-    slots."""
+    """With one canvas, every expert's products take all tokens; with several, they take padded slots."""
     d, mlp, inner, chosen = 2816, 2112, 704, WIDTHS["top_k_experts"]
     dense = 3 * 3 * d * mlp + d * (2 * (8192 + 4096) + 9216 + 8192)
     operations = 2 * batch * 256 * (dense + 3 * chosen * 3 * d * inner)
@@ -203,13 +202,13 @@ def test_engines_that_do_not_run_there_are_named(predictor: Predictor) -> None:
 
 
 def test_slots_that_cannot_hold_a_pass_are_refused(predictor: Predictor) -> None:
-    """256 tokens have 8 of 10 experts each, and no expert has one of them twice."""
+    """Each of 256 tokens has 8 of 10 experts, and no expert has the same token twice."""
     for capacity in (205, 256):
         predictor.check_capacity(1, capacity)
     for capacity in (204, 257):
         with pytest.raises(UsageError, match=f"{capacity} slots per expert do not suit"):
             predictor.check_capacity(1, capacity)
-    # The profile of a full batch has few.
+    # The profile of a full batch has few slots.
     most = max(
         each["capacity"]["max"]
         for each in predictor.entries["body_0"]["profiles"]

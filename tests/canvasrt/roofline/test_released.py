@@ -220,10 +220,10 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
         exp = f"layers.{FULL}.router/node_exp"
         (router,) = [k for k in inside if any(node.startswith(exp) for node in k.nodes)]
         top = [each.dtype for each in router.inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
-        # The others are the experts' numbers.
+        # The integers are the experts' numbers.
         assert set(top) - {"Int32", "Int64"} == {"Float"}, (profile, top)
         attention = [k for k in inside if "Exp" in cost.step_names(k) and k is not router]
-        # Each piece has two, one over the cached keys and one over the new keys; others merge them.
+        # Each piece has two such kernels, one over the cached and one over the new keys; further ones merge their results.
         assert len(attention) >= 2 * pieces(built), profile
         for kernel in attention:
             steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
@@ -242,7 +242,7 @@ def outside(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def pieces(bundle: Bundle) -> int:
-    """Return into how many pieces a full layer's attention is cut."""
+    """Return the number of pieces of a full layer's attention."""
     model = bundle.manifest.model
     return -(-model.num_attention_heads // model.layers[FULL].num_kv_heads // FOLDED_HEADS)
 
@@ -259,8 +259,8 @@ def longest_chain(kernels: Sequence[Kernel]) -> int:
 
 
 def test_attention_with_heads_of_512_runs_piece_by_piece(built: Bundle) -> None:
-    """A piece reads the last one's result times a zero that comes from the mask, so that no builder can fold it. If one
-    did, all scores would be held at once.
+    """A piece reads the previous piece's result times a zero that comes from the mask, so that no builder can fold the zero.
+    If one did, all scores would be held at once.
 
     A chain through two pieces has four products: scores and values of each.
     """
@@ -268,7 +268,7 @@ def test_attention_with_heads_of_512_runs_piece_by_piece(built: Bundle) -> None:
     for profile, kernels in programs(built).items():
         inside = [k for k, place in of_layer(kernels, FULL) if place.part == group.ATTENTION]
         assert longest_chain(inside) == 2 * count, profile
-        # As if the zero had been folded: queries that come from no product.
+        # As if the builder had folded the zero: no queries depend on a product.
         own = [k for k in inside if cost.is_product(k) and cost.weight(k) is None]
         cut = [replace(k, inputs=k.inputs[1:]) if k in own else k for k in inside]
         assert longest_chain(cut) < 2 * count, profile

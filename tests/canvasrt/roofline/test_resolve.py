@@ -93,7 +93,7 @@ PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
             2,
             {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32), "mask": (2, 1, -1, -1)},
         ),
-        # Keys of its own for each head: transposed, with batch and heads on one axis.
+        # If each head has its own keys, these are transposed, with batch and heads on one axis.
         (1, 4, {"q": (4, -1, 32), "k": (4, 32, -1), "mask": (1, 1, -1, -1), "v": (4, -1, 32)}),
         (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "mask": (2, 1, -1, -1), "v": (8, -1, 32)}),
         # Without a mask.

@@ -17,7 +17,7 @@ from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
 from canvasrt.sorted_rows.predicted import instruction
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
-# Every kernel is compiled for these; for the others, only the first product in each format.
+# Every kernel is compiled for these capabilities; for the others, only the first product in each format.
 WHOLE = ((8, 9), (12, 0))
 WHOLE_ELSEWHERE = tuple(each for each in CAPABILITIES if each not in WHOLE)
 # 8.9 lacks NVFP4. Of the others, three have all three formats, one lacks NVFP4, and two lack FP8 too.
@@ -79,7 +79,7 @@ def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, An
         assert f".target sm_{major}{minor}" in each["ptx"]
         assert f".visible .entry {each['entry']}(" in each["ptx"]
         assert f".reqntid {each['threads']}" in each["ptx"]
-        # Divisions are exact, so that rounding is the graph's. (exp has a division that need not be exact.)
+        # Divisions are exact, so that they round as in the graph. (The division in exp need not be exact.)
         if each["name"] == "round_rows-bfloat16":
             assert "div.rn.f32" in each["ptx"]
             assert "div.full" not in each["ptx"]

@@ -76,7 +76,7 @@ def test_every_other_weight_is_in_one_piece(pieces: list[ir.Model], plain_graphs
 def test_only_fp8_experts_get_rounded_tokens(
     quantized: Callable[..., Quantized], format: str
 ) -> None:
-    """Kernels round them to NVFP4."""
+    """For NVFP4 experts, a kernel rounds the tokens."""
     first, *_ = cut_body(ir.load(quantized(format, ("experts.",)).file))
     dtype = "FLOAT8E4M3FN" if format == "fp8" else "BFLOAT16"
     assert shape(first.graph.outputs, "own") == f"{dtype} batch, length, {D}"

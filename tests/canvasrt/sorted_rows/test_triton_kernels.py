@@ -151,7 +151,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """A row may lie anywhere in its block. The interpreter's products are NumPy's, whose last bits do depend on the place."""
+    """A row may lie anywhere in its block. The interpreter's products are NumPy's, whose last bits do depend on the row's place."""
     gate_up, down = weights(torch.Generator().manual_seed(1))
     together = Layer(40, skewed)
     x = torch.randn(40, SIZES.size, generator=together.random)
@@ -273,7 +273,7 @@ def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_none(wrong: float) -> None:
-    """E2M1 has no code for NaN, so the scale of its block is NaN."""
+    """E2M1 has no code for NaN, so a block that holds one gets NaN as its scale."""
     x = torch.ones(4, SIZES.size)
     x[2, 40] = wrong
     out = torch.zeros(4 * SIZES.size * 9 // 16, dtype=torch.uint8)

@@ -78,7 +78,7 @@ def test_the_same_file_in_process_and_over_http(
     answers = {each["custom_id"]: each["response"]["body"] for each in told[0]}
     assert json.loads(answers["schema"]["choices"][0]["message"]["content"])["n"] in (1, 2)
     files = [path.read_text() for path in local]
-    # The fixture's front end names another build of the model.
+    # The fixture's front end reports another build's digest.
     mine, other = f"fp_{engines.manifest.digest[:12]}", "fp_0123456789ab"
     for at_once in (1, 8):
         _, remote = asked(file, f"remote{at_once}.jsonl", over(front), at_once)
@@ -164,7 +164,7 @@ def test_a_key_is_sent_and_a_wrong_one_ends_it(
 
 
 def test_failed_passes(tmp_path: Path, engines: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails is repeated; engines that fail for good end the batch, and lose nothing."""
+    """A pass that fails is repeated; engines that fail for good end the batch, but no finished answer is lost."""
     file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
     _, (expected, _) = asked(file, "expected.jsonl", Local(engines.path, 1))
     step, passes, fatal = Generator._denoise, 0, False
@@ -200,7 +200,7 @@ def test_the_command(tmp_path: Path, engines: Bundle, capsys: pytest.CaptureFixt
     assert "out.jsonl exists" in capsys.readouterr().err
 
 
-# Runs the command, says when so many lines are in the journal, and goes on when its input ends, after a signal.
+# Runs the command, reports when the journal has a given number of lines, and goes on once its input ends.
 STOPS = """
 import sys
 from canvasrt.__main__ import main

@@ -165,7 +165,7 @@ def test_a_port_in_use_is_refused():
 @pytest.mark.parametrize(
     ("said", "meaning"),
     [
-        # As docker 20.10 and 28, and podman 4.3 say it.
+        # The messages of docker 20.10 and 28, and of podman 4.3.
         (
             'docker: Error response from daemon: could not select device driver "" with'
             " capabilities: [[gpu]].",

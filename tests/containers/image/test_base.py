@@ -100,7 +100,7 @@ def copy(base: Path, out: Path) -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize("which", ["layers", "config"])
 def test_a_digest_that_is_none_is_refused_by_name(base: Path, tmp_path: Path, which, digest):
-    # The file exists where the digest leads, so that nothing but the digest is wrong.
+    # The file to which the digest leads exists, so that only the digest is wrong.
     for place in (base / "blobs", base / "blobs" / "sha256"):
         target = place / str(digest).replace(":", "/")
         if str(digest) and not target.exists() and base.parent in target.resolve().parents:
@@ -327,7 +327,7 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
     base = read_base(folder)
     intact = (top := base.layers[-1].file).read_bytes()
-    for position in (20, len(intact) - 1):  # in the compressed data, and after it
+    for position in (20, len(intact) - 1):  # a byte of the compressed data, and one after it
         top.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
         with pytest.raises(CanvasError, match=r"sha256:\w+ does not match its content"):
             contents(base)

@@ -174,7 +174,7 @@ def test_nims_commands_work_inside(docker: ContainerEngine):
 
 
 def test_a_stop_under_load_loses_no_request(docker: ContainerEngine, running: str):
-    """The last one that needs the shared container."""
+    """This must be the last test that uses the shared container, since it stops it."""
     client = tools.enter(docker, running, _LOAD)
     assert client.stdout is not None
     assert client.stdout.readline() == "asked\n"
@@ -234,7 +234,7 @@ def test_docker_builds_the_same_without_a_network(
 
 
 def test_a_dead_server_is_restarted(docker: ContainerEngine):
-    """As in the compose file: an init, the variable, a restart policy."""
+    """As in the compose file, the container has an init, CANVASRT_END_UNHEALTHY and a restart policy."""
     options = ("--init", "--restart", "unless-stopped", "--env", "CANVASRT_END_UNHEALTHY=1")
     often = ("--health-interval", "1s", "--stop-signal", "SIGKILL")
     with tools.container(docker, STANDIN_TAG, *tools.HARDENED, *options, *often) as name:

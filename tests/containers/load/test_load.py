@@ -49,7 +49,7 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self._answer(body["messages"][-1]["content"], len(kind.asked))
 
     def _pace(self, piece: int) -> None:
-        """Count this request only while its client waits: after the last byte, the next may arrive first."""
+        """Count a request only while its client waits: once the last byte is sent, the next request may arrive at any time."""
         kind = type(self)
         with kind.lock:
             kind.active += 1
@@ -124,7 +124,7 @@ def test_a_call_is_timed(endpoint: Endpoint) -> None:
 def test_a_connection_that_was_idle_is_opened_anew(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server may have closed it in the meantime."""
+    """The server may have closed the connection in the meantime."""
     messages: list[Any] = [{"role": "user", "content": "x"}]
     for idle, error in ((60.0, True), (0.0, False)):
         monkeypatch.setattr(calls, "_IDLE", idle)

@@ -145,7 +145,7 @@ def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> No
 
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    # It may come with an older transformers, which knows this class.
+    # AIPerf may come with an older transformers, which knows this class.
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
     )
@@ -159,6 +159,6 @@ def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> No
     report = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == 10
     assert report["error_summary"] == []
-    # Every answer is "Hello there.", of which it counts each character.
+    # Every answer is "Hello there.", of which AIPerf counts each character as a token.
     assert report["output_sequence_length"]["avg"] == 12
     assert report["time_to_first_token"]["p50"] > 0

@@ -45,7 +45,7 @@ QUESTIONS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def expected(engines: Bundle) -> list[dict[str, Any]]:
-    """The answers of this process, with seed 7 and two draws."""
+    """The answers computed in this process, with seed 7 and two draws."""
     model, tokenizer = open_model(engines.path, threads=1), Tokenizer.load(engines)
     ask = Ask.from_json({"questions": QUESTIONS, "samples": 2})
     request = ask.request([{"role": "user", "content": STATE}], model, tokenizer, 7)

@@ -127,7 +127,7 @@ def test_ollamas_penalty_is_not_passed_over_in_silence() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_vllms_settings_of_this_model(nested: bool) -> None:
-    """A canvas as in vLLM's structured_diffusion example: its fixed tokens hold on every step."""
+    """The canvas of vLLM's structured_diffusion example, whose fixed tokens stay on every step."""
     theirs = {"diffusion_seed_canvas": [5, 6, 7, 8], "diffusion_pinned": [0, 2]}
     theirs |= {"diffusion_max_steps": 3, "diffusion_canvas_length": 4}
     fields = {"vllm_xargs": theirs | {"diffusion_read_only": False}} if nested else theirs

@@ -167,7 +167,7 @@ def test_tokens_are_those_of_transformers(
 
 
 def test_decisions_see_too(sighted: Sighted) -> None:
-    """Over OpenAI's API and Triton's: the probabilities of this process."""
+    """OpenAI's API and Triton's give the probabilities that this process computes."""
     model = open_model(sighted.engines, threads=1)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)

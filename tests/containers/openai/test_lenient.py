@@ -61,7 +61,7 @@ def test_only_what_is_unknown_is_left_out_unless_lenient() -> None:
 
 
 def test_what_changes_no_answer_passes_without_a_word() -> None:
-    """Every field of the tables with every value that passes, even where nothing else may be left out."""
+    """Each field of the tables passes with each of its values, even in strict mode."""
     for kind, table in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION)):
         given = {"model": "x", "messages": QUESTION, "prompt": "a"}
         given.pop("prompt" if kind is ChatRequest else "messages")

@@ -77,7 +77,7 @@ def test_completions_have_them(openai: OpenAI) -> None:
 def test_an_echo_begins_with_the_prompt_and_its_scores(
     openai: OpenAI, tokenizer: Tokenizer
 ) -> None:
-    """As lm-eval asks, with text and with token ids."""
+    """The prompt is given as lm-eval gives it: as text, and as token ids."""
     asked = {"model": "canvasrt", "seed": 3, "max_tokens": 1, "logprobs": 1, "echo": True}
     told = openai.completions.create(prompt="12+34=", **asked).choices[0]
     scores = told.logprobs

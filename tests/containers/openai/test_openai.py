@@ -56,7 +56,7 @@ def test_without_a_seed_one_is_drawn_and_told(openai: OpenAI):
 
 
 def test_a_streamed_chat_completion(openai: OpenAI):
-    chat(openai)  # now both of these find the prompt in the prefix cache
+    chat(openai)  # so that the next two requests find the prompt in the prefix cache
     whole = chat(openai)
     chunks = list(chat(openai, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -180,7 +180,7 @@ def test_completions_take_prompts_as_they_are(openai: OpenAI, tokenizer: Tokeniz
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings_cut_exactly(openai: OpenAI, tokenizer: Tokenizer, length: int):
     text = chat(openai).choices[0].message.content
-    # Around the end of the first block, where a stream could say too much.
+    # The stop string lies at the end of the first block, where a stream could send too much.
     first = next(iter(c for c in _pieces(chat(openai, stream=True)) if c))
     place = len(first) - 1
     stop = text[place : place + length]
@@ -202,7 +202,7 @@ def _pieces(chunks: Any) -> list[str]:
 
 
 def test_a_stop_string_ends_the_work_too(openai: OpenAI, grpc: Client):
-    """The same holds over Triton's own protocols, whose answers include the tokens up to the stop string."""
+    """Triton's own protocols end the work too; their answers include the tokens up to the stop string."""
     text = chat(openai).choices[0].message.content
     stop = text[3:5]
     events = list(grpc.stream({"prompt": "12+34=", "stop": [stop], **SAME, "max_new_tokens": 3000}))

@@ -115,7 +115,7 @@ def test_ids_differ() -> None:
     assert first.id.startswith("call_")
 
 
-# Variants of its own syntax that the model writes, as users of other servers report.
+# Variants of the call syntax that the model writes, according to users of other servers.
 DRIFT = {
     "{a:'x',b:\"y\"}": {"a": "x", "b": "y"},
     '{"a": "x", "b": [\'y\', "z"]}': {"a": "x", "b": ["y", "z"]},
@@ -178,4 +178,4 @@ def test_quotes_that_do_not_close_take_linear_time() -> None:
     begin = time.process_time()
     with pytest.raises(CallError):
         read_arguments("{" + "a:'b," * 40_000)
-    assert time.process_time() - begin < 10  # looking for each one's end would take minutes
+    assert time.process_time() - begin < 10  # searching for the end of each quote would take minutes

@@ -69,7 +69,7 @@ def test_a_real_client(request: pytest.FixtureRequest, client: Client) -> None:
         "no_proxy": "*",
     }
     script = SCRIPTS / client.script
-    # From its text, node looks for packages in the current folder.
+    # node looks for packages in the current folder only if it reads the script from its input.
     python = script.suffix == ".py"
     command = [folder / "bin/python", "-I", script] if python else ["node", "--input-type=module"]
     done = subprocess.run(

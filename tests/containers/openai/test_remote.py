@@ -127,7 +127,7 @@ def test_an_image_is_fetched_with_its_hosts_name(site: Any) -> None:
 
 
 def test_slow_servers_take_no_threads_of_others() -> None:
-    """asyncio's own threads read long bodies."""
+    """asyncio's own threads stay free; they read long bodies."""
     slow = threading.Event()
 
     class Slow(Fetcher):

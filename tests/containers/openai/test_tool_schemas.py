@@ -119,7 +119,7 @@ def test_a_required_tool(client: OpenAI, seed: int, parallel: bool) -> None:
 
 
 def test_a_call_comes_without_strict_and_in_the_smallest_budget(client: OpenAI) -> None:
-    """The same holds for `/v1/responses`. A smaller budget is refused with the number that suffices."""
+    """A smaller budget is refused, and the message gives the smallest. Both hold for `/v1/responses` too."""
     loose = tool("lamp", strict=False)
     asked: dict[str, Any] = {"tools": [loose], "tool_choice": "required"}
     with pytest.raises(BadRequestError, match="at least") as caught:

@@ -200,7 +200,7 @@ def test_prompts_are_those_of_transformers(chat: Any, tools: Any, thinking: bool
 
 
 def test_what_is_sent_is_what_the_template_gets(ask):
-    """Messages in OpenAI's form, arguments as a string, give the prompt of the template's form."""
+    """Messages in OpenAI's form, with arguments as a string, give the same prompt as in the template's form."""
     reference = PreTrainedTokenizerFast(tokenizer_object=core(), bos_token="<bos>")
     chat = CHATS["result"]
     text = reference.apply_chat_template(

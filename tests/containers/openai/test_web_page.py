@@ -258,7 +258,7 @@ def test_earlier_turns_are_sent_until_a_new_chat(front: FrontEnd, visit: Any) ->
 
 
 def test_an_answer_that_breaks_off_is_not_taken_for_whole(front: FrontEnd, visit: Any) -> None:
-    """As behind a proxy that ends the answer in order when the server is gone."""
+    """A proxy may end the answer properly when the server behind it is gone."""
     page = visit(front)
     sync_api.expect(page.locator("#light")).to_have_class("on")
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=""))

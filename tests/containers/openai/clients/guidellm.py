@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# For torch, which takes gigabytes: the tests have one.
+# torch takes gigabytes, so the tests' own copy is used.
 sys.path.append(os.environ["SITE_PACKAGES"])
 
 from guidellm.__main__ import cli
