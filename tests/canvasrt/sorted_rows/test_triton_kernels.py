@@ -151,7 +151,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """A row may lie anywhere in its block. The interpreter's products are NumPy's, whose last bits do depend on the row's place."""
+    """A row may lie anywhere in its block. The interpreter's products are NumPy's, whose last bits depend on that place."""
     gate_up, down = weights(torch.Generator().manual_seed(1))
     together = Layer(40, skewed)
     x = torch.randn(40, SIZES.size, generator=together.random)
