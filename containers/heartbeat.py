@@ -40,8 +40,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now. `since`: the time when a still running task began, up to which progress is
-        reported."""
+        """Report progress until now, or only until `since`, the time when a task began that is still running."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 
@@ -52,7 +51,7 @@ class Heartbeat:
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat in a descriptor's file; None before the first beat."""
-    # A read may be torn, since it need not copy eight bytes atomically. The later of two reads is valid.
+    # A read may be torn, since it need not copy eight bytes atomically. The larger of two results is taken.
     last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
     return time.monotonic() - last if last else None
 

@@ -43,8 +43,8 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def note(self, reason: str, message: str) -> None:
-        """Log the message and the number of suppressed messages with the same reason, unless one was logged within the
-        last minute. The number of reasons must be small."""
+        """Log the message and the number of suppressed messages with the same reason, unless a message with this reason
+        was logged within the last minute. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1

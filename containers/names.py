@@ -37,8 +37,8 @@ GPUS_VARIABLE = "CANVASRT_GPUS"
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. Readiness calls
-# both of Triton's models, with 3 seconds per model. The supervisor replaces a front end after 10 seconds of silence,
-# which must not count as a dead server.
+# both of Triton's models, with 3 seconds per model. A front end may be silent for 10 seconds before the supervisor
+# replaces it; that must not end the server.
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
 # Default timeouts of `canvasrt serve`, in seconds.
@@ -51,8 +51,8 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 # The accepted Host names of a server without API keys; `*` for any.
 ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
-# Environment variables of server options that `canvasrt deploy` sets and the compose file passes on → the default for a
-# server that only this machine can call; it contains the container's name. "" sets none.
+# Server options that `canvasrt deploy` and the compose file set: environment variable → a function from the container's
+# name to the default for a server that only this machine can call. "" leaves the variable unset.
 CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
     ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
 }

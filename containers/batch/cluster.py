@@ -1,4 +1,5 @@
-"""Answers requests on a Ray cluster, whose actors hold the bundle. When one dies, the others take over its requests."""
+"""Answers requests with actors on a Ray cluster, each with the bundle. When one dies, the others take over its
+requests."""
 
 from __future__ import annotations
 
@@ -77,12 +78,12 @@ class Cluster:
 
 
 class _Actor:
-    """A bundle on one machine, which the first request opens."""
+    """A bundle on one machine, opened at the first request."""
 
     def __init__(self, path: Path, threads: int | None, digest: str) -> None:
         self._local = Local(path, threads)
         if self._local.digest != digest:
-            raise CanvasError(f"{path} is another bundle on one machine", "copy it to all")
+            raise CanvasError(f"{path} is not the same bundle on all machines", "copy it to all of them")
         self._opened: asyncio.Task[Local] | None = None
 
     async def ask(self, line: Line) -> tuple[Any, ...]:

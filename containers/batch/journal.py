@@ -14,7 +14,7 @@ from canvasrt.containers.batch.lines import Line
 from canvasrt.errors import CanvasError
 from canvasrt.staging import sync
 
-_MOST_IDENTITY = 4096  # bytes of the first line
+_MOST_IDENTITY = 4096  # maximum bytes of the first line
 
 
 class Outputs(NamedTuple):
@@ -114,7 +114,7 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
-        if not os.fstat(self._file.fileno()).st_nlink:  # finished since it was opened
+        if not os.fstat(self._file.fileno()).st_nlink:  # another batch finished and removed the journal
             raise self._taken()
 
     def _read(self, identity: Mapping[str, Any]) -> dict[int, int]:

@@ -62,7 +62,7 @@ class Lines(NamedTuple):
 def read_lines(file: Path, seed: int) -> Lines:
     """Return the requests of a file. A line's seed is derived from `seed` and its custom_id.
 
-    Raises CanvasError, which names the first wrong line. Empty lines are skipped.
+    Raises CanvasError, with the number of the line, if a line is wrong. Empty lines are skipped.
     """
     data = file.read_bytes()
     found: list[Line] = []
@@ -87,7 +87,7 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
     custom_id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise CanvasError(
-            f"{where} has no custom_id", "give every line a custom_id, a text of its own"
+            f"{where} has no custom_id", "give every line a custom_id: a text that no other line has"
         )
     if (method := given.get("method")) != "POST":
         raise CanvasError(f"{where}: method is {method!r}", "give POST")

@@ -65,7 +65,7 @@ def run_batch(
 async def _answer(
     todo: list[Line], answerer: Opens, journal: Journal, concurrency: int, total: int
 ) -> None:
-    """Answer requests in this order, at most `concurrency` at a time."""
+    """Answer the requests `todo` in their order, at most `concurrency` at a time."""
     rest: Iterable[Line] = iter(todo)
     done = total - len(todo)
 

@@ -24,7 +24,7 @@ _SHOWN = 200  # maximum characters to show of a server's message
 
 
 class _NoAnswerError(Exception):
-    """A reply that is no answer, although its status says so."""
+    """A reply without an answer, although its status reports success."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Servers:
     """Several servers of the same model. An asynchronous context manager."""
 
     def __init__(self, urls: Sequence[str], key: str, timeout: float) -> None:
-        """`urls` are addresses as for OpenAI's clients. Raises UsageError for an invalid one."""
+        """`urls`: addresses in the form that OpenAI's clients take. Raises UsageError for an invalid one."""
         self._servers = [_Server(address(url).removesuffix("/v1")) for url in urls]
         self._key, self._timeout = key, timeout
         self._http: Any = require("aiohttp", "serve")
@@ -155,7 +155,7 @@ class Servers:
 
 
 async def _read(reply: Any) -> str:
-    """Return a reply's text, in JSON's encoding, whatever its headers say."""
+    """Return a reply's text. Decodes it as UTF-8, like JSON, whatever its headers say."""
     data = bytearray()
     async for piece in reply.content.iter_chunked(1 << 16):
         data += piece

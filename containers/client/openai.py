@@ -21,7 +21,8 @@ _START = "start one with `canvasrt serve`, or give its address with --url"
 
 
 class OpenAIClient:
-    """A client of one server. `url` is an address as for OpenAI's clients; `http://` and `/v1` are optional.
+    """A client of one server. `url`: an address in the form that OpenAI's clients take; `http://` and `/v1` are
+    optional.
 
     The API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid `url`.
     """
@@ -57,7 +58,7 @@ class OpenAIClient:
     def events(
         self, inputs: Mapping[str, Any], drafts: bool = False
     ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield pairs of a piece of one answer's text and a draft. With `draft` in the inputs, also yields the draft of
+        """Yield pairs: a piece of one answer's text, and a draft. With `draft` in the inputs, also yields the draft of
         every step, with an empty piece."""
         path, body = _request(inputs, self.model)
         body["stream"] = True

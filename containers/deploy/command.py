@@ -34,7 +34,7 @@ def run_command(
     words += _network(options)
     words += _LOGS[engine.name]
     if options.network == "host" and options.port != API_PORT:
-        words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # for the health check too
+        words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # the health check reads it, too
     for name, text in options.environment.items():
         words += ["--env", f"{name}={text}"]
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]

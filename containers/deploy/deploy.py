@@ -82,7 +82,7 @@ def deploy(
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
     wait_ready(chosen, options.name, timeout)
-    # podman does not support this; it restarts containers through systemd units.
+    # podman, which restarts containers through systemd units, does not support this.
     chosen.run("update", "--restart", RESTART, options.name)
     return {
         "name": options.name,

@@ -19,7 +19,7 @@ from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import UsageError
 from canvasrt.option import option, option_of, port_option
 
-DEPLOY_TIMEOUT = 3600.0  # seconds to become ready for a package that first builds engines
+DEPLOY_TIMEOUT = 3600.0  # seconds; some packages build engines before they are ready
 _SIZE = r"\d+[bkmgBKMG]?"
 
 # Options that `deploy` passes on to the server → the server's environment variable.
@@ -120,7 +120,7 @@ class DeployOptions:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The server's environment variables: the user's, and on loopback the defaults for a container of this name."""
+        """The server's environment variables: the user's, and defaults if only this machine can call the server."""
         local = self.listen in LOOPBACK and self.network != "host"
         own = {name: make(self.name) for name, make in CONTAINER_VARIABLES.items() if local}
         return {name: text for name, text in {**own, **self.server}.items() if text}

@@ -129,8 +129,8 @@ def _public(key: Path) -> Any:
 def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any]:
     """Return the statement about an image.
 
-    It has no time, so that equal content gives an equal statement. Its subjects are the manifest and the configuration,
-    by whose digest docker identifies an image.
+    It has no time, so that equal content gives an equal statement. Its subjects are the manifest, and the
+    configuration, whose digest is docker's id of the image.
     """
     from google.protobuf import json_format
     from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance

@@ -348,7 +348,7 @@ def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
-    """Return a layer. Computes its digest, since an archive only has the unpacked content's.
+    """Return a layer. Computes its digest, since an archive only has the digest of the unpacked content.
 
     Raises ValueError if the unpacked content does not have the digest `diff_id`.
     """

@@ -105,9 +105,9 @@ class Blobs:
         count: Counter | None = None,
         above: str = "opt/canvasrt",
     ) -> ImageLayer:
-        """Write a layer. Do not `compress` weights: it saves little and makes loading slower.
+        """Write a layer. Do not `compress` weights: that saves little and makes loading slower.
 
-        Parent folders of the entries are added below `above`; `above` and its parents are in the base image.
+        Also adds the entries' parent folders, from `above` downwards; folders further up are in the base image.
         """
         return self._write(
             lambda file: write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -160,7 +160,7 @@ def entries_of(
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
     """Return the entries with their parent folders, sorted and without duplicates.
 
-    Folders above `above` are in the base image.
+    Only `above` and folders in it are added: the base image has those further up.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):

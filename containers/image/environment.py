@@ -49,7 +49,7 @@ def venv_entries(interpreter: str, python: str) -> list[LayerEntry]:
 
 
 def unpacked_entries(folder: Path) -> Iterator[LayerEntry]:
-    """Yield the files that `unpack` wrote as members of a layer, without C headers."""
+    """Yield the files that `unpack` wrote, except C headers, as members of a layer."""
 
     def skip(name: str) -> bool:
         return name.startswith("include") or "__pycache__" in name

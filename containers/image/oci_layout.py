@@ -45,10 +45,9 @@ class Image:
 def write_layout(
     folder: Path, base: Base, blobs: Blobs, layers: Sequence[ImageLayer], settings: Json, tag: str
 ) -> Image:
-    """Complete an OCI layout in `folder`, whose layers are in `blobs` already.
+    """Complete an OCI layout in `folder`; its layers are in `blobs` already.
 
-    `settings` are merged into the base's configuration. They are in Docker's format, with `Env` as
-    a mapping.
+    `settings`, in Docker's format but with `Env` as a mapping, are merged into the base's configuration.
     """
     described = base.copy_into(blobs)
     config = image_config(base, layers, settings)

@@ -29,8 +29,8 @@ _MAX_DOCUMENT = 4 << 20
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a check. `digest` is the image's, or for a docker archive its configuration's; `components` is
-    their number in the bill of materials."""
+    """The result of a check. `digest` is the image's, or for a docker archive its configuration's; `components` is the
+    number of components in the bill of materials."""
 
     manifest: Manifest
     digest: str
@@ -48,8 +48,8 @@ def is_image(path: Path) -> bool:
 
 
 def verify_image(path: Path, key: Path | None = None) -> Verified:
-    """Check the image at `path`. With `key`, first check its signature, before reading any layer. Raises CanvasError,
-    which names the first mismatch."""
+    """Check the image at `path`. With `key`, first check its signature, before reading any layer. Raises CanvasError at
+    the first mismatch."""
     digest = signed_digest(path)
     provenance = None if key is None else check_attestation(path, digest, key)
     base = read_base(path)

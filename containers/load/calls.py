@@ -55,7 +55,7 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server. `url` is an address as for OpenAI's clients, with or without `/v1`."""
+    """A server. `url`: an address in the form that OpenAI's clients take, with or without `/v1`."""
 
     url: str
     model: str

@@ -43,7 +43,7 @@ _BEAT_EVERY = 0.5
 # could exhaust the file descriptors.
 _ACCEPT = 64
 # Seconds for which a thread that parses a long body may keep the interpreter. The event loop gives up the interpreter
-# at every system call, so it would wait the usual 5 ms ten times per request.
+# at every system call; with Python's 5 ms, a request would wait ten times 5 ms.
 _SWITCH = 0.0005
 HEALTH_CONNECTIONS = 128  # on the port that only serves health routes
 
@@ -53,7 +53,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio passed `_ACCEPT` as the kernel's backlog, too.
+        # asyncio has also made `_ACCEPT` the kernel's backlog.
         for each in sockets or ():
             each.listen(BACKLOG)
 

@@ -43,7 +43,7 @@ def authorization(headers: Mapping[str, str]) -> str | None:
 
 
 class Callers:
-    """Limits the answers that one API key may wait for at the same time to `most`; None means no limit.
+    """One API key may wait for at most `most` answers at the same time; None means no limit.
 
     Without keys, callers cannot be distinguished, so there is no limit.
     """

@@ -40,8 +40,9 @@ MAX_ANSWERS = 128  # per request: prompts times n
 # Every message and part costs time, even if it is short.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
-# pydantic holds the interpreter's lock while it collects the errors of all members of an object. So bodies of more than
-# _LONG bytes may have at most MAX_MEMBERS members per object, to a depth of _DEPTH. Lists stop at the first error.
+# pydantic holds the interpreter's lock while it collects the errors of all members of an object. So in bodies of more
+# than _LONG bytes, objects down to a depth of _DEPTH may have at most MAX_MEMBERS members. Validation of lists stops at
+# the first error.
 _LONG, MAX_MEMBERS, _DEPTH = 65_536, 8192, 4
 _ROUNDS = 4  # some errors only appear once others are removed
 # OpenAI has its own parameters for these two.
@@ -109,7 +110,7 @@ Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Budget = Annotated[Whole | None, about("Most new tokens.")]
 Seed = Annotated[
     Annotated[int, Field(ge=-(2**63), lt=2**64)] | None,
-    # As in vLLM and Ollama, -1 draws one.
+    # As in vLLM and Ollama, -1 draws a random seed.
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
     about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
 ]
