@@ -93,7 +93,8 @@ def check_distinct(asked: Sequence[PortRequest]) -> None:
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
-    """Return a listening socket; port 0 selects a free port. Raises CanvasError, which names the option to change."""
+    """Return a listening socket; port 0 selects a free port. Raises CanvasError, about `option`, if it cannot be
+    used."""
     listener = bind(host, port, option)
     try:
         listener.listen(backlog)
@@ -104,8 +105,8 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket bound to a port; port 0 selects a free port. Raises CanvasError, which names the option to
-    change."""
+    """Return a socket bound to a port; port 0 selects a free port. Raises CanvasError, about `option`, if it cannot be
+    used."""
     if not 0 <= port <= 65535:
         raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -83,7 +83,7 @@ class _Actor:
     def __init__(self, path: Path, threads: int | None, digest: str) -> None:
         self._local = Local(path, threads)
         if self._local.digest != digest:
-            raise CanvasError(f"{path} is not the same bundle on all machines", "copy it to all of them")
+            raise CanvasError(f"{path} differs between machines", "copy one bundle to all")
         self._opened: asyncio.Task[Local] | None = None
 
     async def ask(self, line: Line) -> tuple[Any, ...]:

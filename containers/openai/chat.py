@@ -26,7 +26,7 @@ class ChatRequest(Conversation):
     max_completion_tokens: Budget = None
     image_tokens: Annotated[
         Literal[BUDGETS] | None,  # type: ignore[valid-type]
-        Field(description="The most tokens of an image."),
+        Field(description="Maximum number of tokens per image."),
     ] = None
 
     def check(self, size: int) -> None:

@@ -174,8 +174,8 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form, without the token that ends the answer. After an echo, they
-        include that token, since lm-eval drops the last one."""
+        """Return log-probabilities in OpenAI's form, without the token that ends the answer. With an echoed prompt,
+        that token stays, since lm-eval drops the last one."""
         if not text:
             return None
         shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
@@ -185,7 +185,7 @@ class CompletionReply(Reply):
             "tokens": [each["text"] for each in scores],
             "token_logprobs": [each["logprob"] for each in scores],
             "top_logprobs": [
-                # The first token of a prompt has none.
+                # The first token of a prompt has no log-probability.
                 None
                 if each["logprob"] is None
                 else {other["text"]: other["logprob"] for other in each["top"]}

@@ -100,7 +100,7 @@ class _Body:
 
 
 class _Parser(h11.Connection):
-    """An HTTP parser that stops where its connection does."""
+    """An HTTP parser that waits while its connection may not parse."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(h11.SERVER)
@@ -222,7 +222,7 @@ class Connection(H11Protocol):
                 for name, value in event.headers
             )
             self._enter(Stage.UNREAD_BODY if has_body else Stage.ANSWER)
-            if has_body:  # resumes when the application asks for the body
+            if has_body:  # until the application asks for the body
                 self.flow.pause_reading()
         elif isinstance(event, h11.Data):
             self._count(len(event.data))

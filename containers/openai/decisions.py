@@ -35,12 +35,12 @@ class Ask(Body):
         int | None, about("Number of noise samples; probabilities are averaged over them.")
     ] = None
     steps: Annotated[int | None, about("Denoising steps per read.")] = None
-    layout: Annotated[str | None, about("How questions are laid out: letters or bare.")] = None
+    layout: Annotated[str | None, about("How questions are laid out: `letters` or `bare`.")] = None
     temperatures: dict[str, float] | None = None
     seed: Seed = None
     image_tokens: Annotated[
         Literal[BUDGETS] | None,  # type: ignore[valid-type]
-        about("The most tokens of an image."),
+        about("Maximum number of tokens per image."),
     ] = None
 
     def asking(self, messages: list[Json], questions: list[Any]) -> Generation:
@@ -96,7 +96,7 @@ class DecisionReply(Reply):
 
 
 def decide(body: DecisionRequest) -> Generation:
-    """Return a decision's generation. Raises ApiError, which names the wrong field."""
+    """Return a decision's generation. Raises ApiError with the name of a wrong field."""
     questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
     return body.asking(_messages(body.input), questions)
 

@@ -31,7 +31,7 @@ _ABOUT = {
 
 
 def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI descriptions of the errors with these `statuses`, by default of all."""
+    """Return the OpenAPI descriptions of the errors with these `statuses`, by default of all errors."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     # FastAPI compiles a validator per model. So one response defines the schema, and the others refer to it.
     return {

@@ -48,8 +48,8 @@ class Served(NamedTuple):
 class Generation:
     """A request in the model's terms: `n` answers to a chat, or `n` answers per prompt.
 
-    `options` holds model inputs by name that all answers share; `prompts` holds those of every prompt. Without a
-    seed, callers expect a different answer every time, so a random one is drawn.
+    `options` holds, by name, the model's inputs that all answers share; `prompts` holds those of each prompt. Without a
+    seed, callers expect a different answer every time, so a random seed is drawn.
     """
 
     options: dict[str, Any]
@@ -110,7 +110,7 @@ def _images(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
     if not chat.images:
         return {}
     most = image_tokens or _IMAGE_TOKENS
-    # OpenAI's detail `low` is the smallest budget; an image's detail cannot exceed the request's budget.
+    # OpenAI's detail `low` means the smallest budget; other details mean the request's budget.
     budgets = [min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images]
     return {"images": [file for file, _ in chat.images], "image_tokens": budgets}
 

@@ -47,7 +47,7 @@ class _Found:
 
 
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
-    """Convert a chat. Raises ApiError, which names the wrong or unsupported field.
+    """Convert a chat. Raises ApiError with the name of a wrong or unsupported field.
 
     If `ignored` is a list, unsupported fields are dropped with a warning in it.
 

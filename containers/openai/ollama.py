@@ -61,7 +61,7 @@ class OllamaRequest(Body):
     keep_alive: Any = None
     format: Annotated[Any, about("`json`, or the schema of the answer.")] = None
     logprobs: Annotated[bool | None, about("Also return the tokens' log-probabilities.")] = None
-    top_logprobs: Annotated[int | None, about("Likeliest tokens to list with each.")] = None
+    top_logprobs: Annotated[int | None, about("Likeliest tokens to list per token.")] = None
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ def generate(body: OllamaPrompt) -> Generation:
     if not (prompt or body.images):
         return Generation({})  # only loads the model
     if body.raw:
-        # A completion has one field for both.
+        # A completion has one field for `logprobs` and `top_logprobs`.
         scores = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
         return completion_generation(_read(CompletionRequest, body, {"prompt": prompt, **scores}))
     system = [{"role": "system", "content": body.system}] if body.system else []

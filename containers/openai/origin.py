@@ -1,8 +1,8 @@
 """Decides which web pages may call the server: those of the allowed origins (CORS).
 
 Without API keys, web pages could post to a server on loopback. But a page of another origin cannot post JSON without
-CORS, and a page that rebinds its name to loopback sends that name as Host. So both headers are checked. Browsers mark
-their requests with Origin or Sec-Fetch-Site; other clients may omit the content type.
+CORS, and a page that rebinds its name to loopback sends that name as Host. So Content-Type and Host are checked.
+Browsers mark their requests with Origin or Sec-Fetch-Site; other clients may omit the content type.
 """
 
 from __future__ import annotations

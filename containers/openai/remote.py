@@ -48,7 +48,7 @@ class Refused(Exception):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is public, also if it embeds an IPv4 address."""
+    """Return whether an address, and any IPv4 address that it embeds, is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -246,8 +246,8 @@ def _addresses(host: str, port: int) -> list[str]:
 async def inline(
     messages: list[dict[str, Any]], fetcher: Fetcher, budget: ImageBudget | None = None
 ) -> int:
-    """Replace a chat's remote images with data URLs, and return the number of their characters. Raises ApiError, which
-    names an image that cannot be fetched."""
+    """Replace a chat's remote images with data URLs, and return the number of their characters. Raises ApiError if an
+    image cannot be fetched."""
     found = [
         (f"messages[{i}].content[{j}].image_url.url", part["image_url"])
         for i, message in enumerate(messages)

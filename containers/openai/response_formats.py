@@ -29,8 +29,8 @@ class Format(NamedTuple):
 
 
 def format_of(request: Sampling) -> Format | None:
-    """Return a request's only format, under OpenAI's or vLLM's names; None for plain text. Raises ApiError, which names
-    the wrong field.
+    """Return a request's format, under OpenAI's or vLLM's names; None for plain text. Raises ApiError, with the field's
+    name, for a wrong format or several.
 
     `json_schema` and `json_object` are OpenAI's; `regex` and `grammar` (Lark or GBNF) are extensions.
     """

@@ -48,7 +48,7 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether no number in a JSON value is infinite or not a number."""
+    """Return whether all numbers in a JSON value are finite."""
     if isinstance(value, dict):
         return all(map(_is_finite, value.values()))
     if isinstance(value, list):

@@ -68,8 +68,7 @@ class Conversation(Sampling):
     messages: Messages
     tools: Annotated[Tools | None, about("Functions that the model may call.")] = None
     tool_choice: Annotated[
-        ToolChoice | None,
-        about("Whether the model may or must call a function, or which one it must call."),
+        ToolChoice | None, about("Whether the model may or must call a tool, or which one.")
     ] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

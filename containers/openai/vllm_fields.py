@@ -70,8 +70,8 @@ def read_of(request: Sampling) -> dict[str, Any]:
 
 
 def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
-    """Return log-probabilities as vLLM's settings want them: with token ids for texts, and of a constrained read over
-    the allowed tokens only."""
+    """Return log-probabilities as vLLM's settings want them: with token ids in place of texts, and, for a constrained
+    read, over the allowed tokens only."""
     allowed = set(request.logprob_token_ids or ()) if _of(request, "diffusion_constrained") else ()
     for each in scores:
         shown = [each, *each["top"]]

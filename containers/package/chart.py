@@ -17,7 +17,7 @@ CHART = "chart"
 _TEMPLATE = Path(__file__).parent.parent / "templates" / CHART
 # GPUs report slightly less than their nominal memory.
 _REPORTED = 0.9
-# Memory limit over a replica's request, and disk space for its log until it is rotated.
+# A replica's memory limit as a multiple of its request; disk space for its log until it is rotated.
 _SPARE = 1.5
 _LOGS = GIB
 
@@ -32,7 +32,7 @@ def write_chart(
     """Write the chart to the new folder `out`.
 
     `image` is `[REGISTRY/]NAME[:TAG]`. On a GPU the chart has a StatefulSet, whose volumes keep built engines and
-    compiled kernels over restarts. `max_batch`, the number of canvases that are denoised together, determines the
+    compiled kernels across restarts. `max_batch`, the number of canvases that are denoised together, determines the
     autoscaler's threshold; `sizes` determines the resources. None keeps the template's values.
     """
     shutil.copytree(_TEMPLATE, out)

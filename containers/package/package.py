@@ -101,8 +101,8 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
     """Yield the model repository that serves a bundle.
 
-    `engines` are the engines to serve, if they are not the bundle's only ones. The Python backend writes compiled files
-    next to the models, which no setting prevents. So a writable repository is copied.
+    `engines` are the engines to serve, if they are not the bundle's only ones. No setting keeps the Python backend from
+    writing compiled files next to the models, so a writable repository is copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"
@@ -166,7 +166,7 @@ def _open_to_all(folder: Path) -> None:
     """Make the files of an image readable for all users, whatever the umask.
 
     In an image, files belong to root, but another user serves them. The package's own folder keeps its mode. A link to
-    a file that is unreadable for others in the cache is replaced by a copy.
+    a file in the cache that other users cannot read is replaced by a copy.
     """
     for path in folder.rglob("*"):
         mode = path.stat().st_mode & 0o777

@@ -37,7 +37,7 @@ _RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "tensorrt-rtx": ("tensorrt-rtx", "cuda-bindings", "nvidia-ml-py"),
     "tensorrt": ("tensorrt-cu13-bindings", "cuda-bindings", "nvidia-ml-py"),
 }
-# Distributions, including dependencies, that get the version of the engines' builder.
+# Distributions, including dependencies, that must have the version of the engines' builder.
 _OF_BUILDER = {
     "tensorrt-rtx": (
         "tensorrt-rtx",

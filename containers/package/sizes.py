@@ -17,8 +17,8 @@ MIB, GIB = 1 << 20, 1 << 30
 # Triton, its stubs, the front end and the supervisor took 0.19 GB together with the demo model,
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
-# Measured with 262,144 random tokens: tokenizer and grammar index took 0.63 GB in both the model's process and the
-# sandbox. A fork of the sandbox may take 1 GiB.
+# With a vocabulary of 262,144 random tokens, tokenizer and grammar index took 0.63 GB in the model's process, and as
+# much in the sandbox. A fork of the sandbox may take 1 GiB.
 PER_TOKEN = 2 * 2500
 TRIAL = GIB
 # A server writes 2 MB below /tmp: the model repository and the Python backend's folder.
@@ -28,7 +28,7 @@ SHARED = GIB
 # Only servers that build engines or compile kernels write to the cache. Compiled kernels take an estimated 0.3 GB,
 # twice while a new file replaces the old one.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
-# TensorRT-RTX compiles kernels on the GPU at a shape's first use: a guess in seconds per shape and layer.
+# Seconds per shape and layer, a guess: TensorRT-RTX compiles kernels on the GPU at a shape's first use.
 _COMPILE_SECONDS = 0.5
 # Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest pass that is predicted, in bf16
 # on a DGX Spark, takes 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
@@ -42,15 +42,15 @@ _START = 300
 # TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
 # GPU. That was not measured, so allow ten times as long.
 BUILD_SECONDS_PER_GB = 60
-_LARGE = 10**9  # bytes of weights above which more than two CPU cores pay
+_LARGE = 10**9  # bytes of weights above which more than two CPU cores are worthwhile
 
 
 @dataclass(frozen=True)
 class ReplicaSizes:
     """A replica's resources: bytes, whole cores, and seconds until it must be ready.
 
-    `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` and `memory` are for one GPU; every
-    other one adds `further` and `contexts`.
+    `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` and `memory` are for one GPU;
+    each further GPU adds `further` and `contexts`.
     """
 
     memory: int
@@ -102,9 +102,10 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares a canvas at every place, for four loads of experts, and one after a prompt
-    as long as each width: alone, beside others, and in a pass of its own over every width. With four canvases at 262,144
-    tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape 2.9 s.
+    The trial (runtime/gpu/sharing.py) compares canvases: at every place with four loads of experts, and for every width
+    after a prompt of that length. Each canvas runs alone, beside others, and in its own pass of every width. With four
+    canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every
+    shape 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:
@@ -116,7 +117,7 @@ def _warm_up(plan: PassPlan) -> float:
 
 
 def _pass(shape: PassShape) -> float:
-    """Return the most seconds per layer that a pass takes."""
+    """Return the seconds per layer that a pass takes at most."""
     canvases = shape.batch * max(1.0, shape.length / 256)
     return canvases * (_LAYER_SECONDS + _CACHED_SECONDS * shape.width)
 

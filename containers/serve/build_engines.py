@@ -68,7 +68,7 @@ class Wait:
 def run_build(job: EngineBuild, what: str, cache: Path, wait: Wait) -> None:
     """Build in a child process, until it is done or a stop is requested.
 
-    `cache` is canvasrt's cache folder. Raises CanvasError, which says that `what` cannot be built, if the build fails.
+    `cache` is canvasrt's cache folder. If the build fails, raises CanvasError, which says that `what` cannot be built.
     """
     process = subprocess.Popen(
         job.command(),

@@ -1,6 +1,6 @@
 """Which GPUs a server uses: the first that fits, one by `--device`, or all that are alike by `--devices all`.
 
-Processes get them by UUID in CUDA_VISIBLE_DEVICES, since CUDA's own numbers begin with the fastest one.
+Processes get them by UUID in CUDA_VISIBLE_DEVICES, since CUDA numbers the fastest GPU first.
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
 
 
 def environment_of(uuids: Sequence[str]) -> dict[str, str]:
-    """Return the variables by which Triton's processes see these GPUs alone; none without any."""
+    """Return the variables that restrict Triton's processes to these GPUs; none if there are no GPUs."""
     return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))} if uuids else {}

@@ -77,7 +77,7 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment without secrets, and such that models run in this interpreter's virtual
+        """Return this process's environment without secrets. With it, models run in this interpreter's virtual
         environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"

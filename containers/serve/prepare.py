@@ -67,8 +67,8 @@ def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
 
 
 def set_aside_damaged(out: Path, wait: Wait) -> bool:
-    """Return whether the engines of `prepare` are damaged. If so, move them away, so that `prepare` builds them
-    again."""
+    """Return whether the engines that `prepare` returned are damaged. If so, move them away, so that `prepare` builds
+    them again."""
     with alone(out, wait):
         try:
             load_bundle(out, kind="engines")

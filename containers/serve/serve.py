@@ -89,7 +89,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
 
 
 def _short_folder() -> str:
-    """Return a folder for scratch folders whose path is short enough for Unix sockets (107 bytes)."""
+    """Return a folder to create scratch folders in. Its path is short enough for Unix sockets (107 bytes)."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) <= _MOST_BYTES else "/tmp"  # noqa: S108
 

@@ -209,7 +209,7 @@ def read_settings(
     """Return the settings. The command line takes precedence over passthrough arguments, and these over the
     environment.
 
-    The mappings are options by name; None is an absent option. Raises UsageError for a wrong value, which it names.
+    The mappings are options by name; None means that an option is absent. Raises UsageError for a wrong value.
     `check_settings` checks for contradictions.
     """
     environment = os.environ if environment is None else environment

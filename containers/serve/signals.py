@@ -1,4 +1,4 @@
-"""Converts Ctrl-C and SIGTERM to a request to stop, instead of an exception at any place in the code."""
+"""Converts Ctrl-C and SIGTERM to a request to stop, so that they interrupt the code nowhere with an exception."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stop_request() -> Iterator[StopRequest]:
         _thread.start_new_thread(noted.set, ())
 
     # Keep ignoring SIGHUP under nohup. But handle SIGINT even if it is ignored, as in scripts' background jobs, because
-    # scripts stop these with it.
+    # scripts stop such jobs with it.
     taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in taken}
     try:
