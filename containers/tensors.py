@@ -18,7 +18,7 @@ MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_GRAMMAR = 400_000  # characters of JSON, of which a schema's 64 KB may take six per byte
 MAX_BIASED = 1024  # tokens
 MAX_LISTED = 128  # tokens to list with each log-probability, as in vLLM
-# Log-probabilities of an echoed prompt, with the likeliest ones, of all answers: 262,144 tokens with one each.
+# Log-probabilities of echoed prompts' tokens, and of likeliest ones, in all answers: for 262,144 tokens, one each.
 MAX_ECHOED = 1 << 19
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
 
@@ -186,7 +186,7 @@ _INPUTS = (
 )
 _DRAFTS = Tensor("drafts", "BOOL", ONE, "also send the canvas after every denoising step")
 _RESULT = (
-    Tensor("text", "BYTES", ONE, "the answer; in other events, that canvas, or what they add"),
+    Tensor("text", "BYTES", ONE, "the answer; before `final`, a draft or what the event adds"),
     Tensor("token_ids", "INT32", ANY, "its tokens, including the one that ends the sequence"),
     Tensor("prompt_token_ids", "INT32", ANY, "the prompt's tokens; empty before `final`"),
     Tensor("finish_reason", "BYTES", ONE, "`stop`, `length` or `grammar`; empty before `final`"),

@@ -34,7 +34,7 @@ class ServingProfile:
     memory: int | None  # GPU memory for serving, in bytes
     builds: bool = False
     recipe: str | None = None  # name of the quantization recipe
-    startup: int = 0  # seconds for one GPU to become ready, and for every other GPU
+    startup: int = 0  # seconds for one GPU to become ready, and for each further GPU
     further: int = 0
 
     @cached_property

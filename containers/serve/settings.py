@@ -19,7 +19,7 @@ from canvasrt.option import CommandOption, flags_of, option, option_of, read_swi
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
-# Kubernetes sets such variables for services whose names begin with nim.
+# Ends of the names of variables that Kubernetes sets for services whose names begin with nim.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 

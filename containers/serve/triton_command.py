@@ -60,7 +60,7 @@ def triton_command(
         # Triton does not copy to or from GPUs, because the models do.
         "--pinned-memory-pool-byte-size=0",
     ]
-    # By Triton's GPU numbers. WSL has GPUs without /dev/nvidia0.
+    # `gpu` is Triton's number of a GPU. WSL has GPUs without /dev/nvidia0.
     command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(gpus)]
     for name, (host, port) in addresses.items():
         command += [f"--{name}-address={host}", f"--{name}-port={port}"]

@@ -34,7 +34,7 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
 class GrammarSandbox:
-    """The process that compiles the grammars of one model on trial. It forks once per grammar. Thread-safe."""
+    """The process that first compiles the grammars of one model, as a trial. It forks once per grammar. Thread-safe."""
 
     def __init__(self, bundle: Path, size: int, ends: Iterable[int]) -> None:
         """Start the process, which takes seconds to load the vocabulary of `size` tokens."""

@@ -211,7 +211,7 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """Parse the chat in a `messages` tensor. Raises CanvasError for a wrong message, which it names."""
+    """Parse the chat in a `messages` tensor. Raises CanvasError with the number of a wrong message."""
     example = '[{"role": "user", "content": "Hello"}]'
     messages = read_json("messages", text, f"send {example}")
     if not isinstance(messages, list) or not messages:

@@ -33,8 +33,8 @@ class ModelOptions:
     share_passes: str = field(
         default="auto",
         metadata=option(
-            "On a GPU, let requests share passes: higher throughput. auto does if a trial on this GPU shows that no"
-            " request's bits depend on others.",
+            "On a GPU, let requests share passes: higher throughput. With auto, they do if a trial on this GPU shows"
+            " that no request's bits depend on others.",
             metavar="auto|on|off",
         ),
     )

@@ -55,7 +55,7 @@ class PromptEncoder:
                 self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
-        """Encode a request's prompt. Raises CanvasError for a wrong input, which it names."""
+        """Encode a request's prompt. Raises CanvasError with the name of a wrong input."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
@@ -82,7 +82,7 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens for an encode-only request. Raises CanvasError for a wrong input, which it names."""
+        """Return a prompt's tokens for an encode-only request. Raises CanvasError with the name of a wrong input."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":
@@ -90,7 +90,7 @@ class PromptEncoder:
         if tokenizer is None:
             raise CanvasError(f"the model has no tokenizer to encode {chosen}", "send prompt_ids")
         if chosen == "prompt" and values.get("raw"):
-            # It may exceed the context, because callers may want to find out whether it does.
+            # The prompt may exceed the context, because callers may want to find out whether it does.
             if len(values["prompt"]) > _MOST_COUNTED:
                 raise CanvasError(
                     f"prompt has {len(values['prompt'])} characters",

@@ -228,7 +228,7 @@ class ReplyBuilder:
         return tokens[: next(ends, len(tokens))]
 
     def _spell(self, token: int) -> str:
-        """Return a single token's text, which means nothing for one byte of a longer character."""
+        """Return a single token's text. If the token is one byte of a longer character, the text means nothing."""
         if token not in self._spelt:
             self._spelt[token] = self._tokenizer.decode([token], False) if self._tokenizer else ""
         return self._spelt[token]

@@ -64,7 +64,7 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Convert tensors to a request. Raises CanvasError for a wrong tensor, which it names, and for a request beyond the
+    """Convert tensors to a request. Raises CanvasError for a wrong tensor, with its name, and for a request beyond the
     operator's limits.
 
     `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
@@ -155,7 +155,7 @@ class _Reader:
         pictures: Sequence[Picture],
         params: SamplingParams,
     ) -> PromptScores:
-        """Return the list of a prompt's log-probabilities that requests of a caller for the same ones share."""
+        """Return a prompt's `PromptScores`. A caller's requests for the same log-probabilities share them."""
         wanted = (share_of(self.owner), params.top_logprobs, params.logprob_token_ids)
         key = hashlib.sha256(f"{wanted}".encode() + np.asarray(prompt, "<i8").tobytes())
         key.update(b"".join(each.digest for each in pictures))
@@ -253,7 +253,7 @@ def _check_echo(tokens: int, params: SamplingParams, answers: int) -> None:
     if (count := tokens * each * answers) > MAX_ECHOED:
         raise CanvasError(
             f"echo of {tokens} tokens with {each} log-probabilities each in {answers} answers makes {count}",
-            f"at most {MAX_ECHOED} are allowed: ask for fewer of a token or fewer answers, or shorten the prompt",
+            f"at most {MAX_ECHOED} are allowed: ask for fewer per token or for fewer answers, or shorten the prompt",
         )
 
 

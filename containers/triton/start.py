@@ -18,8 +18,8 @@ def open_all(
     """Open a model on each of `count` GPUs, and warm it up.
 
     With `proves`, requests share passes if this changes no bits on any GPU. The second result is the test's `Evidence`
-    as a dictionary; empty without a test. Models whose bits differ from the first one's are left out: a seed's tokens must
-    not depend on the GPU.
+    as a dictionary; empty without a test. Models whose results differ in any bit from the first one's are left out: a
+    seed's tokens must not depend on the GPU.
     """
     models, found = [], []
     for number in range(count):
@@ -37,7 +37,7 @@ def open_all(
 
 
 def _alike(models: list[Any]) -> list[Model]:
-    """Return the models that compute the first one's bits, on fixed requests."""
+    """Return the models whose results for fixed requests have the same bits as the first model's."""
     if len(models) == 1:
         return models
     from canvasrt.runtime.gpu.sharing import digest

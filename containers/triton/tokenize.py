@@ -19,7 +19,7 @@ def tokenized(
 ) -> Reply:
     """Return the single reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
 
-    The text includes special tokens. The option `spell` adds every token's text. Raises CanvasError, which names the
+    The text includes special tokens. The option `spell` adds every token's text. Raises CanvasError with the name of a
     wrong input.
     """
     options = _options(values["tokenize"])

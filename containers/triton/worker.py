@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_CHECKS = 16  # waiting requests to check for cancellation per turn
 ADMITTED = 16  # requests to admit between two steps at most, since their prompts may be long
-MAX_FAILURES = 3  # consecutive failed passes with failed probes
+MAX_FAILURES = 3  # consecutive failed passes, each with a failed probe
 IDLE_BEAT = 0.5  # seconds
 STUCK = 5.0  # seconds without a beat after which other workers get the new requests
 _STOPPING = ("the server is stopping", "send the request to another server")
@@ -92,7 +92,8 @@ class Worker:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its pass takes so long that its GPU may have stalled. If all passes do, all workers are alike."""
+        """Whether the worker's pass takes so long that its GPU may have stalled. If all workers are stuck, this changes
+        nothing."""
         return time.monotonic() - self.beaten > STUCK
 
     def count(self, owner: str) -> int:

@@ -18,10 +18,10 @@ function headers() {
   return key ? { ...all, Authorization: `Bearer ${key}` } : all;
 }
 
-// What a question or a poll gets when nothing is there.
+// The error of a question or a poll when the server is gone.
 function gone(error) {
   if (error.name === "AbortError") throw error;
-  throw new Error("the server went away; this page sees when it is back");
+  throw new Error("the server went away; this page notices when it is back");
 }
 
 async function look() {
@@ -35,7 +35,7 @@ async function look() {
       if (reply.status === 401) $("settings").open = true;
       if (reply.status === 401) throw new Error("this server needs an API key");
       if (!reply.ok) throw new Error(body.error.message);
-      // 405 when the server has the endpoint, which takes POST.
+      // The status is 405 if the endpoint exists, since it only takes POST.
       $("mode").hidden = (await get("/v1/decisions")).status === 404;
       about = await (await get("/v1/metadata")).json();
       model = body.data[0].id;
@@ -54,7 +54,7 @@ async function look() {
   $("light").classList.toggle("on", on);
 }
 
-// Questions wait for the latest look, so that they have a model.
+// Questions wait for the latest `look`, which finds the model.
 function connect() {
   clearTimeout(timer);
   connected = look();
@@ -112,7 +112,7 @@ async function* events(reply) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read().catch(gone);
-    if (done) gone(new Error("no [DONE]")); // as a proxy ends it when the server is gone
+    if (done) gone(new Error("no [DONE]")); // a proxy ends the stream like this when the server is gone
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {

@@ -86,7 +86,7 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- end -}}
 {{- end -}}
 
-{{/* Probes would not follow TLS that is turned on past `tls`. */}}
+{{/* Probes would not use TLS that `env` or `args` turn on instead of `tls`. */}}
 {{- define "canvasrt.checkTls" -}}
 {{- $hint := "set tls.existingSecret to a secret with the certificate instead: probes follow it" -}}
 {{- range .Values.env -}}

@@ -134,8 +134,8 @@ containers:
       preStop:
         # Stop only after every service has dropped this replica.
         exec: {command: [sleep, "5"]}
-    # The server itself replaces a front end that is silent for 10 seconds, and ends when a pass hangs. This is for a
-    # supervisor that cannot.
+    # The server itself replaces a front end that is silent for 10 seconds, and ends when a pass hangs. This probe is
+    # for a supervisor that no longer does so.
     livenessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/live") | nindent 6 }}
       periodSeconds: 10
