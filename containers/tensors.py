@@ -18,7 +18,7 @@ MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_GRAMMAR = 400_000  # characters of JSON, of which a schema's 64 KB may take six per byte
 MAX_BIASED = 1024  # tokens
 MAX_LISTED = 128  # tokens to list with each log-probability, as in vLLM
-# Log-probabilities of echoed prompts' tokens, and of likeliest ones, in all answers: for 262,144 tokens, one each.
+# Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens, each with one likeliest token.
 MAX_ECHOED = 1 << 19
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
 

@@ -114,7 +114,7 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
-        if not os.fstat(self._file.fileno()).st_nlink:  # that batch has finished
+        if not os.fstat(self._file.fileno()).st_nlink:  # another batch removed it
             raise self._taken()
 
     def _read(self, identity: Mapping[str, Any]) -> dict[int, int]:

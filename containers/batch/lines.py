@@ -86,9 +86,7 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
     given = _parsed(where, text)
     custom_id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise CanvasError(
-            f"{where} has no custom_id", "give every line a custom_id of its own, a text"
-        )
+        raise CanvasError(f"{where} has no custom_id", "give every line a unique text as custom_id")
     if (method := given.get("method")) != "POST":
         raise CanvasError(f"{where}: method is {method!r}", "give POST")
     if url not in tuple(URLS):  # the field may have any type

@@ -135,7 +135,7 @@ class Local:
                 submit()
             end = await ended.get()
             if isinstance(end, EngineError) and end.fatal:
-                self._lost = end  # the worker may only call `_lose` later
+                self._lost = end  # the worker may call `_lose` later
             if isinstance(end, BaseException):
                 raise end
         except asyncio.CancelledError:

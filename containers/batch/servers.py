@@ -155,7 +155,7 @@ class Servers:
 
 
 async def _read(reply: Any) -> str:
-    """Return a reply's text. Decodes it as UTF-8, like JSON, whatever its headers say."""
+    """Return a reply's text, decoded as UTF-8 whatever its headers say."""
     data = bytearray()
     async for piece in reply.content.iter_chunked(1 << 16):
         data += piece

@@ -92,7 +92,7 @@ class Counted(TypedDict):
 
 
 def messages_generation(body: MessagesRequest) -> Generation:
-    """Return the generation of the equivalent chat. Raises ApiError with the name of a wrong field."""
+    """Return the generation of the equivalent chat. If a field is wrong, raises ApiError with its name."""
     return chat_generation(_chat(body))
 
 

@@ -285,7 +285,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> BodyT:
-    """Parse a request's body. Raises ApiError with the name of a wrong parameter.
+    """Parse a request's body. If a parameter is wrong, raises ApiError with its name.
 
     Unknown fields are ignored with a warning in `ignored`; if that is None, they are refused.
     """

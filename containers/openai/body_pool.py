@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 _SHORT = 1 << 16  # bytes; bodies up to this size are processed on the event loop
 _MEDIUM = 1 << 20  # bytes; longer bodies do not delay medium ones
-# Parsers hold the interpreter's lock. So a thread rests this many times as long as it worked while other bodies wait.
+# Parsers hold the interpreter's lock. So while other bodies wait, a thread rests this many times as long as it worked.
 REST = 3
 
 

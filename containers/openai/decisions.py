@@ -96,7 +96,7 @@ class DecisionReply(Reply):
 
 
 def decide(body: DecisionRequest) -> Generation:
-    """Return a decision's generation. Raises ApiError with the name of a wrong field."""
+    """Return a decision's generation. If a field is wrong, raises ApiError with its name."""
     questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
     return body.asking(_messages(body.input), questions)
 

@@ -47,7 +47,7 @@ class _Found:
 
 
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
-    """Convert a chat. Raises ApiError with the name of a wrong or unsupported field.
+    """Convert a chat. If a field is wrong or unsupported, raises ApiError with its name.
 
     If `ignored` is a list, unsupported fields are dropped with a warning in it.
 

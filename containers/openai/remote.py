@@ -48,7 +48,8 @@ class Refused(Exception):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address, and any IPv4 address that it embeds, is public."""
+    """Return whether an address is public. Tunnels' addresses, which may embed any IPv4 address, do not count as
+    public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

@@ -37,7 +37,7 @@ class SystemOneAnswers(TypedDict):
 
 
 def ask(body: SystemOneRequest) -> Generation:
-    """Return the questions' generation. Raises ApiError with the name of a wrong field."""
+    """Return the questions' generation. If a field is wrong, raises ApiError with its name."""
     questions = [_question(each, name, body.ignored) for name, each in body.questions.items()]
     state = body.state if isinstance(body.state, str) else json.dumps(body.state)
     if not state.strip():

@@ -68,7 +68,8 @@ class Detokenized(TypedDict):
 
 
 def tokenize(body: TokenizeRequest) -> Generation:
-    """Return the generation that only encodes a prompt or a chat. Raises ApiError with the name of a wrong field."""
+    """Return the generation that only encodes a prompt or a chat. If a field is wrong, raises ApiError with its
+    name."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Send either prompt or messages.", "prompt", "invalid_value")
     options = {

@@ -44,8 +44,8 @@ COMMAND = (
     str(CONTAINER_EXIT_TIMEOUT),
 )
 _LICENSE = "Apache-2.0"
-# The health check allows time to start this many GPUs, since a container's number of GPUs is not known yet. A start
-# that hangs ends by itself.
+# The health check allows time to start this many GPUs, since a container's number is unknown when its image is written.
+# A start that hangs ends by itself.
 _MOST_GPUS = 8
 _SECOND = 10**9  # nanoseconds, as in an image's configuration
 

@@ -97,7 +97,7 @@ def _check_tls_options(settings: Settings) -> None:
 
 
 def _check_tls_files(certificate: str, key: str, ca: str | None = None) -> None:
-    """Load the TLS files as the front end will. Raises CanvasError with the name of a wrong file."""
+    """Load the TLS files as the front end will. If a file is wrong, raises CanvasError with its option."""
     options = {"--ssl-cert": certificate, "--ssl-key": key} | ({"--ssl-ca": ca} if ca else {})
     for option, file in options.items():
         if not os.access(file, os.R_OK) or not Path(file).is_file():

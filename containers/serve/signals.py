@@ -1,4 +1,4 @@
-"""Converts Ctrl-C and SIGTERM to a request to stop, so that they interrupt the code nowhere with an exception."""
+"""Converts Ctrl-C and SIGTERM to a request to stop, instead of exceptions that could occur anywhere in the code."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _Grammars(NamedTuple):
 def read_grammar(
     text: str, model: Model, tokenizer: Tokenizer | None, owner: str = ""
 ) -> GrammarState:
-    """Return the initial state of a grammar. Raises CanvasError with the mistake if there is one."""
+    """Return the initial state of a grammar. Raises CanvasError, with the mistake, if the grammar is invalid."""
     if tokenizer is None:
         raise CanvasError(
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"

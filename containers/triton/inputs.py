@@ -211,7 +211,7 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """Parse the chat in a `messages` tensor. Raises CanvasError with the number of a wrong message."""
+    """Parse the chat in a `messages` tensor. If a message is wrong, raises CanvasError with its number."""
     example = '[{"role": "user", "content": "Hello"}]'
     messages = read_json("messages", text, f"send {example}")
     if not isinstance(messages, list) or not messages:

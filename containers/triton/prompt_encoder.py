@@ -55,7 +55,7 @@ class PromptEncoder:
                 self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
-        """Encode a request's prompt. Raises CanvasError with the name of a wrong input."""
+        """Encode a request's prompt. If an input is wrong, raises CanvasError with its name."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
@@ -82,7 +82,8 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens for an encode-only request. Raises CanvasError with the name of a wrong input."""
+        """Return a prompt's tokens for an encode-only request. If an input is wrong, raises CanvasError with its
+        name."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":

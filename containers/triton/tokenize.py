@@ -19,8 +19,8 @@ def tokenized(
 ) -> Reply:
     """Return the single reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
 
-    The text includes special tokens. The option `spell` adds every token's text. Raises CanvasError with the name of a
-    wrong input.
+    The text includes special tokens. The option `spell` adds every token's text. If an input is wrong, raises
+    CanvasError with its name.
     """
     options = _options(values["tokenize"])
     ids = encoder.tokens(values, owner=owner, **{name: options[name] for name in _OPTIONS[:2]})
