@@ -12,7 +12,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 
 _FIELDS = ("seed", "pin", "allow", "least")
-_MOST = 65_536  # maximum number of tokens in `allow`, over all positions
+MAX_ALLOWED = 65_536  # maximum number of tokens in `allow`, over all positions
 _EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
 
 
@@ -150,8 +150,8 @@ def read_conditions(data: Any) -> Conditions:
         allow[position] = tuple(
             sorted({_token(each, f"{path}[{n}]") for n, each in enumerate(value)})
         )
-    if (count := sum(map(len, allow.values()))) > _MOST:
-        raise CanvasError(f"canvas.allow lists {count} tokens", f"list at most {_MOST}")
+    if (count := sum(map(len, allow.values()))) > MAX_ALLOWED:
+        raise CanvasError(f"canvas.allow lists {count} tokens", f"list at most {MAX_ALLOWED}")
     tokens = {
         n: _token(each, f"canvas.seed.{n}") for n, each in enumerate(seed) if each is not None
     }

@@ -63,7 +63,7 @@ class MessagesRequest(Sampling):
     table: ClassVar[Table] = ANTHROPIC
 
     messages: Messages
-    system: str | list[Json] | None = None
+    system: str | Annotated[list[Json], Field(fail_fast=True)] | None = None
     stop_sequences: Annotated[Strings, Field(max_length=MAX_STOPS)] | None = None
     tools: Annotated[list[Json], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Json | None = None

@@ -179,6 +179,7 @@ else:
 
 
 _Ids = Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_CANVAS)]
+_Int32 = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)] | None
 _Flag = bool | Literal[0, 1] | None  # vLLM takes both forms
 
 
@@ -187,8 +188,8 @@ class Diffusion(Strict):
 
     diffusion_seed_canvas: _Ids | None = None
     diffusion_pinned: _Ids | None = None
-    diffusion_max_steps: int | None = None
-    diffusion_canvas_length: int | None = None
+    diffusion_max_steps: _Int32 = None
+    diffusion_canvas_length: _Int32 = None
     diffusion_read_only: _Flag = None
     diffusion_constrained: _Flag = None
 
@@ -230,7 +231,7 @@ class Sampling(_Own, Diffusion):
     # vLLM's names for response formats.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     stop_token_ids: Annotated[

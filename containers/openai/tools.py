@@ -49,7 +49,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 class _Allowed(Strict):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)]
 
 
 class AllowedTools(Strict):

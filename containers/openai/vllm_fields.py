@@ -8,6 +8,7 @@ from typing import Any
 
 from canvasrt.containers.openai.body import Sampling
 from canvasrt.containers.openai.errors import bad_request
+from canvasrt.runtime.conditions import MAX_ALLOWED
 from canvasrt.types import Json
 
 # The sampler's parameters → vLLM's names.
@@ -50,7 +51,11 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
     if _of(request, "diffusion_constrained"):
         if not (tokens := request.logprob_token_ids):
             raise _wrong("diffusion_constrained", "needs logprob_token_ids, the allowed tokens")
-        free = set(range(_width(request, "diffusion_constrained"))) - set(pinned or ())
+        width = _width(request, "diffusion_constrained")
+        if (count := width * len(tokens)) > MAX_ALLOWED:
+            why = f"allows {count} tokens, {len(tokens)} at each of {width} positions; at most {MAX_ALLOWED}"
+            raise _wrong("diffusion_constrained", f"{why} are allowed together")
+        free = set(range(width)) - set(pinned or ())
         canvas["allow"] = {str(each): tokens for each in sorted(free)}
     if request.min_tokens:
         names = {"canvas": "min_tokens"} | names if not canvas else names

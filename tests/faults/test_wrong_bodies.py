@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import cache
 
 import pytest
 
+from canvasrt.containers.openai.anthropic import MessagesRequest
 from canvasrt.containers.openai.body import Body, read_body
-from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
+from canvasrt.containers.openai.chat import (
+    ChatRequest,
+    CompletionRequest,
+    completion_generation,
+)
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.ollama import OllamaChat
@@ -32,6 +38,13 @@ BODIES: dict[str, tuple[type[Body], bytes]] = {
     "prompts that are objects": (CompletionRequest, b'{"model":"m","prompt":[' + OBJECTS + b"]}"),
     "tools that are empty": (ChatRequest, CHAT + b'"tools":[' + OBJECTS + b"]}"),
     "stops that are numbers": (ChatRequest, CHAT + b'"stop":[' + NUMBERS + b"]}"),
+    "choices that are numbers": (ChatRequest, CHAT + b'"guided_choice":[' + NUMBERS + b"]}"),
+    "blocks that are numbers": (MessagesRequest, CHAT + b'"system":[' + NUMBERS + b"]}"),
+    "tools that may be called": (
+        ChatRequest,
+        CHAT + b'"tool_choice":{"type":"allowed_tools","allowed_tools":'
+        b'{"mode":"auto","tools":[' + NUMBERS + b"]}}}",
+    ),
     "unknown parameters": (ChatRequest, CHAT + MEMBERS + b"}"),
     "metadata of numbers": (ChatRequest, CHAT + b'"metadata":{' + MEMBERS + b"}}"),
     "unknown options of Ollama's": (OllamaChat, CHAT + b'"options":{' + MEMBERS + b"}}"),
@@ -74,3 +87,20 @@ def test_a_canvas_is_bounded_before_it_is_read() -> None:
     with pytest.raises(CanvasError, match="canvas has"):
         read_conditions_of({"canvas": canvas})
     assert is_long({"canvas": canvas[: MAX_CANVAS // 2]})
+
+
+@pytest.mark.parametrize(
+    "length", [{"diffusion_canvas_length": 2**31 - 1}, {"canvas_length": 2**31 - 1}, {}]
+)
+def test_allowed_tokens_are_counted_before_they_are_listed(length: dict[str, int]) -> None:
+    """A set of two thousand million positions used to be made, which took all memory."""
+    body = {
+        "model": "m",
+        "prompt": "a",
+        "diffusion_constrained": True,
+        "logprob_token_ids": [3] * 128,
+    }
+    read = json.dumps({**body, "diffusion_seed_canvas": [5] * 513, **length}).encode()
+    with pytest.raises(ApiError, match="at most 65536 are allowed together") as refused:
+        completion_generation(read_body(CompletionRequest, read))
+    assert refused.value.param == "diffusion_constrained"
