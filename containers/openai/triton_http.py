@@ -1,15 +1,17 @@
-"""A proxy in front of Triton's HTTP server, which listens on a Unix socket. It checks API keys, origins and the nesting
-of JSON bodies; otherwise it forwards requests and replies. A million nested brackets would crash Triton's JSON parser,
-and web pages can reach loopback."""
+"""A proxy in front of Triton's HTTP server, which listens on a Unix socket. It checks API keys, origins, the nesting of
+JSON bodies and the sizes of tensors; otherwise it forwards requests and replies. A million nested brackets or a shape of
+2**93 elements would crash Triton, and web pages can reach loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import math
 import re
 import secrets
 from dataclasses import replace
+from typing import Any
 
 import h11
 from starlette.requests import Request
@@ -45,6 +47,7 @@ _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
 # On this path Triton takes unknown JSON fields as parameters; on the other path, it takes headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
+_DIMENSIONS = 8  # of a tensor; the models' have one
 _METHODS = ("GET", "POST")  # Triton uses no others
 _CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25  # seconds
 
@@ -80,7 +83,7 @@ class _Guard:
             body = _with_owner(body, owner)
         head, json_bytes = _head(scope, len(body), owner)
         try:
-            await self._pool.run(json_bytes, check_json, body[:json_bytes])
+            await self._pool.run(json_bytes, _check, body[:json_bytes], len(body))
         except ValueError as error:
             raise bad_request(f"The body cannot be read: {error}.") from None
         exchange = asyncio.ensure_future(self._exchange(head, body, send))
@@ -122,6 +125,28 @@ async def _shielded(exchange: asyncio.Future[None]) -> None:
 
 async def _nowhere(message: Message) -> None:
     """Discard a message."""
+
+
+def _check(text: bytes, size: int) -> None:
+    """Raise ValueError for JSON that would crash Triton: too many values or brackets, or a tensor with more elements than the
+    body has bytes, for which Triton would allocate memory."""
+
+    # Called for every object, since Triton reads the first of equal names.
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        for name, value in pairs:
+            if name == "shape" and not (isinstance(value, list) and _count(value) <= size):
+                raise ValueError("it has a shape with more elements than the body has bytes")
+
+    check_json(text)
+    if text.strip():
+        json.loads(text.decode(), object_pairs_hook=check)
+
+
+def _count(shape: list[Any]) -> float:
+    """Return the number of elements of a tensor; infinity for a shape that is none."""
+    if len(shape) > _DIMENSIONS or not all(type(each) is int and each >= 0 for each in shape):
+        return math.inf
+    return math.prod(max(each, 1) for each in shape)
 
 
 def _with_owner(body: bytes, owner: bytes) -> bytes:

@@ -189,7 +189,9 @@ def test_a_damaged_file_in_the_cache_is_built_again(
     first, _ = built("rtx-4090", "first", own)
     file = first.file(name)
     content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # this is also the cache's file, by a hard link
+    file.write_bytes(
+        content[:-1] + bytes([content[-1] ^ 1])
+    )  # this is also the cache's file, by a hard link
     _, said = built("rtx-4090", "second", own)
     assert "reusing body_0 for rtx-4090" in said
     assert "building head for rtx-4090" in said

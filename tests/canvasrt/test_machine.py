@@ -43,7 +43,9 @@ def test_a_gpu_is_chosen_by_number_or_uuid(
     name: str, three: list[Gpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Child processes see only the chosen GPU."""
-    monkeypatch.setenv(machine.VISIBLE, "0,1")  # so that monkeypatch restores the variable that use_gpu sets
+    monkeypatch.setenv(
+        machine.VISIBLE, "0,1"
+    )  # so that monkeypatch restores the variable that use_gpu sets
     use_gpu(name)
     assert machine.gpus() == (three[1],)
     assert os.environ[machine.VISIBLE] == "GPU-bb2"

@@ -178,4 +178,6 @@ def test_quotes_that_do_not_close_take_linear_time() -> None:
     begin = time.process_time()
     with pytest.raises(CallError):
         read_arguments("{" + "a:'b," * 40_000)
-    assert time.process_time() - begin < 10  # searching for the end of each quote would take minutes
+    assert (
+        time.process_time() - begin < 10
+    )  # searching for the end of each quote would take minutes
