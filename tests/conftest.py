@@ -37,6 +37,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# ONNX Runtime reports usage unless this is set before its first import, and tests import it by themselves.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
 TEXT_CONFIG: dict[str, Any] = {
     "model_type": "diffusion_gemma_text",
     "vocab_size": 96,

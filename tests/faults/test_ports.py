@@ -193,8 +193,9 @@ def test_what_a_guarded_server_shows_to_others(
     proxy = Proxy()
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, proxy.url)
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
+    # The product itself keeps ONNX Runtime from reporting usage.
+    for name in ("no_proxy", "NO_PROXY", "ORT_DISABLE_TELEMETRY"):
+        monkeypatch.delenv(name, raising=False)
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--host", "0.0.0.0") as running:
         port = port_of(running.said["openai"])
         assert listening(port) == {ALL}
