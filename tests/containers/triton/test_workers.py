@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -29,9 +30,15 @@ __all__ = ["tiny"]
 
 
 @pytest.fixture(scope="module")
-def models(tiny: Pair) -> list[Model]:
+def opened(tiny: Pair) -> list[Model]:
     backends = [FakeBackend(body_profiles(), rows_apart=True) for _ in range(2)]
     return [open_model(tiny.graphs, check=False, backend=each) for each in backends]
+
+
+@pytest.fixture
+def models(opened: list[Model]) -> Iterator[list[Model]]:
+    yield opened
+    gc.collect()  # requests of a closed worker keep their slots until then
 
 
 def request(model: Model, seed: int, owner: str = "", **options: Any) -> Request:
@@ -44,10 +51,10 @@ def workers_of(
     models: list[Model],
     beat: Callable[[float], None] = lambda since: None,
     max_batch: int = 4,
-    second: type[Generator] = Generator,
+    kinds: Sequence[type[Generator]] = (Generator, Generator),
 ) -> Workers:
-    kinds = zip(models, (Generator, second), strict=True)
-    makes = [lambda model=model, kind=kind: kind(model, max_batch) for model, kind in kinds]
+    pairs = zip(models, kinds, strict=True)
+    makes = [lambda model=model, kind=kind: kind(model, max_batch) for model, kind in pairs]
     return Workers(makes, lambda generators, in_flight: None, beat, lambda error: None, 100)
 
 
@@ -139,17 +146,25 @@ def test_a_gpu_that_hangs_is_not_hidden_by_another(models: list[Model]) -> None:
 
 @pytest.mark.parametrize("pass_number", [1, 5])
 def test_a_gpu_that_fails_costs_only_its_batch(models: list[Model], pass_number: int) -> None:
-    passes = count(1)
+    passes, fails = count(1), threading.Event()
 
     class Fails(Generator):
         def _denoise(self) -> list[Event]:
             if self._running and next(passes) == pass_number:
+                fails.set()
                 raise MemoryError("on purpose")
+            return super()._denoise()
+
+    class Waits(Generator):
+        """Leaves enough requests to the other GPU."""
+
+        def _denoise(self) -> list[Event]:
+            fails.wait(60)
             return super()._denoise()
 
     wanted = [request(models[0], seed, f"caller {seed % 3}") for seed in range(12)]
     alone = Generator(models[0], 1).run(wanted)
-    workers = workers_of(models, max_batch=2, second=Fails)
+    workers = workers_of(models, max_batch=2, kinds=(Waits, Fails))
     callers = [Caller() for _ in wanted]
     for each, caller in zip(wanted, callers, strict=True):
         submit(workers, each, caller)
