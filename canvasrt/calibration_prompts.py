@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvasrt.cache import QUANTIZED_BY, versions
 from canvasrt.checkpoints import locate as checkpoints
@@ -17,10 +17,12 @@ from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import MAX_CONTEXT, PREFILL_CHUNK
 from canvasrt.errors import CanvasError
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe
-from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
+
+if TYPE_CHECKING:  # a build that is up to date needs neither
+    from canvasrt.runtime.request import Request
+    from canvasrt.runtime.tokenizer import Tokenizer
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_ids")
 _HINT = (
@@ -144,6 +146,8 @@ class CalibrationPrompts:
 
     def _requests(self) -> Iterator[tuple[int, Request]]:
         """Yield the requests and the numbers of their lines."""
+        from canvasrt.runtime.request import Request
+
         for index, (number, line) in enumerate(self._lines()):
             if index == self.settings.prompts:
                 return
@@ -233,6 +237,8 @@ def _most_sweeps(chains: Sequence[int], together: int) -> int:
 
 @lru_cache(1)  # cached, because a large tokenizer takes a second to load
 def _tokenizer(files: tuple[tuple[str, Path], ...]) -> Tokenizer:
+    from canvasrt.runtime.tokenizer import Tokenizer
+
     return Tokenizer.read(dict(files))
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import http.client
-import json
 import socket
-import ssl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
-from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
@@ -161,40 +157,3 @@ def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:
         f"port {port} on {host} cannot be used: {error.strerror}",
         f"give another port with {option}",
     )
-
-
-def connection(
-    secure: bool, host: str, port: int | None, timeout: float
-) -> http.client.HTTPConnection:
-    """Return a connection, which the first request opens. SSL_CERT_FILE can name a private certificate authority."""
-    if not secure:
-        return http.client.HTTPConnection(host, port or 80, timeout=timeout)
-    context = ssl.create_default_context()
-    return http.client.HTTPSConnection(host, port or 443, timeout=timeout, context=context)
-
-
-def error_message(body: bytes) -> str:
-    """Return the message of an error in OpenAI's form; empty for anything else."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:
-    """Return the body of a page, over a Unix socket if one is given. Empty unless the status is 200 within `timeout`
-    seconds."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    try:
-        if unix is not None:
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.settimeout(timeout)
-            connection.sock.connect(str(unix))
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        # An empty body must not look like a failure.
-        return reply.read() or b"\n" if reply.status == 200 else b""
-    except (OSError, http.client.HTTPException):
-        return b""
-    finally:
-        connection.close()

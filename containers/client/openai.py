@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from canvasrt.containers import ports
+from canvasrt.containers.client import connection as http_connection
 from canvasrt.containers.names import API_PORT
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
@@ -97,7 +98,7 @@ class OpenAIClient:
     def _reply(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = ports.connection(self._secure, self._host, self._port, self._timeout)
+        connection = http_connection.connection(self._secure, self._host, self._port, self._timeout)
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
@@ -108,7 +109,7 @@ class OpenAIClient:
             if reply.status != 200:
                 text = reply.read()
                 shown = f"HTTP {reply.status}: {text[:200].decode(errors='replace')}"
-                raise self._refused(ports.error_message(text) or shown)
+                raise self._refused(http_connection.error_message(text) or shown)
             yield reply
         except TimeoutError as error:
             raise CanvasError(

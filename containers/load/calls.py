@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canvasrt.containers import ports
+from canvasrt.containers.client.connection import connection, error_message
 from canvasrt.containers.load.sessions import ChatMessage
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
@@ -110,7 +110,7 @@ class LoadConnection:
     def _stream(self, messages: Sequence[ChatMessage], made: TimedCall) -> None:
         reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
         if reply.status != 200:
-            said = ports.error_message(reply.read())
+            said = error_message(reply.read())
             made.error = f"HTTP {reply.status}: {said[:198]}" if said else f"HTTP {reply.status}"
             return
         for line in reply:
@@ -127,7 +127,7 @@ class LoadConnection:
         base = urlsplit(root_of(self._endpoint.url))
         if self._http is None:
             address = base.scheme == "https", str(base.hostname), base.port
-            self._http = ports.connection(*address, self._endpoint.timeout)
+            self._http = connection(*address, self._endpoint.timeout)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self._endpoint.key:
             headers["Authorization"] = f"Bearer {self._endpoint.key}"

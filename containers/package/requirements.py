@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -171,6 +170,8 @@ def _closure(
 
 
 def _metadata(name: str) -> Any:
+    import importlib.metadata  # takes longer than the rest of `canvasrt --help` needs of this module
+
     for each in (name, _INSTEAD.get(name)):
         if each is not None:
             try:
@@ -185,6 +186,8 @@ def _metadata(name: str) -> Any:
 
 def _license(name: str) -> str:
     """Return the licence that a distribution declares; empty if it is not installed here."""
+    import importlib.metadata
+
     try:
         metadata: Any = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from canvasrt.containers.client.connection import fetch
 from canvasrt.containers.heartbeat import reason_left
 from canvasrt.containers.names import EXIT_TIMEOUT, LOOPBACK, READY_TIMEOUT
-from canvasrt.containers.ports import Ports, callable_host, fetch, url_host
+from canvasrt.containers.ports import Ports, callable_host, url_host
 from canvasrt.containers.processes import (
     children,
     die_with_parent,

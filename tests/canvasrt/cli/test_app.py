@@ -23,6 +23,7 @@ from tests.helpers.bundles import make
 
 HEAVY = (
     "fastapi",
+    "http.client",
     "numpy",
     "onnx",
     "onnxruntime",
@@ -47,6 +48,12 @@ print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
         )
         assert done.stderr == "[]\n", arguments
         assert "Usage: canvasrt" in done.stdout
+
+
+def test_a_build_that_is_up_to_date_loads_no_tokenizer() -> None:
+    code = "import sys, canvasrt.pipeline; print({'jinja2', 'tokenizers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
