@@ -255,12 +255,12 @@ class SamplingParams:
         """Return the maximum number of blocks of this request."""
         return -(-self.max_new_tokens // self.canvas(config))
 
-    def fitted(self, config: ModelConfig, room: int) -> SamplingParams:
-        """Return the parameters for a context with `room` positions left. If only the last canvas does not fit, reduce
-        `max_new_tokens` to the canvases that do."""
+    def fitted(self, config: ModelConfig, room: int, is_default: bool = False) -> SamplingParams:
+        """Return the parameters for a context with `room` positions left. If only the last canvas does not fit, or if
+        `max_new_tokens` is the checkpoint's default, reduce it to the canvases that fit."""
         canvas = self.canvas(config)
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
-        if not (0 < lacking < canvas and fitting > 0):
+        if lacking <= 0 or fitting <= 0 or (lacking >= canvas and not is_default):
             return self
         return replace(self, max_new_tokens=min(self.max_new_tokens, fitting))
 

@@ -113,7 +113,8 @@ class _Reader:
         tokenizer = self.encoder.tokenizer
         stops = self._stops()
         prompt, pictures, opening = self._prompt()
-        params = params.fitted(self.model.config, self.model.max_context - len(prompt))
+        room = self.model.max_context - len(prompt)
+        params = params.fitted(self.model.config, room, "max_new_tokens" not in self.values)
         echo = bool(self.values.get("echo"))
         wanted = None
         if echo and params.logprobs:

@@ -145,13 +145,15 @@ def test_n_answers_take_seeds_that_count_up(openai: OpenAI):
     assert streamed == alone
 
 
-def test_a_context_that_is_short_by_less_than_a_block_shortens_the_answer(openai: OpenAI):
+def test_a_short_context_shortens_the_last_block_or_an_answer_without_a_budget(openai: OpenAI):
     whole = {"ignore_eos": True, "max_denoising_steps": 1}
-    answer = openai.completions.create(
-        model="canvasrt", prompt=[9] * 4056, max_tokens=64, seed=1, extra_body=whole
-    )
-    assert answer.usage is not None
-    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (32, "length")
+    for prompt, given, tokens in ((4056, {"max_tokens": 64}, 32), (3960, {}, 128)):
+        answer = openai.completions.create(
+            model="canvasrt", prompt=[9] * prompt, seed=1, extra_body=whole, **given
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == tokens
+        assert answer.choices[0].finish_reason == "length"
 
 
 def test_completions_take_prompts_as_they_are(openai: OpenAI, tokenizer: Tokenizer):
