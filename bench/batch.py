@@ -95,9 +95,8 @@ def _question(number: int) -> str:
 
 
 def _throughput(rows: list[Json]) -> Json:
-    """Return answers per second of all rounds together, and the first way's over the second's: in wall time, and in CPU time, which
-    is the throughput of a machine whose cores are all busy.
-    """
+    """Return answers per second over all rounds, and the ratio of the first way to the second, by wall time and by CPU
+    time. The latter is the throughput of a machine whose cores are all busy."""
     seconds, spent = dict[str, float](), dict[str, float]()
     for row in rows:
         seconds[row["way"]] = seconds.get(row["way"], 0.0) + row["seconds"]

@@ -73,8 +73,8 @@ def calibration_verdict(report: Json) -> str:
     chance = found["ece_by_chance"]["p95"]
     text = f"ECE {found['ece']:.3f} over {found['questions']:,} questions"
     if found["ece"] <= chance:
-        return f"{text}: calibrated probabilities would show up to {chance:.3f} by chance."
-    return f"{text}: too much, since calibrated probabilities would show at most {chance:.3f} by chance."
+        return f"{text}, within the {chance:.3f} that calibrated probabilities may show by chance."
+    return f"{text}, more than the {chance:.3f} that calibrated probabilities may show by chance."
 
 
 def diagram(report: Json) -> str:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from canvasrt.graphs.edit import drop_unused, input_of, insert, made_by, replace, user
 from canvasrt.graphs.names import DOMAIN
 
-# The exported sampler from the probabilities back to the products with the table.
+# The nodes of the exported sampler, backwards from the probabilities to the products with the table.
 _CHAIN = ("Exp", "Sub", "Div", "Mul", "Tanh", "Div")
 
 

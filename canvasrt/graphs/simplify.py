@@ -246,7 +246,7 @@ def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
 
 
 def _join_norms(graph: ir.Graph) -> None:
-    """Compute a sum and its norm in one node, from which the sum's other readers take it."""
+    """Compute a sum and its norm in one node. The sum's other readers read it from that node."""
     for node in list(graph):
         added = made_by(node.inputs[0], "Add") if node.op_type == "RMSNormalization" else None
         if added is None:

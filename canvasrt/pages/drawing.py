@@ -83,7 +83,7 @@ def bars(
         if len(names) * len(series) <= 2 * LABELLED:
             axes.bar_label(drawn, [form.format(each) for each in values], fontsize=8, padding=1.5)
     axes.set_xticks(range(len(names)), names)
-    # A group is as wide in a chart of few groups as in one of many.
+    # Leave margins in a chart of few groups, so that its groups are as wide as those of other charts.
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)

@@ -194,7 +194,7 @@ def _without_ones(dims: Dims) -> Dims:
 
 
 def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match a candidate of which consecutive sizes were merged to one size of `wanted`."""
+    """Match a candidate in which each size of `wanted` may be a product of consecutive sizes."""
     if not wanted:
         return () if all(dim == 1 for dim in candidate) else None
     first, rest = wanted[0], wanted[1:]

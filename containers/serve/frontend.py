@@ -36,7 +36,7 @@ _BEFORE_REQUESTS = ("starting", "building", "loading")  # phases in which no req
 class FrontEnd:
     """The front end of one Triton server.
 
-    This process owns the listening sockets. So callers wait, and are not refused, while a dead front end is replaced.
+    This process owns the listening sockets. While a dead front end is replaced, callers wait instead of being refused.
     As a context manager, it starts the front end, and drains it at the end.
     """
 

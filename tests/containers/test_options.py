@@ -205,7 +205,7 @@ def test_a_new_one_arrives_without_a_change_elsewhere(code: str) -> None:
 
 
 def test_an_option_that_containers_set_touches_four_files() -> None:
-    """Plus those that say which values the chart has. `docs/contributing.md` names them all."""
+    """The files that list the chart's values are not counted. `docs/contributing.md` names them all."""
     known = re.compile("allowed.?hosts", re.IGNORECASE)
     folders = [ROOT / each for each in ("canvasrt", "containers", "runtime")]
     found = {

@@ -93,7 +93,7 @@ def log(running: Serving) -> str:
 def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
     gpu: Rehearsal, right: Right, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """No probe ends it meanwhile: it is alive, and not ready yet."""
+    """The interrupted start is alive but not ready, so no probe ends it."""
     monkeypatch.setenv("REHEARSAL_COMPILE", "0.5")
     monkeypatch.setenv("REHEARSAL_KERNELS", str(20 << 20))
     port = ("--port", str(free_port()))

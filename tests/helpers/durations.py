@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files of a worker by how long they take. One process alone keeps the order of their names."""
+    """Order the files of a worker by how long they take. Without workers, files keep the order of their names."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     table = json.loads(TABLE.read_text())

@@ -158,7 +158,7 @@ def test_the_best_attempt_stands_when_none_is_good_enough(
             [Request(prompt(40, seed), replace(given, seed=seed, redo_below=0.0))]
         )[0]
         chosen.add(plain.token_ids[:CANVAS] == result.token_ids[:CANVAS])
-    assert False in chosen  # another attempt than the first was the best
+    assert False in chosen  # the best attempt was not the first
 
 
 def test_the_first_attempt_that_is_good_enough_stands(

@@ -170,7 +170,7 @@ def check(config: ModelConfig, layers: int, found: Counter[str]) -> None:
     assert found["Softmax"] == layers  # the router's Softmax; attention has its own inside
     assert found["SkipSimplifiedLayerNormalization"] == 2 * layers
     assert not found["Neg"], "a rotation was not recognised"
-    # Heads, both gates, and the experts' rows twice; only positions are sliced.
+    # A layer splits its heads, its two gates, and twice its experts' rows. Only positions are sliced.
     assert found["Split"] == 5 * layers
     assert found["Slice"] <= 3
     # One mask and one rotation for each kind of layer.

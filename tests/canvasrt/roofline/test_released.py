@@ -268,7 +268,7 @@ def test_attention_with_heads_of_512_runs_piece_by_piece(built: Bundle) -> None:
     for profile, kernels in programs(built).items():
         inside = [k for k, place in of_layer(kernels, FULL) if place.part == group.ATTENTION]
         assert longest_chain(inside) == 2 * count, profile
-        # As if the builder had folded the zero: no queries depend on a product.
+        # If the builder had folded the zero, no queries would depend on a product.
         own = [k for k in inside if cost.is_product(k) and cost.weight(k) is None]
         cut = [replace(k, inputs=k.inputs[1:]) if k in own else k for k in inside]
         assert longest_chain(cut) < 2 * count, profile

@@ -90,7 +90,7 @@ def test_plain_tensorrt_captures_the_pieces(bundle: Bundle, tiny: Pair, prompt: 
     wanted = requests(tiny, prompt, [9], **SHORT, early_stop=False)
     same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
     pieces = len(model.config.layers) + len(bodies(model))
-    # The last two of four steps are replayed; the head, too.
+    # The last two of four steps replay the graphs of pieces and head.
     assert device.replayed >= pieces + 1
     assert device.count("capture") == pieces + 1
 
@@ -200,7 +200,7 @@ def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> N
         model.workspace.inputs.view("positions", this.batch, this.length)[:] = -1
         model._run(this, [CANVAS] * 2)
     pieces: list[Any] = [piece for each in bodies(model) for piece in each._pieces]
-    # Shared ones of each profile, then those of places.
+    # First the contexts that every profile shares, then those of places.
     shared = ((0, None), (1, None), (2, None))
     assert {tuple(piece._contexts) for piece in pieces} == {(*shared, (1, 0), (1, 2))}
     assert not model.workspace.load(0).any()
