@@ -53,7 +53,9 @@ def test_probabilities_are_measured(
     assert "Fitted temperatures" in (tmp_path / "report" / "report.md").read_text()
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
     assert run(call) == 0
-    assert "calibrated probabilities may show by chance" in " ".join(capsys.readouterr().out.split())
+    assert "calibrated probabilities may show by chance" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(
