@@ -105,6 +105,8 @@ def generate(
         request = infill_request(infill, ids, params, model, tokenizer, pictures)
         _fill(request, model, tokenizer)
         return
+    room = model.max_context - len(ids)
+    params = params.fitted(model.config, room, "max_new_tokens" not in sampling)
     requests = [
         Request(ids, replace(params, seed=params.seed + i), pictures, conditions=conditions)
         for i in range(n)

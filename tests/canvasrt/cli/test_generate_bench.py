@@ -121,6 +121,15 @@ def test_token_ids_in_and_no_tokenizer(tiny, capsys) -> None:
     assert ask(capsys, *arguments, "--steps", 2).strip() == ",".join(map(str, data["token_ids"]))
 
 
+def test_a_short_context_shortens_an_answer_without_a_budget(demo, capsys) -> None:
+    arguments = ["generate", demo.bundle, "9" * 4000, "--raw", "--steps", 1, "--json"]
+    data = json.loads(ask(capsys, *arguments))
+    room = 4096 - len(data["prompt_token_ids"])
+    assert len(data["steps"]) <= room // 32 < 8
+    arguments += ["--max-new-tokens", 256]
+    assert "exceed the context of 4096" in refused(capsys, *arguments)
+
+
 def test_raw_prompts_have_no_template(demo, capsys) -> None:
     data = json.loads(ask(capsys, "generate", demo.bundle, "abc", "--raw", "--json"))
     assert data["prompt_token_ids"] == demo.tokenizer.encode("abc")
