@@ -21,7 +21,10 @@ from canvasrt.containers.openai.parse_turns import Turns
 
 log = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 10.0  # seconds since the previous answer ended; also the limit of a TLS handshake
+HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
+# Seconds for which a connection is kept after an answer. It is longer than clients keep theirs (httpx 5, aiohttp 15) and
+# than load balancers do (often 60): whoever closes first must not be the side that a request is on its way to.
+KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
 WRITE_TIMEOUT = 60.0  # seconds in which the caller reads nothing
 # How long, and how many bytes, to discard input after an early answer. Closing a connection with unread input resets
@@ -42,10 +45,11 @@ _MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
 class Stage(Enum):
-    """The stage of a connection. All but ANSWER and GONE have a time limit."""
+    """The stage of a connection. All but ANSWER and GONE have a time limit; uvicorn applies that of KEPT."""
 
     HANDSHAKE = "handshake"  # the TLS handshake
-    HEADER = "header"  # reading a header, or idle before one
+    HEADER = "header"
+    KEPT = "next request"  # idle after an answer
     UNREAD_BODY = "body"  # the application has not asked for the body yet
     BODY = "body that is read"
     ANSWER = "answer"  # the whole request was read; answering
@@ -142,6 +146,7 @@ class Connection(H11Protocol):
     def __init__(self, places: Places, **given: Any) -> None:
         super().__init__(**given)
         self.conn = _Parser(self)
+        self.timeout_keep_alive = KEEP_ALIVE  # type: ignore[assignment]
         self.places = places
         self.stage = Stage.HEADER
         self._body = _Body()
@@ -187,6 +192,8 @@ class Connection(H11Protocol):
             if self._thrown_away > _LINGER_BYTES:
                 self.drop("it kept sending after its answer")
         elif data:
+            if self.stage is Stage.KEPT:
+                self._enter(Stage.HEADER)
             super().data_received(data)
 
     def may_parse(self) -> bool:
@@ -261,7 +268,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._forget_body()
         if self.stage is Stage.ANSWER and not self._transport.is_closing():
-            self._enter(Stage.HEADER)
+            self._enter(Stage.KEPT)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -325,8 +332,9 @@ class Connection(H11Protocol):
         if self.stage is Stage.GONE:
             return
         self.stage = stage
-        first = _RESERVED_TIMEOUT if self.client in self.places.reserved else HEADER_TIMEOUT
-        limits = {Stage.HANDSHAKE: first, Stage.HEADER: first}
+        limits = {Stage.HANDSHAKE: HEADER_TIMEOUT, Stage.HEADER: HEADER_TIMEOUT}
+        if self.client in self.places.reserved:
+            limits = dict.fromkeys((*limits, Stage.KEPT), _RESERVED_TIMEOUT)
         limits |= {Stage.UNREAD_BODY: BODY_TIMEOUT, Stage.END: _LINGER_TIMEOUT}
         if self._timer is not None:
             self._timer.cancel()

@@ -91,6 +91,22 @@ def test_headers_and_bodies_that_trickle_in_are_cut_off(shorten: Shorten, limit:
         assert not is_open(connection)
 
 
+def test_a_connection_is_kept_for_the_next_request_but_not_for_half_a_header(shorten: Shorten):
+    shorten("HEADER_TIMEOUT")
+    with listening(reading) as (port, places), calling(port) as connection:
+        for _ in range(2):
+            connection.sendall(HEAD % 0)
+            answer = b""
+            while not answer.endswith(b"\r\n0\r\n\r\n"):
+                assert (piece := connection.recv(1000)), "the connection was closed"
+                answer += piece
+            assert answer.startswith(b"HTTP/1.1 200")
+            time.sleep(3 * SOON)
+        assert 0.5 * SOON < seconds_open(connection, places, b"x") < 60
+    # httpx, which OpenAI's client uses, keeps its connections for 5 seconds, and load balancers for 60.
+    assert connections.KEEP_ALIVE > 60
+
+
 def test_a_caller_that_reads_nothing_is_closed(shorten: Shorten):
     shorten("WRITE_TIMEOUT")
     with listening(long) as (port, places), calling(port, HEAD % 0) as connection:
