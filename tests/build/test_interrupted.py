@@ -53,7 +53,7 @@ def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert wait_for(lambda: builders(tmp_path) or build.poll() is not None, 120)
+        assert wait_for(lambda: builders(tmp_path) or build.poll() is not None, 500)
         assert build.poll() is None, build.stderr and build.stderr.read()
         build.send_signal(number)
         assert build.wait(60) != 0
