@@ -98,7 +98,8 @@ def test_a_connection_is_kept_for_the_next_request_but_not_for_half_a_header(sho
             connection.sendall(HEAD % 0)
             answer = b""
             while not answer.endswith(b"\r\n0\r\n\r\n"):
-                assert (piece := connection.recv(1000)), "the connection was closed"
+                piece = connection.recv(1000)
+                assert piece, "the connection was closed"
                 answer += piece
             assert answer.startswith(b"HTTP/1.1 200")
             time.sleep(3 * SOON)
