@@ -56,7 +56,7 @@ class DeployOptions:
     http_port: int | None = field(
         default=None,
         metadata=port_option(
-            "Port of Triton's HTTP API, which checks no key; not together with API keys.",
+            "Port of Triton's HTTP API; not together with API keys.",
             least=1,
             shown="closed",
         ),
