@@ -67,12 +67,13 @@ class Experts(nn.Module):
         """
         queue = queues(index, valid, self.experts)
         # The first product has one row per token of the queues that feed it.
-        both = F.embedding(tokens_in_slots(queue[:, slots.gate_queues], slots.gate), x)
+        gate_queue = queue.index_select(1, slots.gate_queues)
+        both = F.embedding(tokens_in_slots(gate_queue, slots.gate), x)
         both = both @ self.gate_up.transpose(1, 2)
         # Select the results for the tokens in every expert's own queue.
         token = tokens_in_slots(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
-        place = queue[token, slots.gate_queues[:, None]].to(torch.int64) - 1
+        place = torch.gather(gate_queue.t().expand(self.experts, -1), 1, token).to(torch.int64) - 1
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1

@@ -55,13 +55,10 @@ _INSTALL = (
 class OrtCudaBackend:
     """ONNX Runtime sessions on one stream of the GPU. A heavy operator that cannot run on the GPU is an error."""
 
-    def __init__(
-        self, rows_apart: bool = True, graphs: bool = False, max_batch: int = MAX_BATCH
-    ) -> None:
-        """Open the GPU.
+    def __init__(self, rows_apart: bool = True, max_batch: int = MAX_BATCH) -> None:
+        """Open the GPU. Reserve memory for `max_batch` requests.
 
-        max_batch: number of requests to reserve memory for. graphs: capture repeated calls as CUDA graphs, which
-        requires that all nodes run on the GPU.
+        Passes are not captured as CUDA graphs: ONNX Runtime computes shapes on the CPU, and then refuses to.
 
         Raises CanvasError if there is no GPU, or if this ONNX Runtime has no CUDA provider.
         """
@@ -73,7 +70,6 @@ class OrtCudaBackend:
             )
         self.device = CudaDevice("gpu")
         self.rows_apart = rows_apart
-        self.graphs = graphs
         self.max_batch = max_batch
         # The dynamic linker does not search the folders where pip installs CUDA's libraries, so load them first.
         ort.preload_dlls()
@@ -85,7 +81,8 @@ class OrtCudaBackend:
         provider = {
             "device_id": "0",
             "user_compute_stream": str(self.device.stream),
-            "enable_cuda_graph": "1" if self.graphs else "0",
+            # Otherwise products of float32 are rounded to 10 bits, and tokens differ from the CPU's.
+            "use_tf32": "0",
             # Otherwise the arena doubles what it reserves.
             "arena_extend_strategy": "kSameAsRequested",
         }
@@ -100,7 +97,7 @@ class OrtCudaBackend:
             ) from error
         check_loaded(session.get_providers())
         check_placed(name, on_cpu(session))
-        return OrtCudaEngine(name, session, self.max_batch, self.graphs)
+        return OrtCudaEngine(name, session, self.max_batch)
 
     def keep_compiled(self) -> None:
         """Do nothing: ONNX Runtime compiles nothing here."""
@@ -142,7 +139,6 @@ class OrtCudaEngine:
         name: str,
         session: ort.InferenceSession,
         max_batch: int = MAX_BATCH,
-        graphs: bool = False,
         device_type: str = "cuda",
     ) -> None:
         self.name = name
@@ -151,39 +147,31 @@ class OrtCudaEngine:
         # The sizes to reserve memory for; graphs accept any size.
         self.profiles = Profiles([{"batch": {"min": 1, "opt": 1, "max": max_batch}}])
         self._session, self._device_type = session, device_type
-        self._graphs = graphs
-        # Bindings of repeated calls, and the numbers of their captured graphs.
-        self._bound: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self._bound: dict[tuple[Any, ...], Any] = {}  # bindings of repeated calls
 
     def prepare(self) -> None:
         """Do nothing: sessions allocate memory when they run."""
 
     def launch(self, call: EngineCall) -> None:
-        number, binding = self._binding(call)
         options = ort.RunOptions()
         # The caller synchronizes the stream.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        if self._graphs:
-            options.add_run_config_entry("gpu_graph_id", str(number))
         try:
-            self._session.run_with_iobinding(binding, options)
+            self._session.run_with_iobinding(self._binding(call), options)
         except Exception as error:
             raise EngineError(
                 f"{self.name}: ONNX Runtime failed: {str(error).splitlines()[0]}",
                 "the GPU's memory may be full: try a smaller --max-context",
             ) from error
 
-    def _binding(self, call: EngineCall) -> tuple[int, Any]:
-        """Return the call's binding and its graph's number, which is -1 without capture."""
+    def _binding(self, call: EngineCall) -> Any:
         if not call.repeats:
-            return -1, self._bind(call)
-        known = self._bound.get(call.key)
-        if known is None:
-            if len(self._bound) >= CALLS and not self._graphs:
+            return self._bind(call)
+        if call.key not in self._bound:
+            if len(self._bound) >= CALLS:
                 self._bound.clear()
-            known = (len(self._bound) + 1, self._bind(call))
-            self._bound[call.key] = known
-        return known
+            self._bound[call.key] = self._bind(call)
+        return self._bound[call.key]
 
     def _bind(self, call: EngineCall) -> Any:
         binding = self._session.io_binding()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx
 import onnxruntime as ort
 import pytest
 
@@ -56,6 +57,13 @@ def test_nodes_on_the_cpu_are_found_and_the_heavy_ones_refused(tiny: Pair) -> No
     with pytest.raises(CanvasError, match=r"body_0: .*no CUDA kernel for .*MatMul.*TopK"):
         check_placed("body_0", kinds)
     check_placed("body_0", {"Shape", "Concat", "Gather"})
+
+
+def test_graphs_have_no_operator_that_the_provider_lacks(tiny: Pair) -> None:
+    """The provider gathers no int32 by GatherND, and has no ArgMax of bf16."""
+    for name in ("body_0", "head"):
+        nodes = onnx.load(tiny.graphs / f"{name}.onnx", load_external_data=False).graph.node
+        assert not {node.op_type for node in nodes} & {"GatherND", "ArgMax"}
 
 
 def test_engines_for_the_cpu_are_not_for_the_gpu(tiny: Pair) -> None:
