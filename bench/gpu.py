@@ -34,7 +34,6 @@ from canvasrt.types import Json
 PROMPT_OF_GENERATION = 512
 SIDES = (
     "onnxruntime",
-    "onnxruntime-graphs",  # passes as CUDA graphs
     "tensorrt",
     "transformers",
     "transformers-compiled",
@@ -95,7 +94,6 @@ def _check(sides: Sequence[str], small: bool) -> None:
     makes = {
         "tensorrt": _target,
         "onnxruntime": lambda: small or _provider(),
-        "onnxruntime-graphs": lambda: small or _provider(),
     }
     refused = []
     for side in sides:
@@ -244,9 +242,7 @@ def _makers(
     `served`: the graphs from which engines are built; they may be quantized.
     """
 
-    def onnxruntime(graphs: bool) -> Runner:
-        if small and graphs:
-            raise CanvasError("CUDA graphs need a GPU", "leave the side out")
+    def onnxruntime() -> Runner:
         if small:
             from canvasrt.runtime.backends.onnxruntime import OrtBackend
 
@@ -254,17 +250,14 @@ def _makers(
         from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
         most = max(prepared.shape.batches)
-        return DeviceRunner(
-            prepared, OrtCudaBackend(rows_apart=False, graphs=graphs, max_batch=most)
-        )
+        return DeviceRunner(prepared, OrtCudaBackend(rows_apart=False, max_batch=most))
 
     def tensorrt() -> Runner:
         backend, bundle = _engines(served, folder, experts)
         return DeviceRunner(served, backend, bundle)
 
     return {
-        "onnxruntime": lambda: onnxruntime(graphs=False),
-        "onnxruntime-graphs": lambda: onnxruntime(graphs=True),
+        "onnxruntime": onnxruntime,
         "tensorrt": tensorrt,
         "transformers": lambda: TransformersRunner(prepared, static=False),
         "transformers-compiled": lambda: TransformersRunner(prepared, static=True),

@@ -78,7 +78,7 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
     "probe-provider": _probe("provider", 8),
     **{
         f"gpu-{side}": _gpu("--sides", side)
-        for side in ("tensorrt", "transformers-compiled", "onnxruntime-graphs", "transformers")
+        for side in ("tensorrt", "transformers-compiled", "onnxruntime", "transformers")
     },
 }
 _STATE = "hour.json"
