@@ -11,6 +11,7 @@ import pytest
 from canvasrt.containers.package.chart import write_chart
 from canvasrt.targets import find_target
 from tests.helpers.helm import check_schemas, needs_helm, render
+from tests.helpers.metrics import metric_names
 
 pytestmark = needs_helm
 
@@ -30,9 +31,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are(chart: Path) -> None:
     asked = [each["expr"] for panel in panels for each in panel["targets"]]
     named = {name for expr in asked for name in re.findall(r"\b[a-z]+_[a-z_]{3,}\b", expr)}
     named -= {"histogram_quantile", "__rate_interval"}
-    there = set(
-        re.findall(r"^\| `(canvasrt_\w+)`", Path("docs/operating.md").read_text("utf-8"), re.M)
-    )
+    there = metric_names()
     assert {re.sub(r"_seconds_bucket$", "_seconds", name) for name in named} <= there
     assert {name for name in there if name.startswith("canvasrt_gpu_")} <= named
     assert "ConfigMap" not in render(chart)
