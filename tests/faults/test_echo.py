@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator
@@ -10,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
-from canvasrt.containers.openai.body_pool import BodyPool
-from canvasrt.containers.openai.chat import CompletionRequest, completion_generation
+from canvasrt.containers.openai import app
 from canvasrt.containers.openai.chunks import CompletionReply
-from canvasrt.containers.openai.generation import Run, Served
-from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.tensors import MAX_ECHOED, StreamEvent
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder
@@ -80,36 +79,39 @@ def test_the_answers_to_an_echoed_prompt_share_its_log_probabilities(
         assert [score["logprob"] for score in scores[:300]] == [score.logprob for score in told]
 
 
-def test_long_log_probabilities_are_rendered_on_a_thread():
-    scores = json.dumps(
-        [{"token_id": 5, "text": "a", "logprob": -1.0, "step": 0, "end": False, "top": []}] * 2000
-    )
-    last = {"finish_reason": "length", "steps": [1], "seed": 1, "cached_tokens": 0}
-    fields: dict[str, Any] = {"block": 0, "step": 1, **last}
-    fields |= {"text": "", "token_ids": [], "prompt_token_ids": []}
-    rendered: list[bool] = []
+class Source:
+    """Answers with two thousand log-probabilities."""
 
-    class Source:
-        async def stream(self, *given: Any) -> AsyncGenerator[StreamEvent, None]:
-            for event in ("block", "final"):
-                yield StreamEvent(**fields, event=event, logprobs=scores)
+    def __init__(self, *given: Any) -> None: ...
 
-    class Shown(CompletionReply):
-        def scores(self, text: str) -> Any:
-            rendered.append(threading.current_thread() is threading.main_thread())
-            return super().scores(text)
+    async def stream(self, *given: Any) -> AsyncGenerator[StreamEvent, None]:
+        one = {"token_id": 5, "text": "a", "logprob": -1.0, "step": 0, "end": False, "top": []}
+        last = {"finish_reason": "length", "steps": [1], "seed": 1, "cached_tokens": 0}
+        fields: dict[str, Any] = {"block": 0, "step": 1, **last}
+        fields |= {"text": "", "token_ids": [], "prompt_token_ids": []}
+        for event in ("block", "final"):
+            yield StreamEvent(**fields, event=event, logprobs=json.dumps([one] * 2000))
 
-    async def ask() -> None:
-        pool = BodyPool()
-        run = Run(Source(), FrontMetrics(), [{}], {}, asked, reply, "/v1/completions")
-        text = b"".join([each async for each in run.chunks(pool)])
-        assert text.count(b"token_logprobs") == 1
-        pool.close()
+    async def close(self) -> None: ...
 
-    body = CompletionRequest.model_validate(
-        {"model": "m", "prompt": "a", "echo": True, "logprobs": 0, "stream": True}
-    )
-    asked = completion_generation(body)
-    reply = Shown(body, asked, 1, Served())
-    asyncio.run(ask())
-    assert rendered == [False]
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_log_probabilities_are_rendered_on_a_thread(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    rendered: list[str] = []
+    scores = CompletionReply.scores
+
+    def shown(self: CompletionReply, text: str) -> Any:
+        rendered.append(threading.current_thread().name)
+        return scores(self, text)
+
+    monkeypatch.setattr(CompletionReply, "scores", shown)
+    monkeypatch.setattr(app, "Upstream", Source)
+    settings = FrontSettings(0, "", "", FrontOptions(hosts=("*",)))
+    body = {"model": "canvasrt", "prompt": "a", "echo": True, "logprobs": 0, "stream": stream}
+    with TestClient(app.make_app(settings, ServerState(phase="serving"))) as client:
+        text = client.post("/v1/completions", json=body).text
+    assert text.count('"token_logprobs"') == 1
+    (name,) = rendered
+    assert name.startswith("canvasrt-")
