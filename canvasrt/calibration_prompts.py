@@ -179,12 +179,18 @@ class CalibrationPrompts:
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Yield non-empty lines, numbered from 1."""
         try:
-            with self.file.open(encoding="utf-8") as lines:
+            with self.file.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield number, line
-        except (OSError, UnicodeDecodeError) as error:
+                        yield number, self._decode(number, line)
+        except OSError as error:
             raise self._unreadable(error) from error
+
+    def _decode(self, number: int, line: bytes) -> str:
+        try:
+            return line.decode()
+        except UnicodeDecodeError as error:
+            raise self._wrong(number, f"it is not UTF-8 ({error.reason})") from error
 
     def _ids(self, number: int, line: str) -> list[int]:
         kind, value = self._parse(number, line)
@@ -209,6 +215,8 @@ class CalibrationPrompts:
             raise self._wrong(
                 number, f"it is not JSON ({error.msg.removesuffix(' at')}, column {error.colno})"
             ) from error
+        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+            raise self._wrong(number, f"it cannot be read as JSON ({error})") from error
         kinds = [kind for kind in PROMPT_KINDS if isinstance(data, dict) and kind in data]
         if len(kinds) != 1:
             raise self._wrong(number, f"it needs exactly one of {', '.join(PROMPT_KINDS)}")
@@ -253,7 +261,11 @@ def _is_chat(value: Any) -> bool:
 _FITS = {
     "prompt": lambda value: isinstance(value, str) and bool(value.strip()),
     "messages": _is_chat,
-    "prompt_ids": lambda value: isinstance(value, list) and {*map(type, value)} <= {int},
+    "prompt_ids": lambda value: (
+        isinstance(value, list)
+        and {*map(type, value)} <= {int}
+        and all(abs(each) < 1 << 31 for each in value)
+    ),
 }
 
 
