@@ -301,6 +301,10 @@ LONG = {"prompt_ids": [5] * 4090}
     ("line", "said"),
     [
         ("{'prompt': 1}", "it is not JSON"),
+        ('{"prompt": "\udcff"}', "it is not UTF-8"),  # the byte 0xff
+        ('{"prompt": ' + "[" * 100_000, "it cannot be read as JSON"),
+        ('{"prompt_ids": [' + "9" * 5000 + "]}", "it cannot be read as JSON"),
+        ('{"prompt_ids": [' + "9" * 30 + "]}", "its prompt_ids is"),
         ("17", "exactly one of prompt, messages, prompt_ids"),
         ('{"text": "hello"}', "exactly one of"),
         ('{"prompt": "a", "prompt_ids": [1]}', "exactly one of"),
@@ -314,11 +318,11 @@ LONG = {"prompt_ids": [5] * 4090}
         (json.dumps(LONG), "exceed the context of 4096 tokens"),
         ('{"prompt": "hello"}', "the model has no tokenizer"),
     ],
-    ids=lambda value: value[:40],
+    ids=lambda value: ascii(value[:40]),
 )
 def test_lines_that_cannot_be_used(tiny: Tiny, tmp_path: Path, line: str, said: str) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt_ids": [5, 6]}\n\n' + line + "\n")
+    file.write_text('{"prompt_ids": [5, 6]}\n\n' + line + "\n", errors="surrogateescape")
     with pytest.raises(CanvasError) as caught:
         tiny.calibrate(file)
     assert caught.value.message.startswith(f"{file}, line 3: ")
