@@ -73,7 +73,8 @@ class Experts(nn.Module):
         # Select the results for the tokens in every expert's own queue.
         token = tokens_in_slots(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
-        place = torch.gather(gate_queue.t().expand(self.experts, -1), 1, token).to(torch.int64) - 1
+        cell = token * (self.experts + 1) + slots.gate_queues[:, None]
+        place = F.embedding(cell, queue.view(-1, 1)).squeeze(-1).to(torch.int64) - 1
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1
