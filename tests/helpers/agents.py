@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from openai import OpenAI
 
 from tests.helpers.scripted import Script, Served, client_of, gemma_template, serving, write_bundle
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 WEATHER = {
     "type": "function",
