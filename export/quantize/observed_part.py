@@ -6,7 +6,8 @@ runs one request after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,8 +117,9 @@ class ObservedPart:
             place = room[begin : begin + size].view(dtype)
             begin += _padded(size)
             first = 0
-            for piece in weights.read(self._part, name, check):
-                place[first : first + piece.numel()] = piece.reshape(-1)
+            for piece in _read_ahead(weights.read(self._part, name, check)):
+                # Converted to float32 on the device, after the copy.
+                place[first : first + piece.numel()] = piece.reshape(-1).to(place.device)
                 first += piece.numel()
             assert first == shape.numel(), name
             module._parameters[own] = nn.Parameter(place.view(shape), requires_grad=False)
@@ -125,6 +127,15 @@ class ObservedPart:
     def _dtype(self, name: str, weights: WeightSource) -> torch.dtype:
         """Return a weight's dtype in memory: experts keep the stored dtype, and are converted one by one."""
         return weights.dtype if name.endswith((GATE_UP, DOWN)) else torch.float32
+
+
+def _read_ahead(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yield the pieces, and read each one on a thread while the one before is copied."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, pieces, None)
+        while (piece := coming.result()) is not None:
+            coming = thread.submit(next, pieces, None)
+            yield piece
 
 
 class _SortedExperts(nn.Module):
