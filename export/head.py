@@ -53,8 +53,8 @@ class Head(nn.Module):
             first body segment's next input.
         """
         raw = self.project(self.norm(hidden))
-        # Softcap and temperature do not change the order. ONNX Runtime has no ArgMax of bf16 for CUDA.
-        argmax = torch.topk(raw, 1, dim=-1).indices.squeeze(-1)
+        # Softcap and temperature do not change the order.
+        argmax = raw.argmax(dim=-1)
         logits = self.capped(raw) / temperature[:, None, None]
         shifted = logits - logits.amax(dim=-1, keepdim=True)
         mass = shifted.exp()

@@ -33,6 +33,7 @@ ELEMENTS = {
 }
 # Operators on large tensors. On the CPU, every pass would copy their tensors; operators on shapes may stay on the CPU.
 HEAVY = {
+    "ArgMax",
     "Attention",
     "CumSum",
     "GatherElements",
@@ -86,9 +87,12 @@ class OrtCudaBackend:
             # Otherwise the arena doubles what it reserves.
             "arena_extend_strategy": "kSameAsRequested",
         }
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(file.parent)
+        )
         try:
             session = ort.InferenceSession(
-                str(file), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"]
+                loadable(file), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"]
             )
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise CanvasError(
@@ -101,6 +105,20 @@ class OrtCudaBackend:
 
     def keep_compiled(self) -> None:
         """Do nothing: ONNX Runtime compiles nothing here."""
+
+
+def loadable(file: Path) -> bytes:
+    """Return a graph in which ArgMax reads float32, because the provider has no ArgMax of bf16."""
+    import onnx  # not a dependency of the runtime, but who exported the graph has it
+
+    model = onnx.load(file, load_external_data=False)
+    nodes = model.graph.node
+    for place, node in reversed([(i, n) for i, n in enumerate(nodes) if n.op_type == "ArgMax"]):
+        wide = f"{node.input[0]}.float32"
+        cast = onnx.helper.make_node("Cast", [node.input[0]], [wide], to=onnx.TensorProto.FLOAT)
+        node.input[0] = wide
+        nodes.insert(place, cast)
+    return bytes(model.SerializeToString())
 
 
 def check_loaded(providers: Iterable[str]) -> None:
