@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ class CompiledKernels:
     def _load(self, file: Path) -> None:
         """Read the kernels of an earlier run. TensorRT-RTX refuses kernels of another GPU or version."""
         for left in file.parent.glob(f"{file.name}{PARTIAL}*"):  # left by a start that was killed
-            left.unlink(missing_ok=True)
-        if not file.is_file():
-            return
+            with suppress(OSError):  # a read-only volume
+                left.unlink()
         try:
             data = file.read_bytes()
+        except FileNotFoundError:  # the first start
+            return
         except OSError as error:
             _log.warning("cannot read compiled kernels: %s", error)
             return
