@@ -31,10 +31,11 @@ class CompiledKernels:
 
     def _load(self, file: Path) -> None:
         """Read the kernels of an earlier run. TensorRT-RTX refuses kernels of another GPU or version."""
-        for left in file.parent.glob(f"{file.name}{PARTIAL}*"):  # left by a start that was killed
-            with suppress(OSError):  # a read-only volume
-                left.unlink()
         try:
+            # Left by a start that was killed. A read-only volume keeps them.
+            for left in file.parent.glob(f"{file.name}{PARTIAL}*"):
+                with suppress(OSError):
+                    left.unlink()
             data = file.read_bytes()
         except FileNotFoundError:  # the first start
             return
