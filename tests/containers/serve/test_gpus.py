@@ -13,7 +13,7 @@ from canvasrt import machine
 from canvasrt.bundle import Bundle
 from canvasrt.containers.names import GPUS_VARIABLE, READY_TIMEOUT
 from canvasrt.containers.serve import serve
-from canvasrt.containers.serve.gpus import gpus_of
+from canvasrt.containers.serve.gpus import environment_of, gpus_of
 from canvasrt.containers.serve.installation import Installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.serving_profiles import choose_profile
@@ -44,6 +44,12 @@ def test_triton_takes_no_memory_of_the_gpus_it_sees(
     assert (seen.get(VISIBLE), seen.get(GPUS_VARIABLE)) == (
         (",".join(named), str(len(named))) if named else (None, None)
     )
+
+
+def test_a_mig_instance_that_is_named_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi lists only whole GPUs. The first of these may be another one."""
+    monkeypatch.setenv(VISIBLE, "MIG-1")
+    assert environment_of(["GPU-0"]) == {}
 
 
 @pytest.mark.parametrize(
