@@ -8,6 +8,7 @@ from canvasrt.build.experts import SLOTS, find_experts
 from canvasrt.build.memory import Estimate, Weights, estimate
 from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest
+from canvasrt.containers.names import READY_TIMEOUT
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SLOTTED
 from canvasrt.engine_profiles import passes_of
 from canvasrt.pass_shapes import PassPlan, PassShape, plan_passes
@@ -93,7 +94,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         cache=round(2.2 * total) + _OTHER_CACHE
         if builds
         else (_COMPILED if compiles else _UNUSED_CACHE),
-        startup=round(startup),
+        startup=max(int(READY_TIMEOUT), round(startup)),
         further=round(further),
         contexts=estimate_of(manifest, max_batch, on_cpu).contexts_on_host,
     )

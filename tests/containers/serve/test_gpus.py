@@ -11,7 +11,7 @@ import pytest
 
 from canvasrt import machine
 from canvasrt.bundle import Bundle
-from canvasrt.containers.names import GPUS_VARIABLE, READY_TIMEOUT
+from canvasrt.containers.names import GPUS_VARIABLE
 from canvasrt.containers.serve import serve
 from canvasrt.containers.serve.gpus import environment_of, gpus_of
 from canvasrt.containers.serve.installation import Installation
@@ -79,7 +79,6 @@ def test_all_devices_are_those_of_the_first_one_s_name(
 @pytest.mark.parametrize(
     ("planned", "given", "gpus", "wanted"),
     [
-        (10, None, 1, READY_TIMEOUT),
         (4321, None, 0, 4321),
         (4321, None, 1, 4321),
         (4321, None, 3, 4321 + 2 * 500),
