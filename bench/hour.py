@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,7 +106,9 @@ def measure(
     work = work or cache_folder() / "hour"
     out.mkdir(parents=True, exist_ok=True)
     state = out / _STATE
-    ended = json.loads(state.read_text()) if state.exists() else {}
+    ended: dict[str, dict[str, Any]] = {}
+    with suppress(FileNotFoundError, ValueError):  # after a power cut, the file may be empty
+        ended = json.loads(state.read_text())
     before = {name: ended.get(name, {"how": _GOES_ON, "seconds": 0}) for name in steps.split(",")}
     began = False
     # Steps that failed may have lacked a package that is there now.

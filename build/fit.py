@@ -29,6 +29,7 @@ class Fit:
         return {
             "precision": self.precision,
             "memory": self.memory.total,
+            "contexts_on_host": self.memory.contexts_on_host,
             "max_context": FIT_CONTEXT,
             "max_batch": FIT_BATCH,
         }

@@ -52,9 +52,14 @@ class Estimate:
         """The sum of all parts."""
         return sum(asdict(self).values())
 
+    @property
+    def contexts_on_host(self) -> int:
+        """The bytes of host memory for execution contexts and captured graphs."""
+        return CONTEXT_ON_HOST * self.contexts
+
     def to_json(self) -> dict[str, int]:
-        """Return the parts and their sum."""
-        return {**asdict(self), "total": self.total}
+        """Return the parts, their sum, and what contexts take on the host."""
+        return {**asdict(self), "total": self.total, "contexts_on_host": self.contexts_on_host}
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
 
     need, here = plan.memory, plan.needs
     kernels = f" kernels {size(need.code)}," if need.code else ""
+    on_host = f", and {size(need.contexts_on_host)} on the host" if need.contexts else ""
     blind = ", without images" if plan.options.get("vision") is False else ""
     console.print(f"{plan.target.name} → {plan.out}", style="bold")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
@@ -111,7 +112,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},{kernels}"
         f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)},"
-        f" buffers {size(need.buffers)}, contexts {size(need.contexts)}"
+        f" buffers {size(need.buffers)}, contexts {size(need.contexts)}{on_host}"
     )
     on = plan.target.gpu
     there = plan.target.memory

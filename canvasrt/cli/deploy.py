@@ -8,7 +8,6 @@ import typer
 from canvasrt.cli.field_options import with_fields
 from canvasrt.cli.options import AsJson, argument
 from canvasrt.containers.deploy.options import (
-    DEPLOY_TIMEOUT,
     SERVER_CLASSES,
     SERVER_VARIABLES,
     DeployOptions,
@@ -29,9 +28,13 @@ Engine = Annotated[
     ),
 ]
 Timeout = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--timeout", metavar="SECONDS", min=0, help="Time limit for the container to become ready."
+        "--timeout",
+        metavar="SECONDS",
+        min=0,
+        show_default="by the image, at least an hour",
+        help="Time limit for the container to become ready.",
     ),
 ]
 # Options whose defaults depend on the container's name and on who can reach it.
@@ -50,7 +53,7 @@ def deploy(
     options: DeployOptions,
     server: dict[str, Any],
     engine: Engine = None,
-    timeout: Timeout = DEPLOY_TIMEOUT,
+    timeout: Timeout = None,
     show: Show = False,
     as_json: AsJson = False,
 ) -> None:

@@ -103,7 +103,8 @@ def _write(file: Path, data: dict[str, Any]) -> None:
     text = json.dumps({**data, **doctor_report.report()}, indent=1, ensure_ascii=False)
     text = doctor_report.without_secrets(text, doctor_report.secrets_of(os.environ))
     try:
-        file.write_text(text + "\n", encoding="utf-8")
+        # A variable's bytes need not be UTF-8.
+        file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise CanvasError(
             f"cannot write {file}: {error.strerror}", "give another --report"

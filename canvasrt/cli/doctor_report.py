@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,31 @@ _HIDDEN = "[removed]"
 
 
 def report() -> dict[str, Any]:
-    """Return versions, GPUs, the plan of the released model on them, variables, caches and the ends of logs."""
-    packages = {each.name: each.version for each in importlib.metadata.distributions()}
-    return {
-        "packages": dict(sorted(packages.items())),
-        "nvidia_smi": _said(["nvidia-smi"]) + _said(["nvidia-smi", "topo", "-m"]),
-        "variables": _variables(os.environ),
-        "plans": _plans(),
-        "caches": _caches(),
-        "logs": _logs(),
+    """Return versions, GPUs, the plan of the released model on them, variables, caches and the ends of logs.
+
+    A part that fails, on what may be a broken machine, is its error."""
+    parts: dict[str, Callable[[], Any]] = {
+        "packages": _packages,
+        "nvidia_smi": lambda: _said(["nvidia-smi"]) + _said(["nvidia-smi", "topo", "-m"]),
+        "variables": lambda: _variables(os.environ),
+        "plans": _plans,
+        "caches": _caches,
+        "logs": _logs,
     }
+    return {name: _tried(part) for name, part in parts.items()}
+
+
+def _tried(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except Exception as error:
+        return f"failed: {error!r}"
+
+
+def _packages() -> dict[str, str]:
+    """Return versions by package. An interrupted installation leaves packages without a name."""
+    found = {str(each.name): each.version for each in importlib.metadata.distributions()}
+    return dict(sorted(found.items()))
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:
@@ -98,8 +114,9 @@ def _logs() -> dict[str, list[str]]:
     from canvasrt.containers.serve.output import last_lines
     from canvasrt.containers.serve.settings import default_log
 
-    files = sorted(default_log(0).parent.glob("*.log"), key=lambda each: -each.stat().st_mtime)
-    logs = {file.name: last_lines(file) for file in files[:_LOGS]}
+    there = [file for file in default_log(0).parent.glob("*.log") if file.is_file()]
+    files = sorted(there, key=lambda each: -each.stat().st_mtime)[:_LOGS]
+    logs = {file.name: _tried(partial(last_lines, file)) for file in files}
     # The first line is the plan.
     return {name: lines[:1] + lines[1:][-_LINES:] for name, lines in logs.items()}
 

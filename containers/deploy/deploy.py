@@ -60,12 +60,12 @@ def deploy(
     options: DeployOptions,
     *,
     engine: str | None = None,
-    timeout: float = DEPLOY_TIMEOUT,
+    timeout: float | None = None,
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds. Then the container
-    is removed, and the error has the last lines of its log.
+    Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds; None is what the
+    image allows. Then the container is removed, and the error has the last lines of its log.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)
@@ -81,7 +81,7 @@ def deploy(
         _remove_created(chosen, options.name, done.stderr)
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
-    wait_ready(chosen, options.name, timeout)
+    wait_ready(chosen, options.name, start_limit(chosen, found.tag) if timeout is None else timeout)
     # podman, which restarts containers through systemd units, does not support this.
     chosen.run("update", "--restart", RESTART, options.name)
     return {
@@ -152,6 +152,13 @@ def check_ports(options: DeployOptions) -> None:
     check_distinct(asked)
     for each in asked:
         listen(each.host, each.port, each.option).close()
+
+
+def start_limit(engine: ContainerEngine, image: str) -> float:
+    """Return the seconds that a start may take, by the image's health check."""
+    found = engine.inspect("image", image) or {}
+    health = (found.get("Config") or {}).get("Healthcheck") or found.get("HealthCheck") or {}
+    return max(DEPLOY_TIMEOUT, health.get("StartPeriod", 0) / 1e9)
 
 
 def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from canvasrt.build.experts import SLOTS, find_experts
-from canvasrt.build.memory import CONTEXT_ON_HOST, Estimate, Weights, estimate
+from canvasrt.build.memory import Estimate, Weights, estimate
 from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest
+from canvasrt.containers.names import READY_TIMEOUT
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SLOTTED
 from canvasrt.engine_profiles import passes_of
 from canvasrt.pass_shapes import PassPlan, PassShape, plan_passes
@@ -93,9 +94,9 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         cache=round(2.2 * total) + _OTHER_CACHE
         if builds
         else (_COMPILED if compiles else _UNUSED_CACHE),
-        startup=round(startup),
+        startup=max(int(READY_TIMEOUT), round(startup)),
         further=round(further),
-        contexts=CONTEXT_ON_HOST * estimate_of(manifest, max_batch, on_cpu).contexts,
+        contexts=estimate_of(manifest, max_batch, on_cpu).contexts_on_host,
     )
 
 
@@ -167,7 +168,7 @@ def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> 
     if on_cpu:
         return need.total
     loaded = max((entry["bytes"] for entry in manifest.files.values()), default=0)
-    return loaded + CONTEXT_ON_HOST * need.contexts
+    return loaded + need.contexts_on_host
 
 
 def _weights(manifest: Manifest, on_cpu: bool) -> Weights:

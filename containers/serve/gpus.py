@@ -58,5 +58,8 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
 
 
 def environment_of(uuids: Sequence[str]) -> dict[str, str]:
-    """Return the variables that restrict Triton's processes to these GPUs; none if there are no GPUs."""
-    return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))} if uuids else {}
+    """Return the variables that restrict Triton's processes to these GPUs; none if there are no GPUs, or if this
+    process is already restricted to a MIG instance, since these are the UUIDs of whole GPUs."""
+    if not uuids or "MIG-" in os.environ.get(VISIBLE, ""):
+        return {}
+    return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))}

@@ -62,7 +62,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     if settings.ready_timeout is None:
         # Models are opened one after another.
         startup = profile.startup + profile.further * max(0, len(gpus) - 1)
-        settings = replace(settings, ready_timeout=max(READY_TIMEOUT, startup))
+        settings = replace(settings, ready_timeout=startup)
     # Reserve Triton's ports now, because Triton may start to listen much later.
     with (
         settings.ports.held(settings.triton_host, settings.front.host) as ports,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ class CompiledKernels:
 
     def _load(self, file: Path) -> None:
         """Read the kernels of an earlier run. TensorRT-RTX refuses kernels of another GPU or version."""
-        for left in file.parent.glob(f"{file.name}{PARTIAL}*"):  # left by a start that was killed
-            left.unlink(missing_ok=True)
-        if not file.is_file():
-            return
         try:
+            # Left by a start that was killed. A read-only volume keeps them.
+            for left in file.parent.glob(f"{file.name}{PARTIAL}*"):
+                with suppress(OSError):
+                    left.unlink()
             data = file.read_bytes()
+        except FileNotFoundError:  # the first start
+            return
         except OSError as error:
             _log.warning("cannot read compiled kernels: %s", error)
             return

@@ -131,8 +131,7 @@ class DeviceModel(Model):
             many = len(passes)
             _log.info("warm-up pass %d of %d: %.1f s, %.1f GB free", number, many, took, free)
         if self._sight is not None:
-            self._sight.warm_up()
-            self._backend.keep_compiled()
+            self._sight.warm_up(self._backend.keep_compiled)
 
     def _warm_up(self, this: Pass, capacity: int) -> None:
         self.workspace.inputs.view("positions", this.batch, this.length)[:] = -1

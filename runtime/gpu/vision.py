@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -47,11 +47,12 @@ class VisionTower:
         self._device.synchronize()
         return features.astype(np.float32)
 
-    def warm_up(self) -> None:
-        """Run every size that an image can have."""
+    def warm_up(self, keep_compiled: Callable[[], None]) -> None:
+        """Run every size that an image can have; call `keep_compiled` after each."""
         for budget in BUDGETS:
             self._launch(budget, np.empty((0, self._pixel)), np.empty((0, 2), np.int64))
-        self._device.synchronize()
+            self._device.synchronize()
+            keep_compiled()
 
     def _launch(self, budget: int, pixels: np.ndarray, positions: np.ndarray) -> None:
         patches = self._square * budget

@@ -91,6 +91,17 @@ def test_what_failed_runs_again_after_what_never_ran(
     ]
 
 
+@pytest.mark.parametrize("damaged", ["", '{"quick": {"how'])
+def test_a_damaged_state_repeats_steps(
+    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine lost its power, or was lent for less time than unpacking took."""
+    monkeypatch.setattr(hour, "STEPS", {"quick": ((sys.executable, "-c", "pass"), 1)})
+    (tmp_path / "hour.json").write_text(damaged)
+    hour.measure(tmp_path, tmp_path, "quick")
+    assert json.loads((tmp_path / "hour.json").read_text())["quick"]["how"] == "done"
+
+
 def test_what_lacks_a_package_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,8 +203,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     rows = json.loads(here(*arguments, "--json").stdout)
     assert [row["out"] for row in rows] == [str(out / "cpu"), str(out / "rtx-5090")]
     assert rows[1]["fits"] is True
+    assert [row["memory"]["contexts_on_host"] > 0 for row in rows] == [False, True]
     text = here(*arguments).stdout
     assert "does not" not in text
+    assert re.findall(r"contexts .*, and \S+ MB on the host", text)
     assert "runs on    this machine" in text
     assert "runs on    GeForce RTX 5090, 32.0 GB: fits" in text
     assert not out.exists()

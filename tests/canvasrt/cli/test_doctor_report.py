@@ -72,6 +72,40 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
         assert secret not in text
 
 
+def test_a_broken_machine_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted installation, logs that cannot be read, a variable that is not UTF-8, and whatever else fails."""
+    (tmp_path / "half-1.0.dist-info").mkdir()
+    logs = tmp_path / "canvasrt"
+    (logs / "folder.log").mkdir(parents=True)
+    (logs / "gone.log").symlink_to(tmp_path / "nothing")
+    for name in ("good", "secret"):
+        (logs / f"{name}.log").write_text("it failed\n")
+
+    def last_lines(log: Path) -> list[str]:
+        if log.name == "secret.log":
+            raise PermissionError("not yours")
+        return log.read_text().splitlines()
+
+    def breaks() -> None:
+        raise ValueError("no plan")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/x\udcff")
+    monkeypatch.setattr("canvasrt.containers.serve.output.last_lines", last_lines)
+    monkeypatch.setattr("canvasrt.cli.doctor_report._plans", breaks)
+    out = tmp_path / "report.json"
+    assert run(["doctor", "--report", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["packages"]["numpy"]
+    assert found["plans"] == "failed: ValueError('no plan')"
+    assert found["variables"]["LD_LIBRARY_PATH"] == "/x\udcff"
+    assert found["logs"] == {
+        "good.log": ["it failed"],
+        "secret.log": "failed: PermissionError('not yours')",
+    }
+
+
 @pytest.mark.parametrize("variable", ["NIM_CACHE_PATH", "CANVASRT_CACHE"])
 def test_a_report_lists_the_compiled_kernels_in_a_container_too(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

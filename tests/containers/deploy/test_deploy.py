@@ -148,6 +148,24 @@ def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyP
         deploying.check_architecture(GPU, DOCKER)
 
 
+@pytest.mark.parametrize(
+    ("known", "wanted"),
+    [
+        ({"Config": {"Healthcheck": {"StartPeriod": 5000 * 10**9}}}, 5000),
+        ({"HealthCheck": {"StartPeriod": 5000 * 10**9}}, 5000),  # podman
+        ({"Config": {"Healthcheck": {"StartPeriod": 10**9}}}, 3600),
+        ({"Config": {}}, 3600),
+        (None, 3600),
+    ],
+)
+def test_a_start_may_take_as_long_as_the_image_allows(
+    known: dict | None, wanted: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Building engines in bf16 for an H100 is allowed more than an hour."""
+    monkeypatch.setattr(ContainerEngine, "inspect", lambda *_: known)
+    assert deploying.start_limit(DOCKER, "canvasrt:1") == wanted
+
+
 def test_a_port_in_use_is_refused():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

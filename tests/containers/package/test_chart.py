@@ -308,6 +308,7 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
         volumes = {each["name"]: each.get("emptyDir") for each in pod(objects)["volumes"]}
         assert volumes["tmp"]["sizeLimit"] == "256Mi"
         assert volumes["shm"]["sizeLimit"] == "1Gi"
+    assert objects["Deployment"]["spec"]["progressDeadlineSeconds"] == 1234 + 60
     (several,) = pod(render(tmp_path / "h100", "gpus=3"))["containers"]
     assert several["startupProbe"]["failureThreshold"] == -(-(1234 + 2 * 100) // 5)
     memory = [several["resources"][kind]["memory"] for kind in ("requests", "limits")]

@@ -10,6 +10,7 @@ import pytest
 from canvasrt.build.memory import CONTEXT_ON_HOST, Weights
 from canvasrt.build.needs import builder_memory
 from canvasrt.bundle import Bundle, Manifest
+from canvasrt.containers.names import READY_TIMEOUT
 from canvasrt.containers.package.image_settings import settings_for
 from canvasrt.containers.package.sizes import (
     BUILD_SECONDS_PER_GB,
@@ -130,6 +131,11 @@ def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bund
     built = sizes(engines_for(engines.manifest, "h100"), "h100")
     assert built.startup < found.startup
     assert built.cache <= GIB
+
+
+def test_a_small_model_has_the_time_that_its_server_allows(engines: Bundle) -> None:
+    """The image and the chart allow it as long as `serve` does."""
+    assert sizes(engines.manifest, "cpu").startup == READY_TIMEOUT
 
 
 def test_sizes_grow_with_the_model(engines: Bundle) -> None:

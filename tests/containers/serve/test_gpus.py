@@ -11,9 +11,9 @@ import pytest
 
 from canvasrt import machine
 from canvasrt.bundle import Bundle
-from canvasrt.containers.names import GPUS_VARIABLE, READY_TIMEOUT
+from canvasrt.containers.names import GPUS_VARIABLE
 from canvasrt.containers.serve import serve
-from canvasrt.containers.serve.gpus import gpus_of
+from canvasrt.containers.serve.gpus import environment_of, gpus_of
 from canvasrt.containers.serve.installation import Installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.serving_profiles import choose_profile
@@ -46,6 +46,12 @@ def test_triton_takes_no_memory_of_the_gpus_it_sees(
     )
 
 
+def test_a_mig_instance_that_is_named_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi lists only whole GPUs. The first of these may be another one."""
+    monkeypatch.setenv(VISIBLE, "MIG-1")
+    assert environment_of(["GPU-0"]) == {}
+
+
 @pytest.mark.parametrize(
     ("devices", "names", "serve_them"),
     [
@@ -73,7 +79,6 @@ def test_all_devices_are_those_of_the_first_one_s_name(
 @pytest.mark.parametrize(
     ("planned", "given", "gpus", "wanted"),
     [
-        (10, None, 1, READY_TIMEOUT),
         (4321, None, 0, 4321),
         (4321, None, 1, 4321),
         (4321, None, 3, 4321 + 2 * 500),

@@ -14,13 +14,13 @@ from canvasrt.build.experts import SLOTS
 from canvasrt.build.memory import context_count
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.package.sizes import sizes_of
-from canvasrt.runtime.backends.compiled_kernels import PARTIAL
+from canvasrt.runtime.backends.compiled_kernels import PARTIAL, CompiledKernels
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.prefix_pages import HEADROOM
 from canvasrt.runtime.gpu.sharing import prove
 from canvasrt.targets import find_target
-from tests.helpers.fake_tensorrt import IRuntimeCache
+from tests.helpers.fake_tensorrt import IRuntimeCache, IRuntimeConfig
 from tests.helpers.gpu_server import BATCH, Server, _few_tokens, few_slots, folder
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, requests, same
@@ -93,6 +93,38 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
     server.model.warm_up()
     assert "compiled kernels are not stored" in capsys.readouterr().err
     assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_a_read_only_volume_gives_the_kernels_that_it_has(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that was killed left a partial file, which cannot be removed."""
+    file = tmp_path / "compiled"
+    Server(folder, compiled=file).model.warm_up()
+    (tmp_path / f"{file.name}{PARTIAL}x").touch()
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    again = Server(folder, compiled=file)
+    again.model.warm_up()
+    assert not again.compiled()
+
+
+def test_kernels_that_may_not_be_read_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is another account's, so its files cannot even be looked up."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", refuse)
+        patch.setattr(Path, "read_bytes", refuse)
+        CompiledKernels(tmp_path / "compiled").of(IRuntimeConfig())
+    assert "cannot read compiled kernels" in capsys.readouterr().err
 
 
 def test_the_plan_counts_every_context(few_slots: None, folder: Path, tiny: Pair) -> None:

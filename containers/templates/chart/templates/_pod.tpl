@@ -10,6 +10,10 @@
 {{- end -}}
 {{- end -}}
 
+{{- define "canvasrt.startupSeconds" -}}
+{{- add .Values.startupSeconds (mul .Values.furtherGpuSeconds (sub .Values.gpus 1)) -}}
+{{- end -}}
+
 {{/* The pod of a Deployment and of a StatefulSet, and the predictor of a KServe InferenceService. */}}
 {{- define "canvasrt.pod" -}}
 {{- include "canvasrt.checkTls" . -}}
@@ -125,7 +129,7 @@ containers:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
       timeoutSeconds: 8
-      failureThreshold: {{ div (add .Values.startupSeconds (mul .Values.furtherGpuSeconds (sub .Values.gpus 1)) 4) 5 }}
+      failureThreshold: {{ div (add (include "canvasrt.startupSeconds" .) 4) 5 }}
     readinessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
