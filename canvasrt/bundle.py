@@ -140,9 +140,13 @@ class Bundle:
         names = [each["name"] for each in self.manifest.segments]
         if self.manifest.model.vision is None or (names and "vision" not in names):
             return False
+        return self.mentions("image")
+
+    def mentions(self, word: str) -> bool:
+        """Whether the chat template has this word; true if the bundle has no template of its own."""
         files = self.manifest.tokenizer or ()
         template = next((each for each in files if each.endswith("chat_template.jinja")), None)
-        return template is None or "image" in self.file(template).read_text(encoding="utf-8")
+        return template is None or word in self.file(template).read_text(encoding="utf-8")
 
     def file(self, name: str) -> Path:
         """Return the path of a file that the manifest lists."""

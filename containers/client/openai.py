@@ -19,6 +19,7 @@ from canvasrt.errors import CanvasError
 KEY_VARIABLE = "CANVASRT_API_KEY"
 _NAMES = {"max_new_tokens": "max_tokens"}
 _START = "start one with `canvasrt serve`, or give its address with --url"
+_PORT = f"give the OpenAI API's port ({API_PORT} by default) with --url"
 
 
 class OpenAIClient:
@@ -126,6 +127,8 @@ class OpenAIClient:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
+        except (ValueError, LookupError, TypeError) as error:  # a reply in another form
+            raise CanvasError(f"what answers at {self.url} is not an OpenAI API", _PORT) from error
         finally:
             connection.close()
 
@@ -138,7 +141,7 @@ class OpenAIClient:
         if message.startswith(
             "HTTP 404"
         ):  # not an error of OpenAI's API, so another API answers here
-            hint = f"give the OpenAI API's port ({API_PORT} by default) with --url"
+            hint = _PORT
         return CanvasError(f"the server refused the request: {message}", hint)
 
 

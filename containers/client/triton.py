@@ -151,7 +151,8 @@ class Client:
         text = message.lower()
         if "deadline" in text or "deadline_exceeded" in status.lower() or "timed out" in text:
             return self._late()
-        if "unknown request url" in text or "parsing http/2" in text or "socket closed" in text:
+        foreign = ("unknown request url", "method not allowed", "parsing http/2", "socket closed")
+        if any(each in text for each in foreign):
             return self._foreign()
         if "unknown model" in text or "not found" in text:
             return CanvasError(

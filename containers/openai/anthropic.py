@@ -48,6 +48,7 @@ _NAMES = {
     r"^stop\b": "stop_sequences",
     r"\.function\.parameters": ".input_schema",
     r"\.function\.": ".",
+    "enable_thinking": "thinking",
 }
 
 

@@ -107,9 +107,17 @@ Strings = Annotated[
     BeforeValidator(_stops, json_schema_input_type=_Stops),
 ]
 Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
-Budget = Annotated[Whole | None, about("Most new tokens.")]
+
+
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# In JSON, 5.0 is an integer; some clients write all numbers like that.
+Integer = Annotated[int, BeforeValidator(_integer)]
+Budget = Annotated[Annotated[Integer, Field(ge=1, le=MAX_INT32)] | None, about("Most new tokens.")]
 Seed = Annotated[
-    Annotated[int, Field(ge=-(2**63), lt=2**64)] | None,
+    Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None,
     # As in vLLM and Ollama, -1 draws a random seed.
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
     about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
@@ -160,7 +168,7 @@ def _type(parameter: Parameter) -> Any:
     description = f"{parameter.about[0].upper()}{parameter.about[1:]}."
     if parameter.kind is int:
         least, most = parameter.least, int(parameter.limit)
-        return Annotated[int, Field(ge=least, le=most, description=description)]
+        return Annotated[Integer, Field(ge=least, le=most, description=description)]
     if parameter.kind is bool:
         return Annotated[bool, Field(description=description)]
     low = "exclusiveMinimum" if parameter.above_least else "minimum"
@@ -201,7 +209,7 @@ class Sampling(_Own, Diffusion):
     table: ClassVar[Table] = GENERATION
 
     n: Annotated[
-        Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None,
+        Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] | None,
         about("Number of answers; they have consecutive seeds."),
     ] = None
     seed: Seed = None
@@ -239,7 +247,7 @@ class Sampling(_Own, Diffusion):
         about("Tokens that end the answer, in addition to the checkpoint's."),
     ] = None
     min_tokens: Annotated[
-        Annotated[int, Field(ge=0, le=MAX_INT32)] | None,
+        Annotated[Integer, Field(ge=0, le=MAX_INT32)] | None,
         about("Minimum number of tokens before the answer may end."),
     ] = None
     vllm_xargs: Diffusion | None = None

@@ -8,7 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, about, fail
+from canvasrt.containers.openai.body import (
+    MAX_ANSWERS,
+    OWN,
+    Budget,
+    Integer,
+    Sampling,
+    about,
+    fail,
+)
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
 from canvasrt.containers.openai.generation import Generation
@@ -16,6 +24,7 @@ from canvasrt.containers.openai.response_formats import Format, format_of
 from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
 from canvasrt.containers.openai.vllm_fields import canvas_of, read_of, sampling_of
 from canvasrt.runtime.pictures import BUDGETS
+from canvasrt.runtime.sampling_params import MAX_INT32
 
 
 class ChatRequest(Conversation):
@@ -75,6 +84,10 @@ class CompletionRequest(Sampling):
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_Prompts)]
 
+    max_tokens: Annotated[
+        Annotated[Integer, Field(ge=0, le=MAX_INT32)] | None,
+        about("Most new tokens; with `echo`, 0 returns the prompt alone."),
+    ] = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Annotated[bool | None, about("Also return the prompt, and its log-probabilities.")] = None
 

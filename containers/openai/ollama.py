@@ -161,9 +161,9 @@ def _settings(body: OllamaRequest) -> Json:
                 body.ignored.note(
                     "options.repeat_penalty is not applied: all tokens of a block are decided together."
                 )
-    for name in ("max_tokens", "seed"):
+    for name, least in (("max_tokens", 1), ("seed", 0)):
         value = fields.get(name)
-        if isinstance(value, int) and value < 0:  # negative: no limit, or a random seed
+        if isinstance(value, int) and value < least:  # no limit, or a random seed
             del fields[name]
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think

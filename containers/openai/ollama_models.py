@@ -33,7 +33,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
         "quantization_level": str(about.get("precision") or ""),
     }
     context = about.get("max_context")
-    vision = ["vision"] if about.get("vision") else []
+    able = [each for each in ("thinking", "vision") if about.get(each)]
 
     def shown(name: str, **more: Any) -> Json:
         digest = str(about.get("digest") or "")
@@ -99,7 +99,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
                 "license": "",
                 "details": details,
                 "model_info": {key: value for key, value in info.items() if value is not None},
-                "capabilities": ["completion", "tools", "thinking", *vision],
+                "capabilities": ["completion", "tools", *able],
                 "modified_at": now,
             }
         )

@@ -53,7 +53,7 @@ class ServerOutput:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # an earlier server's log
+            if self.log.is_file():  # an earlier server's log; folders and devices stay
                 self.log.replace(_older(self.log))
             self.log.write_bytes(b"")
             self._thread = threading.Thread(target=self._tend, args=(self.log,), daemon=True)

@@ -242,6 +242,7 @@ def about_model(
         "max_context": max_model_len or profile.max_context,
         "canvas_length": manifest.model.canvas_length,
         "vision": source.takes_images,
+        "thinking": source.mentions("enable_thinking"),
         "demo": any(each.get("sha256") == _DEMO_TOKENIZER for each in manifest.files.values()),
         "made_by": manifest.made_by,
         "files": manifest.files,

@@ -73,7 +73,7 @@ class ReplyBuilder:
     Without a tokenizer, texts are empty. `drafts`: also send the canvas after every step. `only_final`: only send the
     result. The text begins with `opening`, and is cut before the first of `stops`. `control`: keep control tokens in
     the text. `prompt`: the prompt's tokens. `prompt_scores`: the log-probabilities of these tokens, once the first
-    block is finished.
+    block is finished. `silent`: leave out the answer.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class ReplyBuilder:
         control: bool = False,
         opening: str = "",
         prompt_scores: PromptScores | None = None,
+        silent: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._control = control
+        self._control, self._silent = control, silent
         self._decoder = StreamDecoder(tokenizer, control) if tokenizer else None
         self._cutter = StopCutter(stops)
         self._seed = params.seed
@@ -161,6 +162,7 @@ class ReplyBuilder:
         self, ids: Sequence[int], scores: Sequence[TokenScore], last: bool
     ) -> tuple[str, list[int], Sequence[str]]:
         """Add final tokens to the answer; return the new text, tokens and log-probabilities."""
+        ids = () if self._silent else ids
         words = self._words(ids)
         text = self._decoder.put(words, final=last) if self._decoder else ""
         text = self._cutter.put(text, final=last)
@@ -210,14 +212,15 @@ class ReplyBuilder:
         self._steps = list(result.steps)
         self._block_scores = list(result.block_scores)
         last = len(result.steps) - 1
+        tokens = () if self._silent else result.token_ids
         return self._reply(
             "final",
             last,
             result.steps[last],
-            self._opening + self._text(result.token_ids),
-            result.token_ids,
+            self._opening + self._text(tokens),
+            tokens,
             result.prompt_token_ids,
-            result.finish_reason,
+            "length" if self._silent else result.finish_reason,
             self._scores,
         )
 

@@ -92,10 +92,16 @@ class _Reader:
     options: ModelOptions
     owner: str
 
+    @property
+    def _echo_only(self) -> bool:
+        return bool(self.values.get("echo")) and self.values.get("max_new_tokens") == 0
+
     def params(self) -> SamplingParams:
         given = {tensor.name: self.values.get(tensor.name) for tensor in OPTIONS}
         if "logit_bias" in self.values:
             given["logit_bias"] = read_bias(self.values["logit_bias"])
+        if self._echo_only:  # a block has at least one token, which is left out of the replies
+            given["max_new_tokens"] = 1
         given["logprob_token_ids"] = tuple(map(int, self.values.get("logprob_token_ids", ())))
         more = tuple(map(int, self.values.get("stop_token_ids", ())))
         if "grammar" in self.values and (more or self.values.get("ignore_eos")):
@@ -147,6 +153,7 @@ class _Reader:
             control=control,
             opening=opening if control or echo else "",
             prompt_scores=wanted,
+            silent=self._echo_only,
         )
         return ServedRequest(request, replies)
 

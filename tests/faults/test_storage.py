@@ -96,6 +96,17 @@ def test_what_is_renamed_into_place_is_synced_first(
     assert after == ["."]
 
 
+def test_only_files_are_moved_aside_for_a_log(tmp_path: Path):
+    folder, device = tmp_path / "folder", tmp_path / "device"
+    folder.mkdir()
+    device.symlink_to(os.devnull)
+    with ServerOutput(Settings(log=str(device)), sys.stderr):
+        pass
+    with pytest.raises(IsADirectoryError), ServerOutput(Settings(log=str(folder)), sys.stderr):
+        pass
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["device", "folder"]
+
+
 def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output_module, "LOG_BYTES", 10_000, raising=False)
     monkeypatch.setattr(output_module, "_LOOK_EVERY", 0.02)

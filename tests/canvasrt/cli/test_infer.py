@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -87,12 +88,14 @@ def _fails(done: subprocess.CompletedProcess[str], error: str, hint: str) -> Non
         ("openai", "grpc", "does not speak HTTP"),
         ("openai", "http", 'HTTP 404: {"error":"Not Found"}'),
         ("openai", "https://api", "does not speak HTTPS"),
+        ("openai", "metrics", "is not an OpenAI API"),
+        ("http", "metrics", "is not Triton's http API"),
     ],
 )
 def test_a_port_of_another_protocol_is_named(
     infer: Command, server: Server, front: FrontEnd, protocol: str, at: str, said: str
 ) -> None:
-    ports = {"api": front.port, "http": server.ports.http, "grpc": server.ports.grpc}
+    ports = {"api": front.port, **asdict(server.ports)}
     scheme, _, name = at.rpartition("://")
     url = f"{scheme or 'http'}://127.0.0.1:{ports[name]}"
     done = infer("x", "--url", url, "--protocol", protocol)

@@ -10,8 +10,13 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from canvasrt.containers.openai.anthropic import MessagesRequest, messages_generation
+from canvasrt.containers.openai.anthropic import (
+    MessagesRequest,
+    messages_generation,
+    renamed,
+)
 from canvasrt.containers.openai.app import make_app
+from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -224,6 +229,11 @@ def test_wrong_use_is_refused_by_name(ask: Any, options: dict[str, Any], says: s
             ask("plain", **options, stream=stream)
         assert error.value.body["type"] == "error"
         assert error.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_a_refusal_of_thoughts_names_its_field() -> None:
+    error = renamed(bad_request("enable_thinking is not a variable: leave out enable_thinking."))
+    assert error.message == "thinking is not a variable: leave out thinking."
 
 
 def test_errors_are_in_its_form(ask: Any, acting_server: Served) -> None:

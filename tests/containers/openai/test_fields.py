@@ -118,6 +118,18 @@ def test_a_prompt_beyond_the_context_is_told_a_length_that_fits() -> None:
             assert "to 32 tokens" in caught.value.hint
 
 
+def test_whole_numbers_may_have_a_point() -> None:
+    """As vLLM and Ollama allow, and as JSON means: 8.0 is the integer 8."""
+    floats = {"max_tokens": 8.0, "n": 2.0, "seed": 3.0, "min_tokens": 1.0, "top_k": 4.0}
+    read = read_body(CompletionRequest, json.dumps({"prompt": "1", **floats}).encode())
+    assert all(type(getattr(read, name)) is int for name in floats)
+    assert {name: getattr(read, name) for name in floats} == floats
+    options = {"num_predict": 0, "seed": 3.0, "top_k": 4.0}  # 0: no limit
+    fields = json.dumps({"prompt": "1", "options": options}).encode()
+    asked = ollama.generate(read_body(ollama.OllamaPrompt, fields))
+    assert (asked.seed, asked.options["top_k"], "max_new_tokens" in asked.options) == (3, 4, False)
+
+
 def test_ollamas_penalty_is_not_passed_over_in_silence() -> None:
     ignored = Ignored()
     parsed(ollama.OllamaChat, CHAT | {"options": {"repeat_penalty": 1.1}}, ignored)

@@ -100,6 +100,20 @@ def test_an_echo_begins_with_the_prompt_and_its_scores(
     assert plain.text == told.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) -> None:
+    """`max_tokens: 0`, with which older evaluations ask for a prompt's log-probabilities."""
+    asked = {"model": "canvasrt", "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}
+    told = openai.completions.create(prompt="12+34=", **asked)
+    choices = [each.choices[0] for each in (told if stream else [told])]
+    scores = [x for each in choices if each.logprobs for x in each.logprobs.token_logprobs or ()]
+    assert "".join(each.text for each in choices) == "12+34="
+    assert len(scores) == len(tokenizer.encode("12+34="))
+    assert choices[-1].finish_reason == "length"
+    if not stream:
+        assert told.usage.completion_tokens == 0
+
+
 def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
     """As its structured_diffusion example: the canvas's fixed text, noise where the label is, and the labels' scores."""
     four, six = tokenizer.encode("46", False)

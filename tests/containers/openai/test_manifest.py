@@ -27,15 +27,17 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
     assert (manifest["model"], manifest["digest"]) == ("one", bundle.manifest.digest)
     assert manifest["profile"]["name"] == "onnxruntime-fp32-tp1-pp1"
     assert "body_0.onnx" in manifest["files"]
+    assert about["thinking"]
     for name, each in manifest["files"].items():
         data = (bundle.path / name).read_bytes()
         assert each == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
-def test_ollama_is_told_whether_the_model_sees() -> None:
-    for sees in (True, False):
-        options = FrontOptions(hosts=("*",), names=("one",), about={"vision": sees})
+def test_ollama_is_told_what_the_model_can_do() -> None:
+    for able in (True, False):
+        about = {"vision": able, "thinking": able}
+        options = FrontOptions(hosts=("*",), names=("one",), about=about)
         settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
         with TestClient(make_app(settings, ServerState())) as front:
             shown = front.post("/api/show", json={"model": "one"}).json()
-        assert ("vision" in shown["capabilities"]) == sees
+        assert [each in shown["capabilities"] for each in about] == [able, able]
