@@ -1,6 +1,6 @@
 """A proxy in front of Triton's HTTP server, which listens on a Unix socket. It checks API keys, origins, the nesting of
-JSON bodies and the sizes of tensors; otherwise it forwards requests and replies. A million nested brackets or a shape of
-2**93 elements would crash Triton, and web pages can reach loopback."""
+JSON bodies and the sizes of tensors; otherwise it forwards requests and replies. A million nested brackets, a shape of
+2**93 elements or a classification of text would crash Triton, and web pages can reach loopback."""
 
 from __future__ import annotations
 
@@ -128,14 +128,16 @@ async def _nowhere(message: Message) -> None:
 
 
 def _check(text: bytes, size: int) -> None:
-    """Raise ValueError for JSON that would crash Triton: too many values or brackets, or a tensor with more elements than the
-    body has bytes, for which Triton would allocate memory."""
+    """Raise ValueError for JSON that would crash Triton: too many values or brackets, a tensor with more elements than the
+    body has bytes, for which Triton would allocate memory, or a classification, which divides by the size of a text's type."""
 
     # Called for every object, since Triton reads the first of equal names.
     def check(pairs: list[tuple[str, Any]]) -> None:
         for name, value in pairs:
             if name == "shape" and not (isinstance(value, list) and _count(value) <= size):
                 raise ValueError("it has a shape with more elements than the body has bytes")
+            if name == "classification":
+                raise ValueError("it asks for a classification, which the outputs do not have")
 
     check_json(text)
     if text.strip():

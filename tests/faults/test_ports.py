@@ -243,6 +243,12 @@ def tensor(shape: str, data: str) -> str:
     return f'{{"inputs": [{{"name": "prompt", "datatype": "BYTES", "shape": {shape}, "data": {data}}}]}}'
 
 
+CLASSIFIED = (
+    tensor("[1]", '["a"]')[:-1]
+    + ', "outputs": [{"name": "text", "parameters": {"classification": 1}}]}'
+)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "headers", "status"),
     [
@@ -259,10 +265,12 @@ def tensor(shape: str, data: str) -> str:
         (INFER, tensor("[1]", '["a"]'), {}, 200),
         (INFER, tensor("[2147483647, 2147483647, 2147483647]", "[1]"), {}, 400),
         (INFER, tensor('[2147483647, 2147483647, 2147483647], "shape": [1]', '["a"]'), {}, 400),
+        # Triton divides by the size of an output's type, which is 0 for texts.
+        (INFER, CLASSIFIED, {}, 400),
         (GENERATE, "." * (17 * 2**20), {}, 413),
         ("/v2/health/ready", None, {}, 200),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_tritons_http_port_is_guarded(
     keyless: Serving, path: str, body: Any, headers: dict[str, str], status: int
