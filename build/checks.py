@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache_keys import held_bytes, is_cached
 from canvasrt.build.needs import (
     check_disk,
     check_memory_here,
@@ -18,6 +17,7 @@ from canvasrt.build.needs import (
 )
 from canvasrt.build.plan import Plan
 from canvasrt.build.precision import Precision, parse_precision
+from canvasrt.build.reuse import built_weights, held_bytes, reusable_graphs
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder, check_cache
@@ -113,30 +113,35 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Engines are counted once per precision and capabilities. Cached graphs and the files of interrupted builds are not
-    counted.
+    Engines are counted once per precision and capabilities. What is in the cache and the files of interrupted builds
+    are not counted.
     """
-    cache, kinds = cache_folder(), [each.precision.text for each in plans]
-    peak = kept = 0
+    cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
     outputs: dict[Path, int] = {}
+    unwritten: list[Plan] = []
     for plan in plans:
-        kind, needs = plan.precision.text, plan.needs
+        kind, needs, there = plan.precision.text, plan.needs, 0
         engine = kind, plan.target.capabilities
-        if not is_cached(plan):
-            check_memory_to_write(needs)
-            shared = kinds.count(kind) > 1
-            if kind not in counted:
-                peak = max(peak, kept + replace(plan, keep_graphs=shared or plan.keep_graphs).disk)
-                kept += 0 if plan.spends_graphs and not shared else needs.graphs
-            if engine not in counted:
-                kept += needs.engines
-            peak = max(peak, kept)
-            counted |= {kind, engine}
+        same = [each for each in plans if each.precision.text == kind]
         if not same_disk(cache, plan.out):
             outputs[plan.out.resolve()] = needs.engines
-    if peak:
-        peak = max(0, peak - held_bytes(plans))
+        if graphs := reusable_graphs(same):
+            needs = needs.left({Path(name).stem for name in built_weights([plan], graphs)})
+            there = needs.graphs
+        else:
+            check_memory_to_write(needs)
+            unwritten.append(plan)
+        spends = plan.spends_graphs and len(same) == 1
+        if kind not in counted:
+            peak = max(peak, kept + needs.disk(spends) - there)
+            kept += (0 if spends else needs.graphs) - there
+        if engine not in counted:
+            kept += needs.engines
+        peak = max(peak, kept)
+        counted |= {kind, engine}
+    if unwritten:
+        peak = max(0, peak - held_bytes(unwritten))
     check_disk({cache: peak, **outputs})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,14 @@ class Needs:
             held += self.engine_files[name] - self.graph_files.get(name, 0)
             held += self.table if name == "head" else 0
         return most
+
+    def left(self, built: Collection[str]) -> Needs:
+        """Return the needs of a build whose graphs are written, and whose `built` segments are in the cache."""
+        graphs, engines = (
+            {name: size for name, size in files.items() if name not in built}
+            for files in (self.graph_files, self.engine_files)
+        )
+        return replace(self, calibration=None, graph_files=graphs, engine_files=engines)
 
     def _first_builders(self) -> list[str]:
         """Return the segments that are built first, at the same time (build/parallel.py)."""

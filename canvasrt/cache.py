@@ -89,10 +89,6 @@ class GraphCache:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_folder()) / "graphs"
 
-    def has(self, made_from: Mapping[str, Any]) -> bool:
-        """Return whether a bundle exists; it may be damaged."""
-        return (self.folder / key_of(made_from)).is_dir()
-
     def has_all(self, made_from: Mapping[str, Any]) -> bool:
         """Return whether a bundle has all its files."""
         try:

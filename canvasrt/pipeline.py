@@ -13,6 +13,7 @@ from canvasrt.build.checks import check_plan, check_space
 from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
 from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import choose_precisions
+from canvasrt.build.reuse import built_weights
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
 from canvasrt.cache import GraphCache
@@ -109,11 +110,7 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     cache, recipe = GraphCache(), plan.precision.recipe
     same = [each for each in plans if each.precision.text == plan.precision.text]
 
-    def absent(graphs: Bundle) -> set[str]:
-        builders = [cpu if each.target.capability is None else tensorrt for each in same]
-        gone = [how.built_weights(each, graphs) for how, each in zip(builders, same, strict=True)]
-        return set.intersection(*gone) if gone else set()
-
+    absent = partial(built_weights, same)
     given = plan.source.graphs
     if given is not None and not plan.quantizes:
         return given  # on a machine without the export, too

@@ -143,10 +143,11 @@ def _calibration(needs: CalibrationNeeds) -> str:
 
 def _say_calibrations(plans: Sequence[Plan]) -> None:
     """Say what calibrations will take, before they start."""
-    from canvasrt.build.cache_keys import is_cached
+    from canvasrt.build.reuse import reusable_graphs
 
-    for plan in {each.precision.text: each for each in plans if not is_cached(each)}.values():
-        if plan.needs.calibration:
+    for plan in {each.precision.text: each for each in plans}.values():
+        same = [each for each in plans if each.precision.text == plan.precision.text]
+        if plan.needs.calibration and not reusable_graphs(same):
             said = _calibration(plan.needs.calibration)
             print(f"calibrating for {plan.precision.text}: {said}", file=sys.stderr, flush=True)
 

@@ -1,0 +1,70 @@
+"""Finds what a build can reuse: graphs and engines in the cache, and the files of an interrupted build."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+from canvasrt.build import cpu, tensorrt
+from canvasrt.build.cache_keys import exported_from, lowered_from, quantized_from
+from canvasrt.build.calibration import prompts_of
+from canvasrt.build.plan import Plan
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.cache import GraphCache, key_of, unfinished_folder
+from canvasrt.calibration_prompts import work_of
+from canvasrt.errors import CanvasError
+from canvasrt.types import Json
+
+
+def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
+    """Return the files of weights that no plan reads again, since what is built from them is in the cache."""
+    gone = [
+        (cpu if each.target.capability is None else tensorrt).built_weights(each, graphs)
+        for each in plans
+    ]
+    return set.intersection(*gone) if gone else set()
+
+
+def reusable_graphs(plans: Sequence[Plan]) -> Bundle | None:
+    """Return the graphs of plans of one precision if they exist, with all weights that their builds read."""
+    if plans[0].source.graphs is not None and not plans[0].quantizes:
+        return plans[0].source.graphs
+    return _cached(plans[0], partial(built_weights, plans))
+
+
+def held_bytes(plans: Sequence[Plan]) -> int:
+    """Return the bytes of files in the cache with which interrupted builds of these plans continue."""
+    sizes = {}
+    for folder in {folder for plan in plans for folder in _begun(plan)}:
+        for file in folder.rglob("*"):
+            stat = file.lstat()
+            sizes[stat.st_ino] = stat.st_size  # a linked file counts once
+    return sum(sizes.values())
+
+
+def _begun(plan: Plan) -> list[Path]:
+    """Return the folders of a plan's graphs, finished or not, and of those being lowered; they need not exist."""
+    source, recipe = plan.source, plan.precision.recipe
+    folders = []
+    if plan.quantizes and recipe is not None:
+        prompts = prompts_of(source, recipe, plan.calibration) if recipe.is_calibrated else None
+        cut: Json = {"layers_per_segment": plan.layers_per_segment}
+        if source.graphs is not None:
+            cut = {"graphs": source.graphs.manifest.digest, "known": None}
+        else:
+            adapters = {"adapters": plan.adapter_hashes} if plan.adapters else {}
+            cut["checkpoint"] = source.made_from | adapters
+        folders.append(unfinished_folder(*work_of(cut, recipe, prompts)))
+    if found := _cached(plan, lambda bundle: bundle.manifest.files):
+        folders += [found.path, unfinished_folder(*lowered_from(found))]
+    return folders
+
+
+def _cached(plan: Plan, absent: Callable[[Bundle], Collection[str]]) -> Bundle | None:
+    made_from = quantized_from(plan) if plan.quantizes else exported_from(plan)
+    folder = GraphCache().folder / key_of(made_from)
+    with contextlib.suppress(CanvasError):  # no bundle, or a damaged one
+        return load_bundle(folder, "graphs", check=False, absent=absent)
+    return None
