@@ -135,9 +135,7 @@ class OpenAIClient:
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
-        if message.startswith(
-            "HTTP 404"
-        ):  # not an error of OpenAI's API, so another API answers here
+        if message.startswith("HTTP 404"):  # not OpenAI's error, so another API answers here
             hint = f"give the OpenAI API's port ({API_PORT} by default) with --url"
         return CanvasError(f"the server refused the request: {message}", hint)
 
