@@ -95,7 +95,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
-def test_the_plan_counts_every_context(few_slots: None, folder: Path, tiny: Pair) -> None:
+def test_the_plan_counts_every_context(few_slots: None, folder: Path) -> None:
     server = Server(folder, apart=False)
     server.model.warm_up()
     config, bodies = server.model.config, len(server.model.segments) - 1
