@@ -36,10 +36,8 @@ class EngineError(CanvasError):
 
     exit_code = 3
 
-    def __init__(
-        self, message: str, hint: str = "", log: Sequence[str] = (), fatal: bool = False
-    ) -> None:
-        super().__init__(message, hint, log)
+    def __init__(self, message: str, hint: str = "", fatal: bool = False) -> None:
+        super().__init__(message, hint)
         self.fatal = fatal
 
 

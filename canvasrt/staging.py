@@ -57,9 +57,8 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                with contextlib.suppress(
-                    OSError
-                ):  # the destination already has this result, or another process's
+                # The destination may already have this result, or another process's.
+                with contextlib.suppress(OSError):
                     folder.rmdir()
 
 
@@ -175,9 +174,8 @@ def _locked(tmp: Path) -> Iterator[None]:
     """Hold a lock on a folder, which shows other processes that its writer is alive."""
     handle = os.open(tmp, os.O_RDONLY)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # if this filesystem has no locks, the process id in the name is used
+        # On a filesystem without locks, the process id in the name is used.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:

@@ -107,9 +107,8 @@ class _OwnText(str):
     marked: str
 
     def __new__(cls, text: str, marked: str | None = None) -> Any:
-        if (
-            marked is None
-        ):  # `format` runs in the sandbox, because its result contains callers' text
+        # `format` runs in the sandbox, because its result contains callers' text.
+        if marked is None:
             return text
         own = super().__new__(cls, text)
         own.marked = marked

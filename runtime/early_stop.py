@@ -60,9 +60,8 @@ class SettledPrefix:
         self._wanted = params.settle_steps
         self._threshold = np.float32(params.confidence_threshold)
         self._argmax: np.ndarray | None = None
-        self._calm: np.ndarray | None = (
-            None  # by position: number of steps that it has been stable and confident
-        )
+        # By position: number of steps that it has been stable and confident.
+        self._calm: np.ndarray | None = None
         self.tokens: list[int] = []
 
     def take(self, output: DenoiseOutput) -> list[int]:

@@ -59,9 +59,8 @@ class DenoiseOutput:
     entropy: np.ndarray = field(default_factory=_none)  # float32, nats
     accepted: np.ndarray = field(default_factory=_none)  # bool
     next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle if it stays on a device
-    hidden: np.ndarray | None = (
-        None  # float32 [canvas, hidden_size], the last layer's output if requested
-    )
+    # float32 [canvas, hidden_size], the last layer's output if requested
+    hidden: np.ndarray | None = None
 
 
 def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:

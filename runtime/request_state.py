@@ -69,9 +69,8 @@ class RequestState(ABC):
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
         self.passes = self.turn = self.place = 0  # counted by `Schedule`
         self.finished = self.cancelled = False
-        self.job: Future[Any] | None = (
-            None  # a search on another thread, whose result the next step needs
-        )
+        # A search on another thread, whose result the next step needs.
+        self.job: Future[Any] | None = None
         self.job_began = 0.0
         self._model, self._params = model, request.params
         self._length = request.params.canvas(model.config)

@@ -225,15 +225,15 @@ TASKS: dict[str, Task] = {
 }
 
 
-def questions(task: str, split: Split = "held-out", limit: int = 500, seed: int = 0) -> list[str]:
-    """Return the prompts of a split: all if they can be listed, else `limit` prompts drawn with a seed."""
+def questions(task: str, split: Split = "held-out") -> list[str]:
+    """Return the prompts of a split: all if they can be listed, else 500 of them, always the same."""
     chosen = TASKS[task]
     prompts = chosen.all_prompts()
     if prompts is not None:
         return [prompt for prompt in prompts if chosen.split(prompt) == split]
-    rng = random.Random(f"{task}:{split}:{seed}")
-    drawn: dict[str, None] = {}  # a dict keeps the order, so the first few do not depend on limit
-    while len(drawn) < limit:
+    rng = random.Random(f"{task}:{split}:0")
+    drawn: dict[str, None] = {}  # a dict keeps the order
+    while len(drawn) < 500:
         drawn[chosen.draw_from(split, rng)] = None
     return list(drawn)
 

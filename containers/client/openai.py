@@ -138,9 +138,7 @@ class OpenAIClient:
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
-        if message.startswith(
-            "HTTP 404"
-        ):  # not an error of OpenAI's API, so another API answers here
+        if message.startswith("HTTP 404"):  # not OpenAI's error, so another API answers here
             hint = _PORT
         return CanvasError(f"the server refused the request: {message}", hint)
 

@@ -55,7 +55,7 @@ def add_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
 
     @app.get("/v1/models", summary="List the models.", response_model=Models, responses=_GUARDED)
     async def models(request: Request) -> Response:
-        keys.check(request.headers.get("authorization"))
+        keys.check(request.headers)
         return JSONResponse({"object": "list", "data": [shown(name) for name in options.names]})
 
     @app.get(
@@ -65,7 +65,7 @@ def add_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
         responses=errors(401, 403, 404),
     )
     async def model(request: Request, name: str) -> Response:
-        keys.check(request.headers.get("authorization"))
+        keys.check(request.headers)
         if name not in options.names:
             raise unknown_model(name, options.names)
         return JSONResponse(shown(name))

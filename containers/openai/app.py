@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 import canvasrt
 from canvasrt.containers.openai import anthropic, chunks, ollama
 from canvasrt.containers.openai.about import add_management, add_models
-from canvasrt.containers.openai.auth import Keys, authorization, name_of
+from canvasrt.containers.openai.auth import Keys, name_of
 from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
@@ -140,7 +140,7 @@ class Front:
 
         Raises ApiError if the key is missing, the caller's limit is exceeded, or the server accepts no requests now.
         """
-        caller = self.keys.check(authorization(request.headers))
+        caller = self.keys.check(request.headers)
         if (refusal := self._state.refusal()) is not None:
             raise refusal
         callers = self._state.callers

@@ -19,27 +19,22 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
-    def check(self, authorization: str | None) -> str:
-        """Return a name that identifies the caller's key; empty if no key is needed. Raises ApiError 401 if the header
-        has no accepted key."""
+    def check(self, headers: Mapping[str, str]) -> str:
+        """Return a name that identifies the caller's key; empty if no key is needed. Raises ApiError 401 if the request's
+        headers have no accepted key. Anthropic's clients send it in x-api-key."""
         if not self._digests:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _refusal("You did not provide an API key: send Authorization: Bearer KEY.", None)
         # Latin-1 restores the header's original bytes.
-        given = _digest(key.strip().encode("latin-1", "replace"))
+        digest = _digest(key.strip().encode("latin-1", "replace"))
         # In constant time: compares with every key, by digests of equal length.
-        found = [hmac.compare_digest(given, known) for known in self._digests]
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(found):
             raise _refusal("Incorrect API key provided.", "invalid_api_key")
-        return given.hex()[:16]
-
-
-def authorization(headers: Mapping[str, str]) -> str | None:
-    """Return the Authorization header of a request. Anthropic's clients send their key in x-api-key."""
-    key = headers.get("x-api-key")
-    return headers.get("authorization") or (f"Bearer {key}" if key else None)
+        return digest.hex()[:16]
 
 
 class Callers:

@@ -43,11 +43,6 @@ def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, 
     }
 
 
-def as_it_is(error: ApiError) -> ApiError:
-    """Return an error unchanged, for APIs whose field names are the model's."""
-    return error
-
-
 @dataclass(frozen=True)
 class Endpoint:
     """One operation. To add one, write a module with the body, `parse`, the reply and an `Endpoint`."""
@@ -59,9 +54,8 @@ class Endpoint:
     reply: type[Reply]
     answer: Any  # the type of a reply that is not streamed, for the OpenAPI document
     streams: bool = False
-    renamed: Callable[[ApiError], ApiError] = (
-        as_it_is  # translates field names in errors to the caller's
-    )
+    # Translates field names in errors to the caller's.
+    renamed: Callable[[ApiError], ApiError] = lambda error: error
     error: Any = ErrorReply  # the type of an error
 
 

@@ -64,9 +64,8 @@ class Generation:
     plain: bool = False  # the text is not parsed for thoughts and tool calls
     # Names of the model's inputs → the caller's names.
     names: dict[str, str] = field(default_factory=dict)
-    ignored: Ignored | None = (
-        None  # warnings about ignored fields; None if unknown fields are refused
-    )
+    # Warnings about ignored fields; None if unknown fields are refused.
+    ignored: Ignored | None = None
 
     def parser(self) -> AnswerParser | PlainText:
         """Return the parser of one answer's text."""

@@ -46,9 +46,6 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
             **more,
         }
 
-    def check(request: Request) -> None:
-        keys.check(request.headers.get("authorization"))
-
     guarded = errors(401, 403, body=OllamaError)
 
     @app.get(
@@ -58,7 +55,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
         responses=guarded,
     )
     async def tags(request: Request) -> Response:
-        check(request)
+        keys.check(request.headers)
         return JSONResponse({"models": [shown(each, modified_at=now) for each in options.names]})
 
     @app.get(
@@ -68,7 +65,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
         responses=guarded,
     )
     async def running(request: Request) -> Response:
-        check(request)
+        keys.check(request.headers)
         more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": context}
         return JSONResponse({"models": [shown(each, **more) for each in options.names]})
 
@@ -79,7 +76,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
         responses=errors(400, 401, 403, 404, body=OllamaError),
     )
     async def show(request: Request) -> Response:
-        check(request)
+        keys.check(request.headers)
         raw = await request.body()
         try:
             body = await pool.run(len(raw), load_json, raw)

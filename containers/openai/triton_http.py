@@ -70,7 +70,7 @@ class _Guard:
         request = Request(scope, receive)
         if scope["method"] not in _METHODS:
             raise ApiError(405, "The method is not allowed.", code="method_not_allowed")
-        caller = self._keys.check(request.headers.get("authorization"))
+        caller = self._keys.check(request.headers)
         refusal = self._state.refusal()
         if scope["method"] == "POST":
             if refusal is not None:

@@ -255,8 +255,7 @@ class FrontEnd:
     def _write(self, line: bytes) -> None:
         if self._process is None or self._process.stdin is None:
             return
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # `check_alive` will notice that the process has died
+        # If the process has died, `check_alive` will notice.
+        with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(line)
             self._process.stdin.flush()

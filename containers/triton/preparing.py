@@ -71,9 +71,8 @@ class Preparing:
             try:
                 with self.watch.busy():
                     task.run()
-            except (
-                BaseException
-            ) as error:  # the thread must survive, or other tasks would wait forever
+            # The thread must survive, or other tasks would wait forever.
+            except BaseException as error:
                 try:
                     task.fail(error)
                 except Exception:

@@ -33,9 +33,8 @@ class Allowance:
     ) -> None:
         self._seconds, self._stopped, self._eager = seconds, stopped, eager
         self._begin: float | None = None
-        self._next = (
-            0.0  # when the clock is read next; reading the clock takes longer than many checks
-        )
+        # When the clock is read next; reading it takes longer than many checks.
+        self._next = 0.0
 
     @property
     def left(self) -> float:

@@ -36,9 +36,8 @@ class _Path:
     score: float
     tokens: tuple[int, ...]
     states: tuple[GrammarState, ...]
-    close: tuple[int, ...] | None = (
-        None  # tokens that would end the answer; only known near the budget's end
-    )
+    # Tokens that would end the answer; only known near the budget's end.
+    close: tuple[int, ...] | None = None
     ended: bool = False
 
 

@@ -13,8 +13,6 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Device, Engine
 from canvasrt.runtime.gpu.device_cache import DeviceCache, aligned
 
-ATTENTION_KINDS = ("sliding", "full")
-
 
 class Transfer:
     """Named arrays in one block on device and host, so that one copy transfers all of them."""

@@ -48,7 +48,7 @@ def test_the_reference_loads_it_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert empty.config.text_config.layer_types[-1] == "full_attention"
 
 
-def test_the_released_shape_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_released_shape_has_its_parameters() -> None:
     """25.2B in total. About 0.55B belong to the vision tower; self-conditioning is part of the head."""
     text = {"model_type": "diffusion_gemma_text", **synthetic.SHAPES["released"]}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
@@ -129,7 +129,7 @@ def test_packed_experts_keep_the_size_of_activations(
     assert 0.7 < weight.std() * 256**0.5 < 1.3
 
 
-def test_the_narrow_shape_has_the_released_head_sizes(tmp_path: Path) -> None:
+def test_the_narrow_shape_has_the_released_head_sizes() -> None:
     text = {"model_type": "diffusion_gemma_text", **synthetic.SHAPES["narrow"]}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
     model, _ = read_config(config, None)

@@ -18,8 +18,6 @@ from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
 from canvasrt.targets import parse_targets
 from tests.helpers import library
 
-Arrays = dict[str, np.ndarray]
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:

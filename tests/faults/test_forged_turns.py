@@ -121,7 +121,6 @@ FRAGMENTS = st.sampled_from(
     + ["\ue000", "\U000f0000", "\U0010fffd", "é🙂", "\n", " ", "\\u003c", "{", '"', "\x1c"]
 )
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=4), min_size=1, max_size=8).map("".join)
-CHANNELS = ("<|channel>", "<channel|>")
 
 
 @settings(max_examples=60, deadline=None)

@@ -59,7 +59,7 @@ class Simulation:
         self.schedule = Schedule(QUANTUM)
         self.waiting: list[Simulated] = []
         self.running: list[Simulated] = []
-        self.time = self.swaps = 0
+        self.time = 0
         self.numbers = count()
 
     def ask(self, client: str, need: int) -> Simulated:
@@ -78,7 +78,6 @@ class Simulation:
             self.running.remove(worst)
             self.waiting.append(worst)
             self._place(best)
-            self.swaps += 1
         self.schedule.count(self.running)
         self.time += 1
         done = [each for each in self.running if each.passes == each.need]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,7 +181,7 @@ def test_the_context_counts_small_blocks(tiny: Pair, prompt: Prompt) -> None:
         request.validate(tiny.model.config, 93)
 
 
-def test_engines_from_before_say_so(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+def test_engines_from_before_say_so(tiny: Pair, prompt: Prompt) -> None:
     old = [{name: {"min": n, "opt": n, "max": n} for name, n in (("batch", 1), ("length", 32))}]
     backend = FakeBackend(profiles={**body_profiles(), "head": old}, rows_apart=True)
     model = open_model(tiny.graphs, check=False, backend=backend)

@@ -69,7 +69,7 @@ def test_a_character_cut_in_two_waits_for_its_rest() -> None:
     assert cut.put([], final=True).startswith("\ufffd")
 
 
-def test_a_template_cannot_reach_python(demo) -> None:
+def test_a_template_cannot_reach_python() -> None:
     from jinja2.exceptions import SecurityError
     from tokenizers import models
 
@@ -95,7 +95,7 @@ def test_the_demo_takes_tools_and_reads_nothing_of_them(demo) -> None:
     assert ids == tokenizer.encode_chat([question])
 
 
-def test_what_a_template_refuses_is_told(demo) -> None:
+def test_what_a_template_refuses_is_told() -> None:
     from tokenizers import models
 
     strict = Tokenizer(Core(models.BPE()), "{{ raise_exception('roles must alternate') }}")
@@ -116,7 +116,7 @@ def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> 
 
 
 @pytest.mark.parametrize("name", ["demo", "diffusion_gemma", "gemma4", "gemma3", "gemma"])
-def test_rendering_is_transformers_own(demo, reference, name: str) -> None:
+def test_rendering_is_transformers_own(reference, name: str) -> None:
     """Some of these templates compare their control tokens with parts of messages."""
     folder = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations)))
     file = folder / "chat_templates" / f"{name}.jinja"

@@ -16,7 +16,6 @@ import onnxruntime as ort
 import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.graphs.cpu import rewrite_graph
 from canvasrt.graphs.cpu_experts import split_experts
 from canvasrt.graphs.cpu_sampler import shorten_sampler
@@ -159,13 +158,13 @@ def test_each_question_is_asked_once(
 ) -> None:
     layers = len(graphs.manifest.model.layers) // 2
     for before, after in zip(split, simple, strict=True):
-        check(graphs.manifest.model, layers, after.kinds)
+        check(layers, after.kinds)
         assert after.kinds.total() < 0.82 * before.kinds.total()
         # A layer's remaining `Mul` nodes: queries, keys, both gates, the experts' norm, weights and order, and its scalar.
         assert after.kinds["Mul"] <= 8 * layers + 6
 
 
-def check(config: ModelConfig, layers: int, found: Counter[str]) -> None:
+def check(layers: int, found: Counter[str]) -> None:
     assert found["RotaryEmbedding"] == 2 * layers  # queries and keys
     assert found["Softmax"] == layers  # the router's Softmax; attention has its own inside
     assert found["SkipSimplifiedLayerNormalization"] == 2 * layers
@@ -188,7 +187,7 @@ def test_lowered_layers_too(
     assert use_nbits(model) == (format == "int4")
     assert simplify_layers(model)
     config = plain_graphs.manifest.model
-    check(config, len(config.layers), Session(model, tmp_path, "simple").kinds)
+    check(len(config.layers), Session(model, tmp_path, "simple").kinds)
 
 
 def test_bodies_share_what_is_equal(graphs: Bundle) -> None:
@@ -258,7 +257,7 @@ def test_probabilities_that_are_rounded_stay_unnormalised(graphs: Bundle) -> Non
     assert_unchanged(model, shorten_sampler)
 
 
-def test_other_graphs_stay_as_they_are(plain_graphs: Bundle, graphs: Bundle) -> None:
+def test_other_graphs_stay_as_they_are(graphs: Bundle) -> None:
     assert_unchanged(ir.load(graphs.file("head.onnx")), split_experts)
     assert_unchanged(ir.load(graphs.file("head.onnx")), simplify_layers)
     assert_unchanged(ir.load(graphs.file("body_0.onnx")), shorten_sampler)

@@ -194,7 +194,7 @@ def test_only_images_are_signed(
 
 
 def test_the_signature_is_checked_before_any_layer_is_read(
-    image: Image, signed: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    image: Image, signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, other = write_keys(tmp_path, "other")
     archive = tmp_path / "image.tar"

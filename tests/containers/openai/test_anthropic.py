@@ -200,6 +200,8 @@ def test_its_own_header_has_the_key() -> None:
                 "/v1/messages", json={**SAME, "messages": HELLO}, headers={"x-api-key": key}
             )
             assert reply.status_code == status
+            models = front.get("/v1/models", headers={"x-api-key": key})
+            assert models.status_code == (200 if key == "secret" else 401)
     assert reply.json()["error"]["type"] == "authentication_error"
 
 

@@ -180,7 +180,7 @@ def test_completions_take_prompts_as_they_are(openai: OpenAI, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_stop_strings_cut_exactly(openai: OpenAI, tokenizer: Tokenizer, length: int):
+def test_stop_strings_cut_exactly(openai: OpenAI, length: int):
     text = chat(openai).choices[0].message.content
     # The stop string lies at the end of the first block, where a stream could send too much.
     first = next(iter(c for c in _pieces(chat(openai, stream=True)) if c))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def test_the_bill_of_materials_is_valid_cyclonedx(packaged: Bundle):
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
 
 
-def test_an_edited_bill_of_materials_is_found(packaged: Bundle, tmp_path: Path):
+def test_an_edited_bill_of_materials_is_found(packaged: Bundle):
     from canvasrt.containers.image.verify import check_sbom
 
     bom = json.loads((packaged.path / "sbom.cdx.json").read_text())

@@ -176,9 +176,7 @@ def test_small_kernels_need_no_leave_for_their_memory(runtime: Runtime) -> None:
     assert "cuKernelSetAttribute" not in runtime.names()
 
 
-def test_an_error_that_only_the_driver_has(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_only_the_driver_has(runtime: Runtime) -> None:
     device = CudaDevice()
     runtime.fails.add("cuLibraryLoadData")
     with pytest.raises(CanvasError, match=r"it did not work \(cuLibraryLoadData\)"):

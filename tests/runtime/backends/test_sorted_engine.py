@@ -167,7 +167,7 @@ def states(model: DeviceModel) -> np.ndarray:
     return model.workspace.last_hidden(1, this.length)[0, :-5]
 
 
-def test_a_segment_looks_like_one_without_slots(bundle: Bundle, tiny: Pair) -> None:
+def test_a_segment_looks_like_one_without_slots(bundle: Bundle) -> None:
     model, _ = open_sorted(bundle)
     first = bodies(model)[0]
     layers = range(len(model.segments[0].layers))
@@ -224,7 +224,7 @@ def test_rows_that_nobody_writes_are_not_read(bundle: Bundle) -> None:
     assert np.array_equal(states(model), clean)
 
 
-def test_a_gpu_that_has_no_kernels_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_gpu_that_has_no_kernels_is_refused(bundle: Bundle) -> None:
     with pytest.raises(CanvasError, match=r"no kernels for a GPU of compute capability 12\.1"):
         open_sorted(bundle, then=lambda device: setattr(device, "capability", (12, 1)))
 

@@ -151,7 +151,7 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
 
 
 def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
-    tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    tiny: Pair, prompt: Prompt
 ) -> None:
     """Others go on sharing, in the same shape; nothing that they compute depends on it."""
     model, backend = resident(tiny.graphs)
@@ -240,7 +240,7 @@ def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt
 
 
 def test_hidden_states_of_an_earlier_step_are_refused(
-    tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+    prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
 ) -> None:
     model, _ = fake
     row = model.new_row()
@@ -255,7 +255,7 @@ def test_hidden_states_of_an_earlier_step_are_refused(
 
 
 def test_more_requests_than_places_are_an_error(
-    tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+    prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
 ) -> None:
     model, _ = fake
     rows = [model.new_row() for _ in range(model.max_batch + 1)]

@@ -127,7 +127,7 @@ def test_kernels_that_may_not_be_read_are_a_warning(
     assert "cannot read compiled kernels" in capsys.readouterr().err
 
 
-def test_the_plan_counts_every_context(few_slots: None, folder: Path, tiny: Pair) -> None:
+def test_the_plan_counts_every_context(few_slots: None, folder: Path) -> None:
     server = Server(folder, apart=False)
     server.model.warm_up()
     config, bodies = server.model.config, len(server.model.segments) - 1
