@@ -146,7 +146,7 @@ def test_no_import_leads_to_a_higher_floor() -> None:
 
 
 def test_commands_do_not_import_each_other() -> None:
-    """`app` loads each of them by its name, when it is called."""
+    """`app` loads a command's module by name when the command runs."""
     names = {f"canvasrt.cli.{name.replace('-', '_')}" for name in COMMANDS}
     for name in names & imports().keys():
         assert not imports()[name] & names, f"{name} imports another command"

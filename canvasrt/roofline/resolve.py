@@ -121,7 +121,7 @@ def _parts_read(
     for source, (size, counts) in parts.items():
         as_large = [] if _is_unknown(size) else [t.name for t in tensors if times(t.dims) == size]
         named = [each for each in as_large if source in graph_names(each)]
-        # If the builder has renamed the tensor, it is an operand of the same size, unless a result also has this size.
+        # A tensor that the builder has renamed is recognized by its size, unless a result has the same size.
         likely = named or ([] if size in written else as_large)
         read = next((each for each in likely if each not in found), None)
         if read is not None:

@@ -290,7 +290,7 @@ class Worker:
             self._beat()
 
     def _take_untouched(self) -> list[_Known]:
-        """Remove and return the generator's requests that were in no pass so far."""
+        """Remove and return the generator's requests that have not been in a pass yet."""
         running = self._generator.running
         untouched = [
             id
