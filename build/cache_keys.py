@@ -64,12 +64,12 @@ def quantized_from(plan: Plan) -> Json:
 
 
 def lowered_from(graphs: Bundle) -> tuple[str, Json]:
-    """Return the kind of a lowering of graphs for a CPU, and its inputs."""
+    """Return what identifies graphs lowered for a CPU: the kind of work, and its inputs."""
     return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}
 
 
 def held_bytes(plans: Sequence[Plan]) -> int:
-    """Return the bytes of files in the cache with which interrupted builds of these plans continue."""
+    """Return the bytes of cached files from which interrupted builds of these plans would resume."""
     sizes = {}
     for folder in {folder for plan in plans for folder in _begun(plan)}:
         for file in folder.rglob("*"):

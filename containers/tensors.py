@@ -151,7 +151,7 @@ _INPUTS = (
         ONE,
         "what is added to the logits of tokens: JSON, numbers by token id",
     ),
-    Tensor("canvas", "BYTES", ONE, "tokens that positions begin with, hold, or may have, as JSON"),
+    Tensor("canvas", "BYTES", ONE, "the initial, fixed or allowed tokens of positions, as JSON"),
     Tensor("stop", "BYTES", ANY, "strings that end the answer, which is cut before them"),
     Tensor("stop_token_ids", "INT32", ANY, "tokens that end the answer, besides the checkpoint's"),
     Tensor("ignore_eos", "BOOL", ONE, "no token ends the answer: it takes the whole budget"),

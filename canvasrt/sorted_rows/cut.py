@@ -148,7 +148,7 @@ def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node
 
 def _other_form() -> CanvasError:
     return CanvasError(
-        "the graph's experts have another form than this version exports",
+        "the graph's experts are not in the form that this version exports",
         "export the graphs again with this version",
     )
 

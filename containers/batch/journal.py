@@ -178,7 +178,8 @@ class Journal:
 
     def _taken(self) -> CanvasError:
         return CanvasError(
-            f"another batch writes {self._outputs.answers}", "wait for it, or name another output"
+            f"another batch is writing {self._outputs.answers}",
+            "wait for it, or name another output",
         )
 
     def _write(self, data: Mapping[str, Any]) -> None:

@@ -64,8 +64,8 @@ def deploy(
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds. Then the container
-    is removed, and the error has the last lines of its log.
+    Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds. In that case the
+    container is removed, and the error has the last lines of its log.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)

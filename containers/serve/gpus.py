@@ -50,7 +50,7 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
     if len(same) < len(fitting):
         left = sorted({gpu.name for gpu in fitting} - {same[0].name})
         log.warning(
-            "every %s serves, but not %s: others may compute other bits",
+            "every %s serves; left out, because their bits may differ: %s",
             same[0].name,
             ", ".join(left),
         )

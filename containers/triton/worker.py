@@ -255,7 +255,7 @@ class Worker:
             return
         try:
             sink.event(event)
-        except Exception:  # the sink does not accept events any more
+        except Exception:  # the sink no longer accepts events
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
 

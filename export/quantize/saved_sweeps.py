@@ -69,8 +69,8 @@ class SavedSweeps:
                 raise
             raise CanvasError(
                 f"no space left in {self._folder}, which keeps what the calibration has done",
-                "free space there, or name another disk with CANVASRT_CACHE; a second start goes on after"
-                " the last sweep that was saved",
+                "free space there, or name another disk with CANVASRT_CACHE, then repeat the command; it"
+                " continues after the last sweep that was saved",
             ) from error
         self._files, self._saved = files, time.monotonic()
         self._clean()

@@ -94,7 +94,7 @@ def test_what_failed_runs_again_after_what_never_ran(
 def test_what_lacks_a_package_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """pytest would end well, and rates would be the CPU's."""
+    """By itself, pytest would succeed, and rates would be the CPU's."""
     skips = "print('1 passed, 1 skipped in 0.02s')"
     monkeypatch.setattr(hour, "STEPS", {"parity": ((sys.executable, "-c", skips), 1)})
     hour.measure(tmp_path, tmp_path, "parity")

@@ -74,7 +74,7 @@ def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Mo
 
 
 def test_callers_share_the_passes(model: Model):
-    """One with a single request gets as much as one with eight."""
+    """A caller with one request gets as many passes as one with eight."""
     generator = Generator(model, max_batch=2)
     endless = {"max_new_tokens": 2000, **ENDLESS}
     many = [generator.add(request(model, "many", seed=seed, **endless)) for seed in range(8)]

@@ -124,7 +124,7 @@ def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
     ("gpus", "expected"),
     [
         ([], "cpu"),
-        ([RTX_4090], "cpu"),  # another architecture than all of them
+        ([RTX_4090], "cpu"),  # an architecture that none of them has
         ([RTX_5090], "rtx-5090"),
         ([RTX_PRO], "rtx-pro-6000"),
         ([H100], "h100"),
