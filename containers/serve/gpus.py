@@ -42,7 +42,7 @@ def use_gpu(name: str) -> None:
 
 def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
     """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name. Other
-    GPUs may compute other bits."""
+    GPUs may compute different bits."""
     fitting = profile.gpus(machine.gpus())
     if not settings.devices:
         return fitting[:1]

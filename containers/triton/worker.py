@@ -41,7 +41,7 @@ class Worker:
     `make` creates the generator. After a failed pass, all of its requests get an EngineError, and `make` is called
     again. Then a probe, a short request of the worker, tests the engines. If they work, the failure is counted against
     the callers whose requests had just begun. `observe` is called around every step with the generator and the number
-    of requests in flight; `beat` is called at all progress, and regularly while idle.
+    of requests in flight; `beat` is called whenever there is progress, and regularly while idle.
 
     If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
     """

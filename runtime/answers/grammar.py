@@ -102,7 +102,7 @@ class _Wrapped:
 class GrammarState:
     """A place in a grammar. Immutable, except for `slow`: `advanced` returns another state.
 
-    slow: whether a search took long, for the first state of a grammar.
+    slow: whether a search under this grammar took long; only set on the grammar's first state.
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
@@ -167,7 +167,7 @@ class GrammarState:
         """
         wrong: dict[
             tuple[int, ...], set[int]
-        ] = {}  # tokens that led to dead ends, by the tokens before them
+        ] = {}  # tokens that led to dead ends, keyed by the tokens before them
         while True:
             path: list[int] = []
             chosen: list[int] = []  # indices in `path` where other tokens were possible

@@ -117,7 +117,7 @@ def test_a_manifest_s_strings_are_no_commands(
 
 
 def edited(bundle: Bundle, place: str, name: str, value: Any) -> bytes:
-    """A bundle's manifest with another value, and the digest that fits it."""
+    """A bundle's manifest with a changed value, and a digest to match."""
     data = json.loads((bundle.path / MANIFEST).read_text())
     data[place][name] = value
     del data["digest"]
