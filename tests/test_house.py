@@ -234,7 +234,7 @@ def hints(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_hints_are_phrases() -> None:
-    """They follow `hint: `, and may stand in a sentence of the API's, so they are not sentences themselves."""
+    """Hints follow `hint: `, and may stand inside a sentence of the API's, so they are not sentences themselves."""
     for path in modules().values():
         for hint, line in hints(path):
             where = f"{path}:{line} has the hint {hint!r}"

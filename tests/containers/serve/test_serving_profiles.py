@@ -135,7 +135,7 @@ def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
 
 
 def test_the_gpu_that_serves_is_one_that_the_engines_are_for(several: Bundle):
-    """It is chosen by its name: neither by its number, nor as the fastest in CUDA's order."""
+    """The GPU is chosen by its name, not by its number, nor as the fastest in CUDA's order."""
     there = [
         replace(each, uuid=f"GPU-{number}")
         for number, each in enumerate((RTX_4090, RTX_PRO, RTX_5090, H100, RTX_5090))
