@@ -30,7 +30,7 @@ from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
-# Questions and output → answers all of them.
+# Answers all questions of the first file into the second.
 Way = Callable[[Path, Path], object]
 
 

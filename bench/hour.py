@@ -145,7 +145,7 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
         "engines": next(work.glob("[!.]*-engines-fp8-*"), work / "engines"),
     }
     words = [word.format(**places) for word in command]
-    # A repeated step begins anew. It may be cut earlier than before.
+    # A repeated step starts over, and may be cut off earlier than before.
     with suppress(FileNotFoundError):
         places["out"].replace(out / f"{name}.{len(list(out.glob(f'{name}.*.json')))}.json")
     log = out / f"{name}.log"

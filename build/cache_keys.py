@@ -41,5 +41,5 @@ def quantized_from(plan: Plan) -> Json:
 
 
 def lowered_from(graphs: Bundle) -> tuple[str, Json]:
-    """Return the kind of a lowering of graphs for a CPU, and its inputs."""
+    """Return what identifies graphs lowered for a CPU: the kind of work, and its inputs."""
     return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}

@@ -30,8 +30,8 @@ _SMALL = 10**8
 
 @dataclass(frozen=True)
 class CalibrationNeeds:
-    """The needs of a calibration: bytes of memory and disk, and over all sweeps, floating-point operations and bytes of
-    weights to read, and of weights converted to float32."""
+    """The needs of a calibration: bytes of memory and disk; and, summed over all sweeps, floating-point operations,
+    bytes of weights to read, and bytes of weights converted to float32."""
 
     work: Workload
     memory: int
@@ -124,8 +124,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head: bytes in memory and in the file, number of weights, of those of experts, and of those that one
-    token is multiplied by."""
+    """A layer or the head: its bytes in memory and in the file, its number of weights, how many of them are experts',
+    and how many multiply one token."""
 
     memory: int
     stored: int
@@ -180,8 +180,8 @@ def _widened_per_second() -> float:
 
 
 def _bytes_per_second(folder: Path) -> list[float]:
-    """Measure bringing weights to the calibration's device, from several places of the largest file in a folder: from the
-    disk, and from the page cache."""
+    """Measure how fast weights reach the calibration's device, from the disk and from the page cache. They are read at
+    several places of the largest file in a folder."""
     torch, device, rates = require("torch", "export"), _device(), []
     file = max(
         (each for each in folder.iterdir() if each.is_file()), key=lambda each: each.stat().st_size

@@ -194,7 +194,8 @@ def what_fits(plan: Plan, memory: int) -> str:
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return options that each make the plan fit; without any, a combination of options; without one, other targets."""
+    """Return options each of which makes the plan fit alone; failing that, a combination of options; failing that,
+    other targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS

@@ -213,7 +213,7 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
     """Write the kernel list. Failures are only logged, because the engine works without the list, and another version's
-    list may have another form."""
+    list may have a different form."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}
         for name, sizes in job.profiles.items()

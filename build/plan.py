@@ -226,7 +226,7 @@ class Plan:
     def existing(self) -> Bundle | None:
         """Return the bundle at `out` if this build would write the same bundle.
 
-        Raises CanvasError if `out` has other content.
+        Raises CanvasError if `out` has different content.
         """
         if not (self.out / MANIFEST).exists():
             return None

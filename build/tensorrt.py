@@ -239,7 +239,7 @@ def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
     """Raise CanvasError for engines whose activations take more memory than planned, if that exceeds the target's
     memory.
 
-    A builder may order operators such that intermediate results of a whole layer are alive at the same time.
+    A builder may order operators so that intermediate results of a whole layer are alive at the same time.
     """
     needs = {name: each["facts"]["activation_bytes"] or 0 for name, each in made.items()}
     name = max(needs, key=lambda each: needs[each])

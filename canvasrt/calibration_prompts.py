@@ -280,8 +280,8 @@ def _short(value: Any) -> str:
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization, and all inputs that determine it. By these, an interrupted quantization is
-    found again."""
+    """Return the kind of a quantization, and all inputs that determine it. They identify an interrupted quantization,
+    so that it can be resumed."""
     made_from = {
         **source,
         "recipe": recipe.to_json(),

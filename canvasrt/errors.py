@@ -42,6 +42,6 @@ class EngineError(CanvasError):
 
 
 class StalledError(EngineError):
-    """A process makes no progress any more."""
+    """A process has stopped making progress."""
 
     exit_code = 4

@@ -1,4 +1,4 @@
-"""Files by which a process reports its heartbeat, and the reason why it exits."""
+"""Files in which a process reports its heartbeat, and why it exits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now, or only until `since`, the time when a task began that is still running."""
+        """Report progress until now, or only until `since`, when a task began that is still running."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 

@@ -15,7 +15,7 @@ ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
 MAX_CANVAS = 1 << 20  # characters of JSON
-MAX_GRAMMAR = 400_000  # characters of JSON, of which a schema's 64 KB may take six per byte
+MAX_GRAMMAR = 400_000  # characters of JSON; a schema of 64 KB may take six per byte
 MAX_BIASED = 1024  # tokens
 MAX_LISTED = 128  # tokens to list with each log-probability, as in vLLM
 # Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens, each with one likeliest token.
@@ -151,7 +151,7 @@ _INPUTS = (
         ONE,
         "what is added to the logits of tokens: JSON, numbers by token id",
     ),
-    Tensor("canvas", "BYTES", ONE, "tokens that positions begin with, hold, or may have, as JSON"),
+    Tensor("canvas", "BYTES", ONE, "the initial, fixed or allowed tokens of positions, as JSON"),
     Tensor("stop", "BYTES", ANY, "strings that end the answer, which is cut before them"),
     Tensor("stop_token_ids", "INT32", ANY, "tokens that end the answer, besides the checkpoint's"),
     Tensor("ignore_eos", "BOOL", ONE, "no token ends the answer: it takes the whole budget"),

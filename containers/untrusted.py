@@ -37,7 +37,7 @@ def check_json(text: bytes, most: int = MAX_VALUES) -> int:
             raise ValueError(f"it has more than {most} values")
         depths = np.cumsum(steps, dtype=np.int32) + depth
         if depths.max() > MAX_DEPTH:
-            raise ValueError(f"it has more than {MAX_DEPTH} brackets inside each other")
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
         if depths.min() < 0:
             raise ValueError("it has more closing brackets than opening ones")
         depth, quoted = int(depths[-1]), inside[-1]
@@ -57,6 +57,6 @@ def load_json(text: str | bytes, most: int = MAX_VALUES) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
     except RecursionError:
-        raise ValueError("it has too many brackets inside each other") from None
+        raise ValueError("it is nested too deep") from None
     except ValueError as error:  # invalid UTF-8, or a number with thousands of digits
         raise ValueError(str(error).partition(";")[0]) from None

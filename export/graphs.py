@@ -62,9 +62,9 @@ def export_graphs(
         calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
         recipe: how to quantize the weights during the export of bf16 graphs. The result equals that of `quantize_graphs`.
 
-    Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
-    architecture, and when `out` is not empty. In all of these cases `out` is not written, but the progress of a
-    calibration or quantization stays in the cache, from which another call resumes.
+    Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and when
+    `out` is not empty. In all of these cases `out` is not written, but the progress of a calibration or quantization
+    stays in the cache, from which another call resumes.
     """
     found = checkpoint if isinstance(checkpoint, Description) else describe(checkpoint)
     folder, config, how = found.folder, found.model, found.quantization

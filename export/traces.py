@@ -25,7 +25,7 @@ def kept(
     """Return the graph that `make` traces: the one in the cache if the module has the same structure.
 
     Args:
-        inputs: example values, of which shapes and dtypes decide the graph.
+        inputs: example values, whose shapes and dtypes determine the graph.
         names: those of the graph's inputs and outputs.
 
     A damaged file is traced again. Without a writable cache, nothing is kept.

@@ -163,7 +163,7 @@ class Weight:
                 yield chunk.to(dtype)
 
     def check(self) -> None:
-        """Raise `CanvasError` for a part that is missing, has another shape, or is not a plain weight."""
+        """Raise `CanvasError` for a part that is missing, has a different shape, or is not a plain weight."""
         found = [(part, self.checkpoint.shape(part) or (1,)) for part in self.parts]
         for part, shape in found:
             self._check(part, shape)

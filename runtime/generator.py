@@ -118,7 +118,7 @@ class Generator:
     def abandon(self) -> None:
         """Release all requests after a failed pass; the generator must not be used again.
 
-        Raises EngineError if the device is not usable any more.
+        Raises EngineError if the device is no longer usable.
         """
         self.model.check_device()
         for each in self._running:

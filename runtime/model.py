@@ -159,7 +159,7 @@ class Model(ABC):
         return np.asarray(hidden)
 
     def check_device(self) -> None:  # noqa: B027 - only devices can fail
-        """Wait for the device. Raises EngineError if it is not usable any more."""
+        """Wait for the device. Raises EngineError if it is no longer usable."""
 
     def reserve(self, limit: int) -> int:
         """Reserve up to `limit` bytes of memory for saved chunks. Return the reserved bytes."""

@@ -203,7 +203,7 @@ def _decode(data: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image file. Raises CanvasError if it cannot be read, also from inside the `with` block."""
+    """Open an image file. Raises CanvasError if it cannot be read, even later, inside the `with` block."""
     image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:

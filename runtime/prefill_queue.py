@@ -79,7 +79,7 @@ class PrefillQueue:
         return found
 
     def is_scored(self, end: int) -> bool:
-        """Whether the scores are known of all tokens of the prompt that follow one before `end`."""
+        """Whether the scores are known for all prompt tokens whose predecessor is before `end`."""
         known = len(self._scores or ())
         return known > end or known == self._size
 
@@ -92,8 +92,8 @@ class PrefillQueue:
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
     def watch_prompt(self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]) -> None:
-        """Set the `EncodeInput.keep` of all of the prompt's chunks. It adds to `scores`, maybe in several requests; those
-        chunks whose scores are missing do not come from the prefix cache."""
+        """Set the `EncodeInput.keep` of all of the prompt's chunks. It adds to `scores`, which several requests may
+        share. Chunks whose scores are missing do not come from the prefix cache."""
         self._scores = scores
         self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
 

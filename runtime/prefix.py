@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 def share_of(owner: str) -> str:
-    """Return the name under which a caller's prompts are cached. Callers with another key cannot probe them."""
+    """Return the name under which a caller's prompts are cached. Callers with a different key cannot probe them."""
     return "" if owner.startswith(ANYBODY) else owner
 
 

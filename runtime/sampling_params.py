@@ -215,7 +215,7 @@ class SamplingParams:
         labels: Mapping[str, str] | None = None,
         **overrides: Any,
     ) -> SamplingParams:
-        """Return the checkpoint's defaults with `overrides`, of which None values are ignored.
+        """Return the checkpoint's defaults with `overrides`; overrides that are None are ignored.
 
         `labels` replace parameters' names in error messages.
         """

@@ -96,7 +96,7 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """Undo what a command does to the log of its process, which is the tests' own if `run` is called here."""
+    """Undo what a command does to its process's log: if `run` is called here, that process is the tests' own."""
     root, product = logging.getLogger(), logging.getLogger("canvasrt")
     before = [(each, each.level, list(each.handlers)) for each in (root, product)]
     yield

@@ -146,7 +146,7 @@ def test_no_import_leads_to_a_higher_floor() -> None:
 
 
 def test_commands_do_not_import_each_other() -> None:
-    """`app` loads each of them by its name, when it is called."""
+    """`app` loads a command's module by name when the command runs."""
     names = {f"canvasrt.cli.{name.replace('-', '_')}" for name in COMMANDS}
     for name in names & imports().keys():
         assert not imports()[name] & names, f"{name} imports another command"
@@ -234,7 +234,7 @@ def hints(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_hints_are_phrases() -> None:
-    """They follow `hint: `, and may stand in a sentence of the API's, so they are not sentences themselves."""
+    """Hints follow `hint: `, and may stand inside a sentence of the API's, so they are not sentences themselves."""
     for path in modules().values():
         for hint, line in hints(path):
             where = f"{path}:{line} has the hint {hint!r}"

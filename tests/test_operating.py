@@ -46,7 +46,8 @@ def test_the_page_has_every_metric_that_it_names() -> None:
 
 
 def test_the_page_has_every_variable() -> None:
-    """Those that the product names, except variables of options, and those that `serve` sets for its own children."""
+    """The page lists the variables that the product names, except those of options and those that `serve` sets for its
+    own children."""
     sources = [file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")]
     named = {name for file in sources for name in _VARIABLE.findall(file.read_text("utf-8"))}
     inner = {f"CANVASRT_{each.name.upper()}" for each in fields(ModelOptions)}

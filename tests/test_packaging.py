@@ -129,7 +129,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_the_lock_names_every_constraint_with_its_hashes() -> None:
-    """.ci/lock writes it."""
+    """`.ci/lock` writes the lock."""
     wanted = {
         re.sub(r"[-_.]+", "-", line).lower()
         for line in CONSTRAINTS

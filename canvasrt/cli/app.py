@@ -39,7 +39,7 @@ COMMANDS = {
     "download-to-cache": _INSIDE,
     "create-model-store": _INSIDE,
 }
-# Commands whose module has another name.
+# Commands whose module has a different name.
 _MODULES = dict.fromkeys(
     ("list-model-profiles", "download-to-cache", "create-model-store"), "model_profiles"
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
-# Number of prompts of which passes are captured: the encoding, and the first, middle and last step.
+# Number of prompts whose passes are captured: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
 # With an acceptance bound below zero, nothing is accepted, so the head's next canvas is the given noise.
 NOTHING = -1.0

@@ -63,7 +63,8 @@ class _Stack:
         self.product = self._find(plain)
 
     def _find(self, plain: ir.Value) -> ir.Node | None:
-        """Return the MatMul over the transposed weight. None for another form, and for weights that are not external data."""
+        """Return the MatMul over the transposed weight. None for a graph in a different form, and for weights that are
+        not external data."""
         node = plain
         for kind in ("Transpose", "MatMul"):
             users = node.consumers()

@@ -82,7 +82,7 @@ def _chain(graph: ir.Graph) -> list[ir.Node] | None:
 
 
 def _readers(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield the nodes that read a value, also if it was cast."""
+    """Yield the nodes that read a value, directly or after a cast."""
     for node in value.consumers():
         if node.op_type == "Cast":
             yield from _readers(node.outputs[0])

@@ -92,7 +92,7 @@ def ancestors(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def is_constant(value: ir.Value) -> bool:
-    """Return whether a value depends on no input: a weight or a constant, also if transposed, cast or scaled."""
+    """Return whether a value depends on no input: a weight or a constant, possibly transposed, cast or scaled."""
     node = value.producer()
     if node is None:
         return value.is_initializer()
@@ -102,7 +102,7 @@ def is_constant(value: ir.Value) -> bool:
 
 
 def integers_of(value: ir.Value | None) -> list[int] | None:
-    """Return a constant's integers, also if it was cast or reshaped; None for a computed value."""
+    """Return a constant's integers, even if it was cast or reshaped; None for a computed value."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in ("Cast", "Reshape"):
             break

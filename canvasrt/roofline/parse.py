@@ -22,7 +22,7 @@ _TENSOR = re.compile(
     r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[\d,-]*)\],"
     r".*?Datatype: (?P<format>[\w -]+)"
 )
-# Before TensorRT 11, the dtype is a word in the tensor's format; before 10, the field has another name.
+# Before TensorRT 11, the dtype is a word in the tensor's format; before 10, the field has a different name.
 _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")

@@ -121,7 +121,7 @@ def _parts_read(
     for source, (size, counts) in parts.items():
         as_large = [] if _is_unknown(size) else [t.name for t in tensors if times(t.dims) == size]
         named = [each for each in as_large if source in graph_names(each)]
-        # If the builder has renamed the tensor, it is an operand of the same size, unless a result also has this size.
+        # A tensor that the builder has renamed is recognized by its size, unless a result has the same size.
         likely = named or ([] if size in written else as_large)
         read = next((each for each in likely if each not in found), None)
         if read is not None:
@@ -134,9 +134,9 @@ def _is_unknown(size: Dim) -> bool:
 
 
 def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
-    """Return the tensor outside a kernel that `name`, with `size` numbers, is a view of: it has the same numbers in another
-    shape, or each number of `name` is computed from one of its own. None if the kernel computes, writes or reads all of
-    `name`."""
+    """Return the tensor outside a kernel that `name`, with `size` elements, is a view of: that tensor has the same
+    elements in a different shape, or each element of `name` is computed from one of its elements. None if the kernel
+    computes, writes or reads all of `name`."""
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []
     while (node := writers.get(views[-1])) is not None:
@@ -225,7 +225,7 @@ def _split(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match the same sizes in another order, one of them unknown."""
+    """Match the same sizes in a different order, one of them unknown."""
     named = [dim for dim in candidate if isinstance(dim, str)]
     if wanted.count(UNRESOLVED) != 1 or not named:
         return None

@@ -30,7 +30,7 @@ def write_kernels(programs: Programs, file: Path) -> None:
 
 
 def read(file: Path) -> Programs:
-    """Read a kernel list. Raises CanvasError if the file is not one, or has another schema."""
+    """Read a kernel list. Raises CanvasError if the file is not one, or has a different schema."""
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
         if data["schema"] != KERNELS_SCHEMA:

@@ -138,9 +138,9 @@ def _named_shape(value: Any) -> Dims:
 
 
 def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
-    """Return the sum of products of distinct `dims` that equals `sizes` at all combinations of `_LOW` and `_HIGH`, of
-    which the last dimension changes fastest. Return UNKNOWN if the formula does not give `check` when all dimensions
-    are `_CHECK`."""
+    """Return the sum of products of distinct `dims` that equals `sizes` at all combinations of `_LOW` and `_HIGH`, in
+    an order in which the last dimension changes fastest. Return UNKNOWN if the formula does not give `check` when all
+    dimensions are `_CHECK`."""
     terms = {
         tuple(dim for dim, is_factor in zip(dims, chosen, strict=True) if is_factor): factor
         for chosen, factor in _coefficients(list(sizes), len(dims)).items()

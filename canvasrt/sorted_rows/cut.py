@@ -46,9 +46,9 @@ class _Cut:
 def cut_body(model: ir.Model) -> list[ir.Model]:
     """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
 
-    Each piece has those of the graph's inputs and outputs that it needs, except slots and `load`. Tokens are `[B, L]`
-    where it was cut: `own` and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`, `index` int32 `[B, L, K]`,
-    `expert_rows` `[K, B, L, D]`. Experts in FP8 get `own` in E4M3.
+    Each piece has those of the graph's inputs and outputs that it needs, except slots and `load`. At the cuts,
+    values have two token axes: `own` (the experts' input) and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`,
+    `index` int32 `[B, L, K]`, `expert_rows` `[K, B, L, D]`. For experts in FP8, `own` is in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.
     """
@@ -148,7 +148,7 @@ def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node
 
 def _other_form() -> CanvasError:
     return CanvasError(
-        "the graph's experts have another form than this version exports",
+        "the graph's experts are not in the form that this version exports",
         "export the graphs again with this version",
     )
 
@@ -261,7 +261,7 @@ class _Piece:
     def _hand(
         self, name: str, value: ir.Value, dtype: ir.DataType, tokens: ir.Value, width: int
     ) -> ir.Value:
-        """Return an output with a value's numbers, `[B, L, width]`."""
+        """Return an output: `value` in the shape `[B, L, width]`."""
         last = self._constant([width], f"{name}_width")
         shape = self._add("Concat", [tokens, last], f"{name}_shape", axis=0)
         made = self._add("Reshape", [value, shape], name)

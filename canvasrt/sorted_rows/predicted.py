@@ -94,7 +94,7 @@ def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
         return Kernel(node, ROW_ROUNDING, before, (), after, "", (node,))
     stored = FORMATS[form.format].codes.builder if form.format else plain
     outputs = form.outputs if form.function == DOWN_KERNEL else 2 * form.outputs
-    # As the builder lists them, inputs first.
+    # The builder lists a weight's input dimension before its output dimension.
     constants = [tensor("values", stored, sizes.experts, form.width, outputs)]
     if form.format in ROUNDED:
         constants.append(tensor("scales", "Float", sizes.experts, outputs))

@@ -1,4 +1,4 @@
-"""The experts of sorted rows in NumPy, and a trial of the kernels against them on the GPU that runs them."""
+"""The experts of sorted rows in NumPy, and a trial that compares the kernels with NumPy on the GPU that will run them."""
 
 from __future__ import annotations
 

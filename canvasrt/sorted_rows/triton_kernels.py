@@ -83,7 +83,8 @@ def _add_int4(
     total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT: tl.constexpr, SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of INT4 weights, whose low four bits hold its first half, and high ones the second."""
+    """Add the products with one unit of INT4 weights: the low four bits of its bytes are its first half, the high ones
+    the second."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
     packed = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=fits[:, None], other=0)
@@ -118,7 +119,8 @@ def _shared_scales(blocks, row, fits, block, WIDTH):
 
 @triton.jit
 def _e2m1(code):
-    """Return the float16 numbers of E2M1 codes 0 … 15: their bits in float16's place, whose exponent is then 14 too small."""
+    """Return E2M1 codes 0 … 15 in float16. Their bits are moved to where float16 has them; the exponent is then 14 too
+    small."""
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 16384.0, tl.float16)
 

@@ -73,7 +73,7 @@ class Cluster:
                 if actor in self._load:
                     self._load[actor] -= 1
         raise CanvasError(
-            f"no actor is left: {self._why}", "repeat the command: it goes on from here"
+            f"no actor is left: {self._why}", "repeat the command: it continues from here"
         )
 
 

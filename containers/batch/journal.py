@@ -42,7 +42,7 @@ class Journal:
     def __init__(self, outputs: Outputs, identity: Mapping[str, Any]) -> None:
         """Open or create the journal. `identity`: the values that all answers of the output have in common.
 
-        Raises CanvasError if the output is complete, locked, or was begun with another identity.
+        Raises CanvasError if the output is complete, locked, or was begun with a different identity.
         """
         self._outputs = outputs
         self._file = self._open()
@@ -161,7 +161,7 @@ class Journal:
         if names := [name for name in identity if found[name] != identity[name]]:
             raise CanvasError(
                 f"{self._outputs.journal} was begun with another {', '.join(names)}",
-                "repeat the command that began it, or remove the file to begin anew",
+                "repeat the command that began it, or remove the file to start over",
             )
 
     def _parsed(self, text: bytes) -> Any:
@@ -173,12 +173,13 @@ class Journal:
     def _foreign(self) -> CanvasError:
         return CanvasError(
             f"{self._outputs.journal} is damaged, or not a batch's",
-            "name another output, or remove the file to begin anew",
+            "name another output, or remove the file to start over",
         )
 
     def _taken(self) -> CanvasError:
         return CanvasError(
-            f"another batch writes {self._outputs.answers}", "wait for it, or name another output"
+            f"another batch is writing {self._outputs.answers}",
+            "wait for it, or name another output",
         )
 
     def _write(self, data: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ def run_batch(
     """Answer all requests of `file` that the journal of `out` lacks, then write `out` and its error file.
 
     `source` identifies the answerer's model. Raises CanvasError before any work if the file is invalid, or if `out` was
-    begun with other options.
+    begun with different options.
     """
     lines, digest = read_lines(file, seed)
     outputs = Outputs.of(out)

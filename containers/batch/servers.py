@@ -150,7 +150,7 @@ class Servers:
         if None not in since and time.monotonic() - begun > PATIENCE:
             raise CanvasError(
                 f"no server has taken a request for {PATIENCE:g} s: {why}",
-                "start one, and repeat the command: it goes on from here",
+                "start one, and repeat the command: it continues from here",
             )
 
 

@@ -65,7 +65,7 @@ def deploy(
     """Run a package, wait until it is ready, and return its addresses.
 
     Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds; None is what the
-    image allows. Then the container is removed, and the error has the last lines of its log.
+    image allows. In that case the container is removed, and the error has the last lines of its log.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)

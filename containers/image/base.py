@@ -153,7 +153,7 @@ class Base:
 def read_base(path: Path, architecture: str | None = None) -> Base:
     """Read the image at `path`: a folder with an OCI layout, or an archive of one image.
 
-    Raises CanvasError if there is none, or if it is damaged or has another architecture.
+    Raises CanvasError if there is none, or if it is damaged or has a different architecture.
     """
     path = path.expanduser()
     with _readable(path, "base image"):

@@ -67,7 +67,7 @@ def write_image(
 
     With a private `key`, signed provenance is written next to the image.
 
-    Raises the CanvasErrors of `package` and `read_base`, and one for missing wheels. Then nothing is written.
+    Raises the CanvasErrors of `package` and `read_base`, and one for missing wheels. In that case nothing is written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)

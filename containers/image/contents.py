@@ -28,7 +28,7 @@ _REMOVED = ".wh."
 def contents(base: Base) -> list[Installed]:
     """Return the packages of a base image. Layers are read once; the result is cached.
 
-    Raises CanvasError for a layer that does not match its digest. Then nothing is cached.
+    Raises CanvasError for a layer that does not match its digest. In that case nothing is cached.
     """
     file = cache_folder() / "bases" / f"{base.digest.removeprefix('sha256:')}.packages.json"
     if file.is_file():

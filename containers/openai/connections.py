@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
 # Seconds for which a connection is kept after an answer. It is longer than clients keep theirs (httpx 5, aiohttp 15) and
-# than load balancers do (often 60): whoever closes first must not be the side that a request is on its way to.
+# than load balancers do (often 60): if the server closed first, a request could already be on its way.
 KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
 WRITE_TIMEOUT = 60.0  # seconds in which the caller reads nothing

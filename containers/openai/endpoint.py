@@ -17,7 +17,7 @@ from canvasrt.containers.openai.generation import Generation, Reply
 
 # The errors that operations may return. A server returns 503 while it starts or stops.
 _ABOUT = {
-    400: "The request is wrong, or asks for what is not supported.",
+    400: "The request is wrong, or asks for something that is not supported.",
     401: "The API key is missing or wrong.",
     403: "The Host is not one of this server's.",
     404: "The model is not served here.",

@@ -18,7 +18,7 @@ _WAIT = {
     "starting": (2, "The server is starting."),
     "building": (30, "The engines are being built for this GPU; this happens once."),
     "loading": (5, "The model is being loaded."),
-    "failed": (5, "The engines have failed, and the server is ending."),
+    "failed": (5, "The engines have failed, and the server is shutting down."),
     "stopping": (2, "The server is stopping."),
 }
 

@@ -119,7 +119,7 @@ def _call(call: Any, where: str, found: _Found) -> dict[str, Any]:
         raise _wrong(
             f"{where}.function.arguments",
             f"the arguments of all calls may have {MAX_VALUES} values together, "
-            f"and {MAX_DEPTH} brackets inside each other",
+            f"and be nested {MAX_DEPTH} deep",
         ) from None
     try:
         arguments = load_json(text or "{}")

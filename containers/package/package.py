@@ -46,7 +46,7 @@ def package(
     together; None is the engines' limit.
 
     Raises CanvasError if a bundle is damaged, bundles do not fit together, the base image cannot load the engines, or
-    `out` is not empty. Then nothing is written.
+    `out` is not empty. In that case nothing is written.
     """
     options = options or PackageOptions(max_batch=max_batch).on(releases.DEFAULT_BASE)
     bundles = _load(source)

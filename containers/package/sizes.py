@@ -104,9 +104,9 @@ def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
     The trial (runtime/gpu/sharing.py) compares canvases: at every place with four loads of experts, and for every width
-    after a prompt of that length. Each canvas runs alone, beside others, and in its own pass of every width. With four
-    canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every
-    shape 2.9 s.
+    after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of every width. With
+    four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running
+    every shape 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:

@@ -42,7 +42,7 @@ def use_gpu(name: str) -> None:
 
 def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
     """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name. Other
-    GPUs may compute other bits."""
+    GPUs may compute different bits."""
     fitting = profile.gpus(machine.gpus())
     if not settings.devices:
         return fitting[:1]
@@ -50,7 +50,7 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
     if len(same) < len(fitting):
         left = sorted({gpu.name for gpu in fitting} - {same[0].name})
         log.warning(
-            "every %s serves, but not %s: others may compute other bits",
+            "every %s serves; left out, because their bits may differ: %s",
             same[0].name,
             ", ".join(left),
         )

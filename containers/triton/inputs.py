@@ -130,7 +130,8 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _file(item: Any) -> bytes:
-    """Return an image file that was sent as raw bytes, a data URL or base64. JSON requires one of the latter two."""
+    """Return an image file that was sent as raw bytes, a data URL or base64. In JSON, it must be one of the latter
+    two."""
     data = item.encode() if isinstance(item, str) else bytes(item)
     if not data.startswith(b"data:"):
         return _decoded(data) or data

@@ -65,7 +65,7 @@ class ResponseSink:
             self._sender.send(error_response(code, message), flags=FINAL)
 
     def cancelled(self) -> bool:
-        """Return whether the caller no longer waits for events."""
+        """Return whether the caller has stopped waiting for events."""
         told = self.cancel is not None and self.cancel.is_set()
         return self._ended or self._sender.is_cancelled() or told
 

@@ -103,7 +103,7 @@ class Tickets:
             # A single request is admitted, however long it is.
             if self._max_tokens and self.tokens and self.tokens + count > self._max_tokens:
                 raise Busy(
-                    f"requests with {self.tokens} tokens are waiting, of {self._max_tokens} at most",
+                    f"all requests together have {self.tokens} tokens of at most {self._max_tokens}",
                     "try again later",
                 )
             if ticket in self._taken:

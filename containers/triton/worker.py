@@ -41,7 +41,7 @@ class Worker:
     `make` creates the generator. After a failed pass, all of its requests get an EngineError, and `make` is called
     again. Then a probe, a short request of the worker, tests the engines. If they work, the failure is counted against
     the callers whose requests had just begun. `observe` is called around every step with the generator and the number
-    of requests in flight; `beat` is called at all progress, and regularly while idle.
+    of requests in flight; `beat` is called whenever there is progress, and regularly while idle.
 
     If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
     """
@@ -255,7 +255,7 @@ class Worker:
             return
         try:
             sink.event(event)
-        except Exception:  # the sink does not accept events any more
+        except Exception:  # the sink no longer accepts events
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
 
@@ -290,7 +290,7 @@ class Worker:
             self._beat()
 
     def _take_untouched(self) -> list[_Known]:
-        """Remove and return the generator's requests that were in no pass so far."""
+        """Remove and return the generator's requests that have not been in a pass yet."""
         running = self._generator.running
         untouched = [
             id

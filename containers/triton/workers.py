@@ -19,10 +19,10 @@ Observe = Callable[[Sequence[Generator], int], None]
 class Workers:
     """Submits each request to a worker. Callers' limits apply to all workers together.
 
-    Of workers with a free place, the one with the fewest requests gets it. If none has a place, the request waits at
-    the worker with the fewest requests of its caller: turns that are fair on each GPU are then fair on all. A worker
-    hands waiting requests to workers with a free place; a request that has begun stays. A worker that seems stuck gets
-    no requests while another does not.
+    A request goes to the worker with the fewest requests of those with a free place. If none has a place, the request
+    waits at the worker with the fewest requests of its caller: turns that are fair on each GPU are then fair on all. A
+    worker hands waiting requests to workers with a free place; a request that has begun stays. A worker that seems
+    stuck gets no requests while another does not.
     """
 
     def __init__(

@@ -81,8 +81,8 @@ def calibrate(
 
     room: a folder for the progress of an interrupted calibration.
 
-    Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and line, for weights
-    and activations that are not finite, by name, and if a GPU's memory runs out.
+    Raises `CanvasError` for a recipe that does not fit the model; for unusable prompts, with file and line; for weights
+    and activations that are not finite, with their names; and if a GPU's memory runs out.
     """
     from canvasrt.export.quantize.network import gpu_memory
 

@@ -210,16 +210,17 @@ def device_here() -> str:
 
 @contextlib.contextmanager
 def gpu_memory() -> Iterator[None]:
-    """Give back all memory of a GPU at the end: kernels are timed there next. Raises CanvasError if it runs out."""
+    """Give back all memory of a GPU at the end, because kernels are timed on it next. Raises CanvasError if it runs
+    out."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise CanvasError(
             f"calibration ran out of GPU memory: {str(error).partition('. GPU')[0]}",
-            "end other programs on the GPU, which nvidia-smi lists, and start again, which goes on from the last saved"
-            " sweep; or set CUDA_VISIBLE_DEVICES to nothing to calibrate on the CPU, from the first sweep on. If the engines"
-            " can only be built on this GPU, set it only for `canvasrt export` and `canvasrt quantize`, and build from their"
-            " graphs",
+            "end other programs on the GPU (nvidia-smi lists them) and repeat the command, which continues after the last"
+            " saved sweep; or set CUDA_VISIBLE_DEVICES to an empty string to calibrate on the CPU, from the first sweep. If the"
+            " engines can only be built on this GPU, set it only for `canvasrt export` and `canvasrt quantize`, and build"
+            " from their graphs",
         ) from error
     finally:
         torch.cuda.empty_cache()

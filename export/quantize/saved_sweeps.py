@@ -22,8 +22,8 @@ class SavedSweeps:
     """One calibration's state in a folder: tensors of every sweep, and one file per request with its keys and values."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Read the state of an earlier start; `state` is empty if there is none, if a file is missing or cut off, or if it
-        ran on another device, whose sums have other last bits."""
+        """Read the state of an earlier start; `state` is empty if there is none, if a file is missing or cut off, or if
+        it ran on another device, whose sums differ in their last bits."""
         self._folder, self._device = folder, device
         folder.mkdir(exist_ok=True)
         self._saved = time.monotonic()
@@ -69,8 +69,8 @@ class SavedSweeps:
                 raise
             raise CanvasError(
                 f"no space left in {self._folder}, which keeps what the calibration has done",
-                "free space there, or name another disk with CANVASRT_CACHE; a second start goes on after"
-                " the last sweep that was saved",
+                "free space there, or name another disk with CANVASRT_CACHE, then repeat the command; it"
+                " continues after the last sweep that was saved",
             ) from error
         self._files, self._saved = files, time.monotonic()
         self._clean()

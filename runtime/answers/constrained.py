@@ -25,8 +25,8 @@ from canvasrt.runtime.request_state import RequestState
 
 log = logging.getLogger(__name__)
 
-# Searches run on separate threads, so that one request's grammar does not delay other requests' steps. Grammars that once took
-# long have a thread of their own, which yields to all others.
+# Searches run on separate threads, so that one request's grammar does not delay other requests' steps. Grammars that
+# have proved slow have a thread of their own, which yields to all others.
 _QUICK, _SLOW = Searchers(2), Searchers(1)
 # CPU seconds in addition to those per token: those of one search before it counts as slow, and those of a request.
 QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0

@@ -102,7 +102,7 @@ class _Wrapped:
 class GrammarState:
     """A place in a grammar. Immutable, except for `slow`: `advanced` returns another state.
 
-    slow: whether a search took long, for the first state of a grammar.
+    slow: whether a search under this grammar took long; only set on the grammar's first state.
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
@@ -167,7 +167,7 @@ class GrammarState:
         """
         wrong: dict[
             tuple[int, ...], set[int]
-        ] = {}  # tokens that led to dead ends, by the tokens before them
+        ] = {}  # tokens that led to dead ends, keyed by the tokens before them
         while True:
             path: list[int] = []
             chosen: list[int] = []  # indices in `path` where other tokens were possible
@@ -271,14 +271,16 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     if shortest is None:
         raise CanvasError(
             f"{path} allows no answer of at most {MAX_SHORTEST} tokens",
-            "give one that can be satisfied with this model's tokens and ends",
+            "give one that this model's tokens can satisfy with a finite answer",
         )
     return GrammarState(matcher, vocabulary, len(shortest))
 
 
 def check_grammar(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
-    """Return the path of a grammar's content, and the content: text or schema. Raises CanvasError if form or size is
-    wrong; does not compile."""
+    """Return a grammar's path, for error messages, and its text or schema. Compiles nothing.
+
+    Raises CanvasError if the grammar has the wrong form or size.
+    """
     kind = spec.get("type")
     if kind not in GRAMMAR_TYPES:
         raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
@@ -352,7 +354,7 @@ def _divisor(value: Any) -> int:
 
 
 def _source(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
-    """Return the path of a grammar's content, and the content: text or schema."""
+    """Return a grammar's path, for error messages, and its text or schema."""
     kind = spec["type"]
     if kind == "json_object":
         return path, {"type": "object"}

@@ -1,4 +1,4 @@
-"""Threads that run searches beside the passes."""
+"""Threads that run searches while passes run."""
 
 from __future__ import annotations
 

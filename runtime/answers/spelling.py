@@ -97,7 +97,7 @@ class Speller:
 
     def moved(self) -> None:
         """Note that the grammar forced the following tokens."""
-        self._free = _Used(len(self._rank))  # counts start anew for every free text
+        self._free = _Used(len(self._rank))  # counts start over for every free text
         self._bound.closed = 0
 
     def next(self, allows: Callable[[int], bool]) -> int | None:

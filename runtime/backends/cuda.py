@@ -109,7 +109,8 @@ class CudaDevice:
     def capture(self, work: Callable[[], Any]) -> int:
         """Record the calls that `work` queues as a graph, without running them, and return the graph for `replay`.
 
-        Raises CanvasError if the driver cannot capture them. Then nothing is queued, and the stream remains usable.
+        Raises CanvasError if the driver cannot capture them. In that case nothing is queued, and the stream remains
+        usable.
         """
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)

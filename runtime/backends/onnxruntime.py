@@ -101,7 +101,7 @@ class OrtSegment:
 
 
 def drop_pages(file: Path) -> None:
-    """Release the memory of a mapped file; pages are read again when needed. Does nothing on other systems than Linux.
+    """Release the memory of a mapped file; pages are read again when needed. Does nothing except on Linux.
 
     At load, ONNX Runtime reads INT4 weights and scales once to repack them, and keeps the scales mapped.
     """

@@ -190,7 +190,10 @@ class TensorRTEngine:
             if isinstance(error, EngineError) and error.fatal:
                 raise
             _log.warning(
-                "%s: place %d runs in a shared context, slower: %s", self.name, place, error
+                "%s: place %d runs in a shared context, which is slower: %s",
+                self.name,
+                place,
+                error,
             )
             self._backend.device.synchronize()  # queued work may still use the context
             self._contexts[key] = None

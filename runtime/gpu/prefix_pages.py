@@ -41,7 +41,7 @@ class Pages:
         return len(self._free) * self.size
 
     def save(self, row: DeviceRow, tokens: int) -> list[int]:
-        """Copy the last `tokens` tokens of a row to free pages, of which there must be enough; return the pages."""
+        """Copy the last `tokens` tokens of a row to free pages, and return these. There must be enough free pages."""
         pages = [self._free.pop() for _ in range(_count(tokens))]
         begin = row.length - tokens
         for number, page in enumerate(pages):

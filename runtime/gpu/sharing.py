@@ -39,9 +39,10 @@ class Evidence:
 def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if this changes no bits of a request's results.
 
-    Compares shared passes with a request alone and with random others, at every place and several expert loads, and own
-    passes of every width. If all bits agree, every step may use the faster kind of pass; otherwise that choice would
-    make tokens depend on timing. Also warms up all shapes of the resulting plan. No request may be running."""
+    Compares a request's results in shared passes, alone and with random others, at every place and under several expert
+    loads, with those in its own passes of every width. If all bits agree, every step may use the faster kind of pass;
+    otherwise that choice would make tokens depend on timing. Also warms up all shapes of the resulting plan. No request
+    may be running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()

@@ -105,7 +105,7 @@ def test_a_damaged_state_repeats_steps(
 def test_what_lacks_a_package_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """pytest would end well, and rates would be the CPU's."""
+    """By itself, pytest would succeed, and rates would be the CPU's."""
     skips = "print('1 passed, 1 skipped in 0.02s')"
     monkeypatch.setattr(hour, "STEPS", {"parity": ((sys.executable, "-c", skips), 1)})
     hour.measure(tmp_path, tmp_path, "parity")

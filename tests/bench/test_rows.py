@@ -27,5 +27,5 @@ def test_rows_are_those_of_numpy(
         most = {"fp8": 0.05, "nvfp4": 0.25}.get(formats[1] or "", 0.01)
         assert layer.error(np.random.default_rng(0)) < most
     assert len(layer.seconds(1)) == (4 if formats[0] == "nvfp4" else 3)
-    layer.x = layer.x[::-1]  # NumPy now computes with other tokens than the device
+    layer.x = layer.x[::-1]  # NumPy now computes with different tokens from the device's
     assert layer.error(np.random.default_rng(0)) > 0.5

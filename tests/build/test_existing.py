@@ -23,8 +23,7 @@ def plan() -> Plan:
 
 
 def difference(plan: Plan, **options: Any) -> str:
-    """Return the message about the difference between a plan and engines built with other
-    options."""
+    """Return the message about the difference between a plan and engines built with different options."""
     manifest = SimpleNamespace(
         made_from={"source": plan.source.made_from},
         target={"name": plan.target.name},

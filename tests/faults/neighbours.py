@@ -1,4 +1,4 @@
-"""Measures how long answers take beside attackers: `python -m tests.faults.neighbours HOST:PORT`, a server of the demo.
+"""Measures how long answers take during attacks: `python -m tests.faults.neighbours HOST:PORT`, a server of the demo.
 
 Prints the median and the maximum, in milliseconds, of plain answers and of those that follow `[0-9]{2}`; then of both
 while the same attackers send to a process that only reads, which is what their own work costs this machine.

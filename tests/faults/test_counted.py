@@ -97,7 +97,7 @@ def test_counting(text: str, refused: bool):
 
 
 def test_values_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
-    """Wherever a piece ends: inside strings, escapes and runs of backslashes."""
+    """The count is right wherever a piece ends: inside strings, escapes and runs of backslashes."""
     text = json.dumps(['a"[\\\\' * 3, {"\\": ["]", '\\"[[[[', [[1, 2]]]}, "\\\\", []])
     for piece in range(1, 40):
         monkeypatch.setattr(untrusted, "_PIECE", piece)
@@ -204,7 +204,7 @@ def images() -> Iterator[tuple[str, list[int]]]:
 def test_images_are_budgeted_while_they_are_fetched(
     images: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Per request and in all; what a request held is given back at its end."""
+    """Each request has a budget, and all share one; what a request held is given back when it ends."""
     url, _ = images
     taken: list[int] = []
     take = ImageBudget.take

@@ -139,7 +139,7 @@ def test_contexts_that_memory_has_no_room_for_make_passes_slower(
     gpu.inject(f"memory {taken[shared]}")  # for the first place's first context, and no further one
     with start(gpu, tmp_path / "slower") as running:
         assert right(running)
-        assert "runs in a shared context, slower" in log(running)
+        assert "runs in a shared context, which is slower" in log(running)
         assert gpu.events()["context"] == shared + 1
     gpu.inject(f"memory {taken[shared - 1] - 1}")
     process = started(gpu.package, tmp_path / "ended", *ANY_PORTS)

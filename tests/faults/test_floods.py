@@ -237,7 +237,7 @@ def half_sent(front: FrontEnd, body: bytes = b"") -> socket.socket:
 
 
 def test_half_sent_bodies_make_room(alone: Alone):
-    """Every newcomer is served; the connections whose bodies stopped growing first are closed."""
+    """Every newcomer is served; the connections whose bodies stopped growing earliest are closed."""
     front = alone(max_connections=8)
     held = [half_sent(front) for _ in range(8)]
     try:

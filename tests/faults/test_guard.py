@@ -59,7 +59,7 @@ def test_grpc_names_no_caller(keyed: Serving, owner: str):
 
 
 def test_a_key_s_answers_count_on_both_ports(keyed: Serving):
-    """They did not on Triton's."""
+    """Answers on Triton's port once did not count."""
     head = {**JSON, "Authorization": "Bearer sesame"}
     waiting = http.client.HTTPConnection(keyed.said["http"], timeout=60)
     with contextlib.closing(waiting):

@@ -70,7 +70,7 @@ def status(front: FrontEnd, certificates: Path, path: str = "/v1/version") -> in
 def test_silent_tls_connections_have_places(
     secure: FrontEnd, certificates: Path, held: list[socket.socket], tmp_path: Path
 ):
-    """They count from the moment they are accepted, and make room like others that wait."""
+    """They count from the moment they are accepted, and are closed to make room, like others that wait."""
     before = descriptors(secure)
     held += [connect(secure) for _ in range(500)]
     assert eventually(lambda: sum(map(is_open, held)) <= MOST + RESERVED)

@@ -107,7 +107,7 @@ def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
 def test_a_manifest_s_strings_are_no_commands(
     engines: Bundle, tmp_path: Path, place: str, name: str, text: str
 ):
-    """They would reach the requirements and the Dockerfile of a package."""
+    """Otherwise they would reach the requirements and the Dockerfile of a package."""
     copy = tmp_path / "foreign"
     shutil.copytree(engines.path, copy)
     (copy / MANIFEST).write_bytes(edited(engines, place, name, text))
@@ -117,7 +117,7 @@ def test_a_manifest_s_strings_are_no_commands(
 
 
 def edited(bundle: Bundle, place: str, name: str, value: Any) -> bytes:
-    """A bundle's manifest with another value, and the digest that fits it."""
+    """A bundle's manifest with a changed value, and a digest to match."""
     data = json.loads((bundle.path / MANIFEST).read_text())
     data[place][name] = value
     del data["digest"]

@@ -130,7 +130,7 @@ def test_redirects_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_broken_server_does_not_attract_all_requests(tmp_path: Path) -> None:
-    """It answers sooner than the others, so it would have the fewest requests."""
+    """A broken server answers sooner than the others, so it would always have the fewest requests."""
     for number, (status, body) in enumerate([(500, b"{}"), (200, b"<html>")]):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Chats of very many parts, and long bodies: the event loop turns beside them."""
+"""Chats of very many parts, and long bodies: the event loop keeps running meanwhile."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Mo
 
 
 def test_callers_share_the_passes(model: Model):
-    """One with a single request gets as much as one with eight."""
+    """A caller with one request gets as many passes as one with eight."""
     generator = Generator(model, max_batch=2)
     endless = {"max_new_tokens": 2000, **ENDLESS}
     many = [generator.add(request(model, "many", seed=seed, **endless)) for seed in range(8)]
@@ -173,7 +173,7 @@ def test_texts_and_grammars_are_not_prepared_once_for_two_keys(
 
 @pytest.mark.parametrize("ids", [[3, 4], [0], []])
 def test_any_number_of_stop_tokens(model: Model, tokenizer: Tokenizer, ids: list[int]):
-    """Two of them used to be an internal error, and token 0 was ignored."""
+    """Two stop tokens used to cause an internal error, and token 0 was ignored."""
     arrays = {"prompt_ids": np.array([5]), "stop_token_ids": np.array(ids, np.int32)}
     encoder = PromptEncoder(tokenizer, model.max_context)
     params = read_request(arrays, model, encoder, ModelOptions()).request.params
@@ -264,7 +264,7 @@ def test_callers_take_turns_at_being_prepared():
 
 
 def test_a_request_s_time_begins_at_the_front_end():
-    """It begins when its body has arrived, since sending it is up to the caller."""
+    """The time begins when the body has arrived, since sending it is up to the caller."""
     found: dict[str, Any] = {}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

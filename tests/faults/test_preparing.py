@@ -1,4 +1,4 @@
-"""Requests whose preparation, beside the passes, hangs, takes long, or is refused repeatedly."""
+"""Requests whose preparation, on threads of its own, hangs, takes long, or is refused repeatedly."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_answers_to_one_request_wait_for_one_compilation(
 
 
 def test_a_panic_is_raised_for_all_who_wait():
-    """It is not an Exception; without a result, the caller would wait forever."""
+    """A panic is not an Exception; without a result, the caller would wait forever."""
 
     class Panic(BaseException):
         pass

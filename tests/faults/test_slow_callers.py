@@ -183,8 +183,8 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n
 
 @pytest.mark.parametrize("size", [1, 2, 64, 200])
 def test_tiny_chunks_are_cut_off(shorten: Shorten, size: int):
-    """Two bytes are the body that crashes old versions of Triton; each chunk costs as much time,
-    however large. Others are answered meanwhile."""
+    """A body in chunks of two bytes crashes old versions of Triton; a chunk takes the same time whatever its size.
+    Others are answered meanwhile."""
     shorten("")
     with listening(reading) as (port, places), calling(port, CHUNKED) as connection:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A slow search for a grammar's endings delays no other caller, and its own for a limited time."""
+"""A slow search for a grammar's endings delays no other caller, and its own caller only for a limited time."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def test_a_search_ends_with_its_caller(
 def test_neighbours_are_not_slowed(
     demo: Pair, words: Vocabulary, slow: GrammarState, regex: str | None
 ) -> None:
-    """An answer takes about as long beside four attackers as alone, by the median. Without limits it takes seconds."""
+    """By the median, an answer takes about as long during four attacks as without any. Without limits it takes
+    seconds."""
     generator = Generator(demo.model)
     attack = request(demo, slow, max_new_tokens=180, max_denoising_steps=1, logit_bias=bias(demo))
     asked = Request(attack.prompt_token_ids, request(demo, slow).params)

@@ -18,7 +18,7 @@ questions: [{{type: choice, instructions: "?", choices: [{_CHOICES}]}}]
 
 
 def pictures() -> list[Dots]:
-    """Return a picture of every color. Training draws its own from other seeds."""
+    """Return a picture of every color. Training draws its own from different seeds."""
     rng = random.Random("tests: dots of every color")
     found: dict[str, Dots] = {}
     while len(found) < len(COLORS):

@@ -1,6 +1,7 @@
 """A package whose engines fail on demand: a file names the fault of the next passes.
 
-The engines, the server and their supervisor are the real ones; only a pass is made to fail, or a task beside it to hang.
+The engines, the server and their supervisor are the real ones; only a pass is made to fail, or a task on another thread
+to hang.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def write_model(package: Path, text: str) -> None:
 
 
 class Watch:
-    """Calls both health routes until the server is gone; has the statuses seen, in order."""
+    """Calls both health routes until the server is gone, and records the statuses in order."""
 
     def __init__(self, running: Serving) -> None:
         self.seen: dict[str, list[int]] = {"live": [], "ready": []}

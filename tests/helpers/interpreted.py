@@ -105,7 +105,7 @@ def _constant(self: Any, value: float) -> Any:
 
 
 def _patch_for_good(function: Any) -> Any:
-    """Prepare Triton's modules for the interpreter once, which takes nearly half the time of a run, and leave them so."""
+    """Prepare Triton's modules for the interpreter once and for all: doing so takes nearly half the time of a run."""
     module = function.__globals__["__name__"]
     if module not in _patched:
         _patched[module] = _patch_modules(function)

@@ -77,7 +77,7 @@ def test_it_finds_no_color_without_dots(demo_vision: Pair, budget: int) -> None:
 
 @pytest.mark.parametrize("budget", [FULL])
 def test_a_grammar_and_gaps_see_the_picture(demo_vision: Pair, budget: int) -> None:
-    """Blank pictures get other answers."""
+    """Blank pictures get different answers."""
     model, tokenizer = demo_vision.model, demo_vision.tokenizer
     words = Vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
     start = compile_grammar({"type": "regex", "regex": "|".join(COLORS)}, words, "grammar")

@@ -88,7 +88,7 @@ def test_an_image_is_never_cut(tiny: Pair, case, monkeypatch: pytest.MonkeyPatch
 
 
 def test_these_tests_are_not_vacuous(tiny: Pair) -> None:
-    """Other pixels, or one-way attention, give other tokens."""
+    """Different pixels, or one-way attention, give different tokens."""
     first, second = (
         read_picture(png(noise(90, 70, seed)), tiny.model.config.vision, 70) for seed in (0, 1)
     )

@@ -182,7 +182,7 @@ def test_threads_go_to_requests_when_passes_are_small(tiny) -> None:
 
 @pytest.mark.acceptance
 def test_packed_weights_keep_the_promise(requests, tmp_path: Path) -> None:
-    """A CPU multiplies INT4 by other kernels, whose results may not depend on rows or threads either."""
+    """A CPU multiplies INT4 with different kernels, whose results must not depend on rows or threads either."""
     bundle = build_bundle("demo", "cpu", tmp_path / "int4", BuildOptions("int4"))
     model = open_model(bundle.path, threads=1)
     alone = [Generator(model, 1).run([request])[0] for request in requests]

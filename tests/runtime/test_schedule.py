@@ -49,7 +49,7 @@ class Simulated:
 
 
 class Simulation:
-    """Clients of which each asks again as soon as it is answered; time is counted in passes.
+    """Clients that each ask again as soon as they are answered; time is counted in passes.
 
     keys: every client has one; without keys, each request counts as a caller of its own.
     """

@@ -80,7 +80,7 @@ def test_a_template_cannot_reach_python() -> None:
 
 
 def test_the_demo_takes_tools_and_reads_nothing_of_them(demo) -> None:
-    """It was not trained on them."""
+    """The demo was not trained on tools."""
     question = {"role": "user", "content": "12+34="}
     call = {"id": "1", "function": {"name": "f", "arguments": {}}}
     turns = [

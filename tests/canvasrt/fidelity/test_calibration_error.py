@@ -1,4 +1,4 @@
-"""Calibration: the figures against their definitions, and temperatures that are known."""
+"""Calibration: figures are compared with their definitions, and fitted temperatures with known ones."""
 
 from __future__ import annotations
 

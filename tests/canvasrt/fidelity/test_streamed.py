@@ -118,7 +118,7 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
 
 
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
-    """The codes are the checkpoint's. Only the table differs, and that the experts' inputs are in int8."""
+    """The codes are the checkpoint's. The only differences are the table, and that the experts' inputs are in int8."""
     folder, bundle = int4
     found = measure_quality(bundle, folder, 25)
     assert found["answers"] is found["pace"] is None

@@ -1,4 +1,4 @@
-"""The builder's list of kernels, and a builder whose list has another form."""
+"""The builder's list of kernels, and a builder whose list has a different form."""
 
 from __future__ import annotations
 

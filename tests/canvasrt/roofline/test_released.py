@@ -303,7 +303,7 @@ def measured(bundle: Bundle) -> dict[str, Any]:
 
 
 def moved(kernels: Sequence[Kernel], inside: Sequence[Kernel], program: str) -> list[float]:
-    """Return the megabytes that the products among the kernels `inside` move, and those that the others move."""
+    """Return the megabytes that the kernels `inside` move: by products, and by all others."""
     if program not in SIZES_BY_PROGRAM:
         return []
     # By identity, not by name: the engines of pieces share kernel names.

@@ -125,7 +125,7 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
     outputs = Outputs.of(out)
     identity = {"input": read_lines(file, 0).digest, "seed": 0, "model": "echo"}
     with Journal(outputs, identity):
-        with pytest.raises(CanvasError, match=r"another batch writes .*out\.jsonl"):
+        with pytest.raises(CanvasError, match=r"another batch is writing .*out\.jsonl"):
             run(file, out)
     with pytest.raises(CanvasError, match="begun with another seed"):
         run(file, out, seed=1)
@@ -188,7 +188,7 @@ def test_a_journal_that_another_process_finishes_meanwhile(
         lock(self)
 
     monkeypatch.setattr(Journal, "_lock", late)
-    with pytest.raises(CanvasError, match="another batch writes"):
+    with pytest.raises(CanvasError, match="another batch is writing"):
         run(file, outputs.answers)
     assert outputs.answers.read_text() == "the other's"
     with pytest.raises(CanvasError, match="exists"):

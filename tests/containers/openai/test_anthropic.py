@@ -176,7 +176,7 @@ def test_formats(front: FrontEnd) -> None:
 
 
 def test_images_are_a_chats() -> None:
-    """Whichever way they come."""
+    """Images become a chat's images, whichever way they are sent."""
     sources = [
         {"type": "base64", "media_type": "image/png", "data": "aGk="},
         {"type": "url", "url": "https://example.com/a.png"},

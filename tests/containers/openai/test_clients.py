@@ -159,6 +159,6 @@ def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> No
     report = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == 10
     assert report["error_summary"] == []
-    # Every answer is "Hello there.", of which AIPerf counts each character as a token.
+    # Every answer is "Hello there.", and AIPerf counts each of its characters as a token.
     assert report["output_sequence_length"]["avg"] == 12
     assert report["time_to_first_token"]["p50"] > 0

@@ -1,4 +1,4 @@
-"""If a caller leaves a stream, its work ends, and no error is logged."""
+"""If a caller leaves a stream, work on it ends, and no error is logged."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_the_draw_and_the_logits_are_the_caller_s(
 
 
 def test_positions_are_pinned_over_every_protocol(openai: OpenAI, grpc: Client, http: Client):
-    """The same request also asks for a canvas of another size."""
+    """The same request also asks for a canvas of a different size."""
     canvas = {"seed": [None, 9], "pin": {"3": 41, "17": 42}, "allow": {"5": [50, 51]}}
     more = {"max_denoising_steps": 4, "canvas_length": 16}
     asked = {"prompt": "12+34=", **SAME, **more, "canvas": json.dumps(canvas)}

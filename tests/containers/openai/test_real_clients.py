@@ -44,7 +44,7 @@ def demo() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that calls a tool and is content with its result. Codex's prompts are too long for the demo."""
+    """A server whose model calls a tool, and is done whatever the tool returns. Codex's prompts are too long for the demo."""
     script = Script({"runs a command": [COMMAND, "It is done."]})
     graphs = tmp_path_factory.mktemp("coder") / "graphs"
     with serving(write_bundle(graphs, script, gemma_template())) as served:

@@ -293,5 +293,5 @@ def test_tritons_own_callers_get_the_tokens_too(acting_server: Served, acting: S
         assert begun.text == "So: " + kept.text
         assert len(begun.prompt_token_ids) == len(kept.prompt_token_ids) + 4
         for wrong in ({"raw": True}, {"prompt": None, "prompt_ids": [3, 4]}):
-            with pytest.raises(CanvasError, match="template has no meaning with"):
+            with pytest.raises(CanvasError, match="template has no effect with"):
                 client.infer({**inputs, **wrong})

@@ -1,4 +1,4 @@
-"""A package's wheels are pinned by hash, and a wheel with another hash is refused."""
+"""A package's wheels are pinned by hash, and a wheel with a different hash is refused."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_an_install_without_constraints_builds_engines_that_a_default_base_reads
 
 @pytest.mark.parametrize("tag", [tag for tag in releases.TENSORRT if tag.endswith("-py3")])
 def test_engines_of_a_known_tensorrt_get_a_base_that_loads_them(tag: str) -> None:
-    """This is the default base. For graphs and other engines it is the newest image."""
+    """That base is the default. For graphs and other engines, the default is the newest image."""
     built = {"name": "h100", "backend": "tensorrt", "builder_version": releases.TENSORRT[tag]}
     base = releases.base_for([built, None])
     releases.check_tensorrt(built, releases.tensorrt_of_name(base), base)

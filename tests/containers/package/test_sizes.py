@@ -80,7 +80,7 @@ def test_a_bundle_s_own_passes_decide_its_memory_and_time(engines: Bundle) -> No
 
 
 def test_the_first_start_has_time_and_room_for_compiled_kernels(engines: Bundle) -> None:
-    """TensorRT compiles none at its start; more layers and longer contexts take longer."""
+    """TensorRT compiles no kernels at its start; more layers and longer contexts take longer."""
     rtx, h100 = (
         sizes(engines_for(engines.manifest, name), name) for name in ("rtx-6000-ada", "h100")
     )

@@ -77,6 +77,6 @@ def test_the_package_is_verified_with_its_parts(
 
 
 def test_serving_needs_the_memory_that_was_planned(graphs: Bundle, pieces: Bundle) -> None:
-    """Sorted rows need other buffers than slots."""
+    """Sorted rows need different buffers from slots."""
     (planned,) = plan_all(graphs.path, parse_targets(TARGET), "out", OPTIONS, check=False)
     assert estimate_of(pieces.manifest) == planned.memory

@@ -86,7 +86,7 @@ def test_engines_are_found_again_until_the_checkpoint_changes(
 
 
 def test_a_build_that_fails_is_explained(checkpoint_files: Path, tmp_path: Path) -> None:
-    """Its weights belong to no network."""
+    """The checkpoint's weights belong to no network, so the build fails."""
     said: list[str] = []
     with pytest.raises(CanvasError, match=r"cannot build .* for cpu: .* has no tensor") as refused:
         local.build_local(local.plan_local(checkpoint_files, tmp_path), said.append)

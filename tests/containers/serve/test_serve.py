@@ -143,8 +143,8 @@ def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
 def test_a_crash_while_loading_is_repaired_once(
     packaged: Bundle, tmp_path: Path, who: str, number: int, times: int
 ):
-    """A lock of Triton's Python backend sometimes fails then. Triton itself would wait for a model that has died until
-    the timeout, of ten minutes."""
+    """While models load, a lock of Triton's Python backend sometimes fails. Triton itself would wait for a model that
+    has died until the timeout of ten minutes."""
     process = started(packaged.path, tmp_path, *ANY_PORTS)
     pattern = rf"{who} .*canvasrt\S*-{process.pid}-"
     for _ in range(times):

@@ -124,7 +124,7 @@ def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
     ("gpus", "expected"),
     [
         ([], "cpu"),
-        ([RTX_4090], "cpu"),  # another architecture than all of them
+        ([RTX_4090], "cpu"),  # an architecture that none of them has
         ([RTX_5090], "rtx-5090"),
         ([RTX_PRO], "rtx-pro-6000"),
         ([H100], "h100"),
@@ -135,7 +135,7 @@ def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
 
 
 def test_the_gpu_that_serves_is_one_that_the_engines_are_for(several: Bundle):
-    """It is chosen by its name: neither by its number, nor as the fastest in CUDA's order."""
+    """The GPU is chosen by its name, not by its number, nor as the fastest in CUDA's order."""
     there = [
         replace(each, uuid=f"GPU-{number}")
         for number, each in enumerate((RTX_4090, RTX_PRO, RTX_5090, H100, RTX_5090))

@@ -187,7 +187,7 @@ def test_settings_that_are_wrong_end_it(
 def test_an_image_keeps_compiled_kernels_in_its_volume(
     engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is not below /tmp, which is small and removed with the container."""
+    """The kernels' folder is not below /tmp, which is small and removed with the container."""
     image = settings_for([engines.manifest])
     settings = read_settings({}, {}, image.environment)
     server = Server(engines.path, cache=settings.cache)

@@ -69,7 +69,7 @@ CASES = (
         Bad(
             f"too deep in {name}",
             {**inputs, name: text("[" * 100_000)},
-            (f"{name} is not JSON: it has more than 100 brackets inside each other",),
+            (f"{name} is not JSON: it is nested more than 100 deep",),
         )
         for name, inputs in (
             ("messages", {}),

@@ -69,7 +69,8 @@ def test_a_gpu_that_computes_other_bits_takes_no_requests(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The second one's entropies differ in their last bits, in every pass: so it proves that passes may be shared."""
+    """The second GPU's entropies differ from the first one's in every pass. They agree with each other, so the GPU's
+    own trial would allow shared passes."""
     servers, run = [Server(folder) for _ in range(3)], DeviceModel._output
 
     def output(model: DeviceModel, *given: Any) -> Any:

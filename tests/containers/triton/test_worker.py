@@ -72,7 +72,7 @@ def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
 
 
 def test_requests_that_wait_outlive_a_failed_pass(model: Model):
-    """They were in no pass yet, so they get their answers, and their tickets are returned."""
+    """The waiting requests have not been in a pass, so they get their answers, and their tickets are returned."""
     Failing.passes = 0
     alone = Generator(model).run([request(model, seed=each) for each in range(4)])
     worker = Worker(lambda: Failing(model, max_batch=1), max_tokens=4 * 7)
@@ -101,7 +101,8 @@ def test_a_request_s_time_begins_when_it_comes(model: Model):
 
 
 def test_requests_join_a_few_at_a_time(model: Model):
-    """Each may take a while to join. Running requests get their steps in between, and every step counts as progress."""
+    """Joining may take a request a while. Running requests get their steps in between, and every step counts as
+    progress."""
     order: list[str] = []
 
     class Slow(Generator):

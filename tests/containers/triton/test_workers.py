@@ -80,7 +80,7 @@ def test_limits_hold_for_all_gpus_together(models: list[Model]) -> None:
     caller.event = lambda event: held.wait(30)  # type: ignore[method-assign]
     for seed in range(14):  # of seven tokens each
         submit(workers, request(models[0], seed), caller)
-    with pytest.raises(Busy, match="tokens are waiting, of 100 at most"):
+    with pytest.raises(Busy, match="tokens of at most 100"):
         submit(workers, request(models[0], 14), Caller())
     held.set()
     assert eventually(lambda: not len(workers.all[0].tickets))

@@ -220,7 +220,7 @@ def test_the_planned_sweeps_are_those_of_requests_that_take_all_steps(
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The progress of calibrations that fail stays in a cache, so that an earlier run's would be taken up."""
+    """A cache of its own: a calibration that fails leaves its progress there, which a later test would resume."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
 
 
@@ -373,7 +373,7 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_default_prompts(tiny: Tiny) -> None:
-    """General ones for any checkpoint but the demos', whose prompts hold no question of their tests."""
+    """The demos have their own, without any of their test questions; all other checkpoints have general ones."""
     general = default_prompts(tiny.graphs.manifest.made_from["files"])
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 16

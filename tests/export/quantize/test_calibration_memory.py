@@ -50,7 +50,7 @@ print(peak() - before)
 def test_memory_does_not_grow_with_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights take 240 MB, twice that in float32, and a layer 30 MB. Most of the growth are activations."""
+    """The weights take 240 MB, twice that in float32, and a layer 30 MB. Most of the growth is activations."""
     shape = SHAPES["300m"] | {"vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 4}
     monkeypatch.setitem(SHAPES, "deep", shape)
     write_random_checkpoint(tmp_path / "deep", "deep", layers=8)

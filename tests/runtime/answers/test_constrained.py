@@ -152,7 +152,7 @@ def test_the_same_seed_gives_the_same_answer_on_any_device(
 
 
 def test_requests_share_a_grammar(demo: Pair, words: Vocabulary) -> None:
-    """They only copy it: llguidance refuses calls while another thread computes with a matcher."""
+    """Requests only copy its matcher: llguidance refuses calls while another thread computes with it."""
     start = compile_grammar(schema(SCHEMAS[7]), words, "g")
     start._matcher = SimpleNamespace(deep_copy=start._matcher.deep_copy)
     (result,) = Generator(demo.model).run([request(demo, start)])

@@ -252,7 +252,7 @@ DRIVER = {
 def test_the_driver_gets_our_kernels_arguments_through_the_real_bindings(
     fails: str, tmp_path: Path
 ) -> None:
-    """Into a libcuda that records its calls, and fails one.
+    """They reach a libcuda that records its calls, and lets one of them fail.
 
     The runtime's calls do not reach such a libcuda: libcudart first asks it for tables that NVIDIA does not document
     (cuGetExportTable), and without them returns error 500.

@@ -100,7 +100,7 @@ def test_quantized_experts_compute_what_the_graph_does(
     recipe: str, tiny: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the graph's codes and scales. All formats but INT4 round the inputs of both products, and a sum's last bits may
-    move an input to the next code. A kernel that reads other weights is refused."""
+    move an input to the next code. A kernel that reads the wrong weights is refused."""
     graphs = tmp_path / "graphs"
     chosen = load_recipe(recipe)
     amax = dict.fromkeys(chosen.formats(tiny.model.config), 4.0)

@@ -154,7 +154,7 @@ def test_requests_share_no_pass_unless_they_are_let() -> None:
 def test_a_place_keeps_one_graph(
     tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps the graph of its latest call. No queued work may use the graph before that."""
+    """A place keeps the graph of its latest call. It drops an older graph only once no queued work uses it."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
     engines = Engines(tiny.graphs, tmp_path, rtx=False, apart=True)
     forget, queued = engines.device.forget, []

@@ -174,7 +174,7 @@ def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
 def test_a_parked_request_comes_back_to_the_room_that_its_block_needs(
     tiny: Pair, prompt: Prompt
 ) -> None:
-    """Otherwise it would continue in other shapes, with other last bits."""
+    """Otherwise it would continue in different shapes, with different last bits."""
     model, _ = resident(tiny.graphs, rows_apart=True)
     row, tokens = model.new_row(), np.array(prompt(20, 1))
     model.encode([EncodeInput(row, tokens)])

@@ -145,7 +145,7 @@ def test_contexts_that_cannot_be_had_cost_nothing_but_time(
     server.model.warm_up()
     wanted = requests(tiny, prompt, [40, 50, 60], max_new_tokens=CANVAS)
     same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
-    assert capsys.readouterr().err.count("runs in a shared context, slower") == own
+    assert capsys.readouterr().err.count("runs in a shared context, which is slower") == own
 
 
 def test_prefixes_leave_memory_for_captures(folder: Path) -> None:
@@ -163,7 +163,8 @@ OWN = "in a pass of its own over 1024 cached tokens"
 def test_requests_share_passes_where_that_changes_no_bit(
     broken: str | None, folder: Path, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device's products differ in the last bit: at one place, beside others, or in passes of another size."""
+    """The device's products differ in the last bit: at one place, next to other requests, or in passes of a different
+    size."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 1024)
     server = Server(folder)
     model, run, lengths = server.model, DeviceModel._output, set()

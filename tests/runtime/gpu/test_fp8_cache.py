@@ -128,7 +128,7 @@ def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
 
 
 def test_where_such_graphs_are_refused(graphs: Path) -> None:
-    """They are not engines, and a GPU's engines are built from bf16 graphs."""
+    """Graphs of this kind are not engines, and a GPU's engines are built from bf16 graphs."""
     with pytest.raises(CanvasError, match="quantized to fp8 and only run as engines"):
         open_model(graphs, check=False)
     with pytest.raises(CanvasError, match="quantized from fp32, but engines for rtx-5090"):
