@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (_, what) in MEASUREMENTS.items():
             print(f"{name:12} {what}")
         return 0 if not given or given[0] in ("-h", "--help") else 2
-    # The GPU that CUDA calls 0 is then the first of nvidia-smi, which names it in the results.
+    # CUDA then numbers GPUs as nvidia-smi does, whose names the results have.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(importlib.import_module(MEASUREMENTS[given[0]][0]).measure)

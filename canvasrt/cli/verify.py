@@ -34,7 +34,7 @@ Report = Annotated[
     options.option(
         "--report",
         "DIR",
-        "Write what is measured to this folder, as report.json, report.md and report.html.",
+        "Write what is measured to this folder, as report.json and report.html.",
     ),
 ]
 Questions = Annotated[

@@ -1,4 +1,4 @@
-"""The sections of a quality report, for its page, its Markdown and the terminal: notes and tables from its JSON."""
+"""The sections of a quality report, for its page and the terminal: notes and tables from its JSON."""
 
 from __future__ import annotations
 

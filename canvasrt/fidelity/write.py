@@ -1,4 +1,4 @@
-"""Writes a report's three files: JSON, Markdown and a page."""
+"""Writes a report's two files: JSON and a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canvasrt.fidelity.plots import plots
 from canvasrt.fidelity.reliability import calibration_verdict, diagram, reliability_sections
 from canvasrt.fidelity.report import finite
 from canvasrt.fidelity.tables import sections, subject, verdict, versions
-from canvasrt.pages import render_markdown, render_page
+from canvasrt.pages import render_page
 from canvasrt.staging import check_output, staging
 from canvasrt.types import Json
 
@@ -24,28 +24,25 @@ def check_report_folder(folder: Path) -> None:
 
 
 def write_report(report: Json, title: str, folder: Path) -> None:
-    """Write report.json, report.md and report.html into an empty folder."""
+    """Write report.json and report.html into an empty folder."""
     title = f"Quality of {title}"
     found = list(sections(report, plots(report)))
     about = [each for each in (subject(report), report["recipe_description"]) if each]
-    opening = f"**{verdict(report)}** {subject(report)} ({versions(report)})"
     said = {"ok": report["ok"], "text": verdict(report)}
     page = render_page(title, about, found, f"{_FOOTER}; {versions(report)}.", said)
-    _write(folder, report, render_markdown(title, opening, found), page)
+    _write(folder, report, page)
 
 
 def write_decisions(report: Json, title: str, folder: Path) -> None:
-    """Write the report of labelled questions alone, as the same three files."""
+    """Write the report of labelled questions alone, as the same two files."""
     title = f"Decisions of {title}"
     found = list(reliability_sections(report, {"reliability": diagram(report)}))
-    opening = calibration_verdict(report)
-    page = render_page(title, [opening], found, f"{_FOOTER}.")
-    _write(folder, report, render_markdown(title, opening, found), page)
+    page = render_page(title, [calibration_verdict(report)], found, f"{_FOOTER}.")
+    _write(folder, report, page)
 
 
-def _write(folder: Path, report: Json, markdown: str, page: str) -> None:
+def _write(folder: Path, report: Json, page: str) -> None:
     with staging(folder) as tmp:
         text = json.dumps(finite(report), indent=2, ensure_ascii=False) + "\n"
         (tmp / "report.json").write_text(text, encoding="utf-8")
-        (tmp / "report.md").write_text(markdown, encoding="utf-8")
         (tmp / "report.html").write_text(page, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reports as self-contained HTML with inline plots, and as Markdown, from the same sections."""
+"""Reports as self-contained HTML with inline plots."""
 
 from __future__ import annotations
 
@@ -53,16 +53,3 @@ def table_of(
 ) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows: one row per item; each column has a function that turns an item into a cell."""
     return list(columns), [[str(pick(each)) for pick in columns.values()] for each in items]
-
-
-def render_markdown(title: str, opening: str, sections: Iterable[Json]) -> str:
-    """Return Markdown, without the plots."""
-    lines = [f"# {title}"]
-    lines += ["", opening] if opening else []
-    for each in sections:
-        lines += ["", f"## {each['title']}", ""]
-        lines += [each["note"], ""] if each["note"] else []
-        for heads, rows in each["tables"]:
-            lines += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"] if rows else []
-            lines += [f"| {' | '.join(row)} |" for row in rows] if rows else [each["empty"]]
-    return "\n".join(lines) + "\n"

@@ -47,7 +47,7 @@ _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
 # On this path Triton takes unknown JSON fields as parameters; on the other path, it takes headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
-_DIMENSIONS = 8  # of a tensor; the models' have one
+_DIMENSIONS = 8  # most dimensions of a tensor; those of the models have one
 _METHODS = ("GET", "POST")  # Triton uses no others
 _CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25  # seconds
 

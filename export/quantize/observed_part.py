@@ -193,7 +193,7 @@ class _RowsApart(nn.Module):
     def _attend(self, x: Tensor, call: Call) -> Tensor:
         keys, values = (each.to(x.device) for each in call.row.caches[self._index])
         known = torch.arange(call.start - keys.shape[2], call.start)[None]
-        if not keys.shape[2]:  # attention in primitives needs a past, which may be empty
+        if not keys.shape[2]:  # attention needs a past: a masked token stands for none
             keys, values = (
                 each.new_zeros(*each.shape[:2], 1, each.shape[3]) for each in (keys, values)
             )

@@ -50,7 +50,7 @@ def test_probabilities_are_measured(
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Reliability" in page
     assert "<svg" in page
-    assert "Fitted temperatures" in (tmp_path / "report" / "report.md").read_text()
+    assert "Fitted temperatures" in page
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
     assert run(call) == 0
     assert "calibrated probabilities may show by chance" in " ".join(

@@ -20,10 +20,6 @@ def test_a_page_shows_its_sections_and_verdict() -> None:
         assert text in page
     assert "there were none" in page
     assert "fine" in page
-    assert pages.render_markdown("Report", "fine", sections) == (
-        "# Report\n\nfine\n\n## Speed\n\nper pass\n\n| what | ms |\n| --- | --- |\n| encode | 1.5 |\n"
-        "\n## Errors\n\nthere were none\n"
-    )
 
 
 def test_what_is_given_is_text_and_not_html() -> None:

@@ -7,7 +7,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
 from canvasrt.containers.client.triton import Client
@@ -132,22 +131,6 @@ def test_a_long_request_does_not_hold_up_a_short_one(grpc: Client, http: Client)
     step = next(long).step
     assert step == 2
     long.close()
-
-
-def test_tritons_own_client_sees_the_documented_tensors(server: Server):
-    import tritonclient.http
-
-    with tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.ports.http}") as client:
-        metadata = client.get_model_metadata("canvasrt")
-        config = client.get_model_config("canvasrt_stream")
-        prompt = tritonclient.http.InferInput("prompt", [1], "BYTES")
-        prompt.set_data_from_numpy(np.array([b"12+34="], object), binary_data=False)
-        limit = tritonclient.http.InferInput("max_new_tokens", [1], "INT32")
-        limit.set_data_from_numpy(np.array([5], np.int32))
-        result = client.infer("canvasrt", [prompt, limit])
-    assert config["model_transaction_policy"]["decoupled"]
-    assert {"name": "text", "datatype": "BYTES", "shape": [1]} in metadata["outputs"]
-    assert len(result.as_numpy("token_ids")) == 5
 
 
 def _post(server: Server, path: str, body: dict[str, Any]) -> str:
