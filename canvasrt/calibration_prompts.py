@@ -110,10 +110,14 @@ class CalibrationPrompts:
 
     def check(self) -> Workload:
         """Check all requests and sum up their work. Raises CanvasError, which names the file and the invalid line."""
+        import numpy as np
+
+        from canvasrt.runtime.prefix import chunks_of
+
         passes: list[int] = []
-        chains: list[
-            int
-        ] = []  # sweeps by request: one per denoising pass, which also encodes the request's previous block
+        # Sweeps by request: one per denoising pass, which also encodes the prompt's last chunk or the previous block, and
+        # one for every other chunk of the prompt.
+        chains: list[int] = []
         longest = tokens = 0
         for number, request in self._requests():
             self._validate(number, request)
@@ -121,7 +125,8 @@ class CalibrationPrompts:
             tokens += len(request.prompt_token_ids) + answer
             longest = max(longest, len(request.prompt_token_ids) + answer)
             passes.append(most_passes(request, self.config))
-            chains.append((len(request.prompt_token_ids) - 1) // PREFILL_CHUNK + passes[-1])
+            chunks = chunks_of(np.array(request.prompt_token_ids), PREFILL_CHUNK)
+            chains.append(len(chunks) - 1 + passes[-1])
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
         # Lines beyond the recipe's number are checked, although they do not run.
