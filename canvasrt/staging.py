@@ -44,7 +44,7 @@ def scratch(out: Path) -> Iterator[Path]:
     """Yield an empty folder next to `out`, on the same disk, and remove it when the block ends."""
     with signals_raise():
         made = _make_parents(out.parent)
-        _remove_stale(out)
+        remove_stale(out)
         tmp = out.parent / f".{out.name}.partial-{os.getpid()}"
         _make(tmp, exist_ok=False)
         try:
@@ -184,7 +184,7 @@ def _locked(tmp: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _remove_stale(out: Path) -> None:
+def remove_stale(out: Path) -> None:
     """Remove partial folders whose process has ended."""
     prefix = f".{out.name}.partial-"
     for found in out.parent.glob(glob.escape(prefix) + "*"):
