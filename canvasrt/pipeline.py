@@ -58,8 +58,9 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
     bundles = [made.existing() for made in plans]
     missing = [number for number, found in enumerate(bundles) if found is None]
     for number in missing:
-        check_output(plans[number].out)
-        remove_stale(plans[number].out.resolve())
+        out = plans[number].out.resolve()
+        check_output(out)
+        remove_stale(out.parent, out.name)
     check_space([plans[number] for number in missing])
     graphs: dict[str, Bundle] = {}
     for number in missing:
