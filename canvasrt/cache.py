@@ -18,7 +18,7 @@ from canvasrt import extras
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
-from canvasrt.staging import check_output, link_or_copy, staging
+from canvasrt.staging import check_output, link_or_copy, remove_stale, staging
 
 # Bytes that interrupted work with other inputs may keep.
 _KEPT_BYTES = 20 * 10**9
@@ -107,6 +107,7 @@ class GraphCache:
         absent: returns the files that may be missing, because the engines made from them are cached.
         """
         folder = self.folder / key_of(made_from)
+        remove_stale(self.folder)
         try:
             return load_checked(folder, "graphs", absent)
         except CanvasError:

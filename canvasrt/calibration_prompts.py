@@ -11,8 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from canvasrt.cache import QUANTIZED_BY, versions
 from canvasrt.checkpoints import locate as checkpoints
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
@@ -112,6 +110,8 @@ class CalibrationPrompts:
 
     def check(self) -> Workload:
         """Check all requests and sum up their work. Raises CanvasError, which names the file and the invalid line."""
+        import numpy as np
+
         from canvasrt.runtime.prefix import chunks_of
 
         passes: list[int] = []

@@ -20,7 +20,7 @@ from canvasrt.cache import GraphCache
 from canvasrt.formats import PLAIN
 from canvasrt.recipes.calibration import check_calibration
 from canvasrt.recipes.recipe import Recipe
-from canvasrt.staging import check_output
+from canvasrt.staging import check_output, remove_stale
 from canvasrt.targets import Target, find_target
 
 BuildEngines = Callable[[Plan, Bundle], Bundle]
@@ -58,7 +58,9 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
     bundles = [made.existing() for made in plans]
     missing = [number for number, found in enumerate(bundles) if found is None]
     for number in missing:
-        check_output(plans[number].out)
+        out = plans[number].out.resolve()
+        check_output(out)
+        remove_stale(out.parent, out.name)
     check_space([plans[number] for number in missing])
     graphs: dict[str, Bundle] = {}
     for number in missing:

@@ -44,7 +44,7 @@ def scratch(out: Path) -> Iterator[Path]:
     """Yield an empty folder next to `out`, on the same disk, and remove it when the block ends."""
     with signals_raise():
         made = _make_parents(out.parent)
-        _remove_stale(out)
+        remove_stale(out.parent, out.name)
         tmp = out.parent / f".{out.name}.partial-{os.getpid()}"
         _make(tmp, exist_ok=False)
         try:
@@ -182,11 +182,10 @@ def _locked(tmp: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _remove_stale(out: Path) -> None:
-    """Remove partial folders whose process has ended."""
-    prefix = f".{out.name}.partial-"
-    for found in out.parent.glob(glob.escape(prefix) + "*"):
-        pid = found.name.removeprefix(prefix)
+def remove_stale(folder: Path, name: str = "") -> None:
+    """Remove a folder's partial folders whose process has ended: those for `name`, or all."""
+    for found in folder.glob(f".{glob.escape(name) or '*'}.partial-*"):
+        pid = found.name.rpartition("-")[2]
         if pid.isdigit() and not _is_running(int(pid)) and not _is_locked(found):
             shutil.rmtree(found, ignore_errors=True)
 

@@ -62,6 +62,16 @@ def test_what_was_damaged_is_made_again(making: Making, tmp_path: Path) -> None:
     assert len(asked) == 2
 
 
+def test_what_killed_builds_of_other_graphs_left_is_removed(making: Making, tmp_path: Path) -> None:
+    make, _ = making
+    left, own = (tmp_path / "graphs" / f".key.partial-{pid}" for pid in (99999999, os.getppid()))
+    left.mkdir(parents=True)
+    own.mkdir()
+    GraphCache(tmp_path).get(WHAT, make)
+    assert not left.exists()
+    assert own.exists()
+
+
 def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Path) -> None:
     make, _ = making
 

@@ -70,6 +70,18 @@ def test_the_same_build_again_does_no_work(graphs: Bundle, tmp_path: Path) -> No
     assert not any("copying graphs" in what for what in done)
 
 
+def test_what_a_killed_build_left_takes_no_space_from_the_next(
+    graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / ".out.partial-99999999"
+    left.mkdir()
+    monkeypatch.setattr(
+        "canvasrt.pipeline.check_space", lambda plans: pytest.fail(f"left: {left.exists()}")
+    )
+    with pytest.raises(pytest.fail.Exception, match="left: False"):
+        build_bundle(graphs.path, "cpu", tmp_path / "out")
+
+
 def test_another_build_into_the_same_folder_is_refused_with_the_difference(
     graphs: Bundle, checkpoint_files: Path, tmp_path: Path
 ) -> None:
