@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -97,6 +98,8 @@ def parsed_command(name: str) -> Any:
 def run(arguments: list[str]) -> int:
     """Run one command and return the exit code: 0 for success, a CanvasError's own code, else 1."""
     arguments, debug = _take_debug(arguments)
+    # Otherwise CUDA numbers the fastest GPU first, unlike nvidia-smi.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if debug:
         _show_log()
     if threading.current_thread() is threading.main_thread():

@@ -100,8 +100,9 @@ def doctor(report: Report = None, as_json: AsJson = False) -> None:
 def _write(file: Path, data: dict[str, Any]) -> None:
     from canvasrt.cli import doctor_report
 
-    text = json.dumps({**data, **doctor_report.report()}, indent=1, ensure_ascii=False)
-    text = doctor_report.without_secrets(text, doctor_report.secrets_of(os.environ))
+    secrets = doctor_report.secrets_of(os.environ)
+    found = doctor_report.without_secrets({**data, **doctor_report.report()}, secrets)
+    text = json.dumps(found, indent=1, ensure_ascii=False)
     try:
         # A variable's bytes need not be UTF-8.
         file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,21 @@ def _packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """Return text without these secrets, and without anything that looks like a key."""
+def without_secrets(data: Any, secrets: Collection[str]) -> Any:
+    """Return JSON data whose texts are without these secrets, and without anything that looks like a key."""
+    if isinstance(data, dict):
+        return {name: without_secrets(each, secrets) for name, each in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [without_secrets(each, secrets) for each in data]
+    if not isinstance(data, str):
+        return data
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
-        text = text.replace(secret, _HIDDEN)
-    return _KEYS.sub(_HIDDEN, text)
+        data = data.replace(secret, _HIDDEN)
+    return _KEYS.sub(_HIDDEN, data)
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """Return the secrets in environment variables and in the file of API keys, each also in its JSON-escaped form."""
+    """Return the secrets in environment variables and in the file of API keys."""
     from canvasrt.containers.names import SECRETS
     from canvasrt.containers.serve.settings import KEYS_FILE
 
@@ -66,8 +72,7 @@ def secrets_of(environment: Mapping[str, str]) -> list[str]:
     found = [environment.get(name, "") for name in (*SECRETS, *named) if name != KEYS_FILE]
     with contextlib.suppress(KeyError, OSError, UnicodeDecodeError):
         found.append(Path(environment[KEYS_FILE]).read_text(encoding="utf-8"))
-    words = [word for each in found for word in re.split(r"[,\s]+", each)]
-    return [*words, *(word.replace("\\", "\\\\").replace('"', '\\"') for word in words)]
+    return [word for each in found for word in re.split(r"[,\s]+", each)]
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:

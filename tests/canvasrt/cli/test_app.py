@@ -195,6 +195,14 @@ def test_doctor_says_whether_the_released_model_runs_here(
     assert check.found.endswith("on a CPU, in int4")
 
 
+def test_cuda_numbers_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES may hold nvidia-smi's numbers."""
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is restored
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    assert app.run(["--version"]) == 0
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     here: Command, checkpoint_files: Path
 ) -> None:

@@ -73,7 +73,8 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
 
 
 def test_a_broken_machine_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted installation, logs that cannot be read, a variable that is not UTF-8, and whatever else fails."""
+    """An interrupted installation, logs that cannot be read, a variable that is not UTF-8, and whatever else fails. An API
+    key may be one digit, which does not spoil numbers."""
     (tmp_path / "half-1.0.dist-info").mkdir()
     logs = tmp_path / "canvasrt"
     (logs / "folder.log").mkdir(parents=True)
@@ -92,6 +93,7 @@ def test_a_broken_machine_is_reported_too(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", "/x\udcff")
+    monkeypatch.setenv("CANVASRT_API_KEY", "1")
     monkeypatch.setattr("canvasrt.containers.serve.output.last_lines", last_lines)
     monkeypatch.setattr("canvasrt.cli.doctor_report._plans", breaks)
     out = tmp_path / "report.json"
