@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from canvasrt.extras import require
 _FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds until a server that is down is tried again
 PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
 MOST_REPLY = 64 * 2**20  # bytes of a reply
+_log = logging.getLogger(__name__)
 _SHOWN = 200  # maximum characters to show of a server's message
 
 
@@ -41,10 +43,12 @@ class _Server:
         """Note that the server has answered."""
         self.down_since, self.rest = None, _FIRST_REST
 
-    def down(self, now: float, least: float) -> None:
+    def down(self, now: float, least: float, why: str) -> None:
         """Do not use the server for some time: twice as long as the last time if it has not answered since."""
         if now >= self.rests_until:  # otherwise another request has already noted the failure
-            self.down_since = now if self.down_since is None else self.down_since
+            if self.down_since is None:
+                self.down_since = now
+                _log.warning("%s is tried again later: %s", self.root, why.partition("\n")[0])
             self.rests_until = now + max(self.rest, least)
             self.rest = min(2 * self.rest, _LONGEST_REST)
 
@@ -89,21 +93,21 @@ class Servers:
             try:
                 reply, wait = await self._post(server, line)
             except self._http.ClientConnectorError as error:  # nothing was sent
-                server.down(time.monotonic(), 0.0)
+                server.down(time.monotonic(), 0.0, str(error))
                 self._check_patience(str(error))
                 continue
             except (self._http.ClientError, TimeoutError, _NoAnswerError) as error:
-                server.down(time.monotonic(), 0.0)
                 why = str(error) or f"no answer within {self._timeout:g} s"
+                server.down(time.monotonic(), 0.0, why)
                 return Reply(None, f"{server.root}: {why}")
             finally:
                 server.in_flight -= 1
             if reply.status == 503:
-                server.down(time.monotonic(), wait)
+                server.down(time.monotonic(), wait, _message(reply.body))
                 self._check_patience(_message(reply.body))
                 continue
             if (reply.status or 0) >= 500:  # another server may do better
-                server.down(time.monotonic(), wait)
+                server.down(time.monotonic(), wait, _message(reply.body))
                 return reply
             server.up()
             if reply.status == 429:

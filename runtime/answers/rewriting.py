@@ -62,7 +62,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
     values = items.get("enum") if isinstance(items, Mapping) else None
     if isinstance(items, Mapping) and items.get("type") == "boolean":
         values = [False, True]
-    known = {"type", "items", "minItems", "maxItems", "uniqueItems", *_ABOUT}
+    known = {"type", "items", "minItems", "maxItems", "uniqueItems", "$defs", *_ABOUT}
     if schema.get("type") != "array" or not isinstance(values, list) or set(schema) - known:
         raise CanvasError(
             f"{path} has uniqueItems whose items are not a list of values",

@@ -136,9 +136,12 @@ def test_others_take_over_and_none_ends_it(
     tmp_path: Path, front: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
-    dead = "http://127.0.0.1:9"
+    dead, said = "http://127.0.0.1:9", []
+    monkeypatch.setattr(servers._log, "warning", lambda form, *told: said.append(form % told))
     done, _ = asked(file, "one.jsonl", Servers([dead, front.url], "", 60))
     assert (done.answers, done.errors) == (len(TEXTS), 0)
+    (once,) = said  # not for every attempt
+    assert once.startswith(f"{dead} is tried again later: Cannot connect")
     monkeypatch.setattr(servers, "PATIENCE", 0.1)
     with pytest.raises(
         CanvasError, match=r"no server has taken a request .*127\.0\.0\.1:9"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers import constrained, grammar
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.rewriting import without_unique
 from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.spelling import Speller
 from canvasrt.runtime.generator import Generator
@@ -195,6 +196,13 @@ def test_unique_items(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None
         start.ends_after(demo.tokenizer.encode_text(each), AMPLE) for each in ("[1,2]", "[1,1]")
     ]
     assert ways == [of is not UNIQUE, False]
+
+
+def test_a_set_may_bring_its_definitions() -> None:
+    """As pydantic writes the schema of `set[Colour]`."""
+    items = {"$ref": "#/$defs/Colour"}
+    of = {"$defs": {"Colour": {"enum": ["a", "b"]}}, **unique([]), "items": items}
+    assert without_unique(of, "g")["enum"] == [[], ["a"], ["b"], ["a", "b"], ["b", "a"]]
 
 
 def test_gbnf_is_read(words: Vocabulary, demo: Pair) -> None:
