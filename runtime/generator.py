@@ -56,6 +56,7 @@ class Generator:
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._denoised = 0
+        self._clock = 0  # in denoising steps
         self._prefixes = prefixes
 
     @property
@@ -105,7 +106,8 @@ class Generator:
     def step(self) -> list[Event]:
         """Encode one chunk and denoise one step of every running request that is ready; return their events.
 
-        A step encodes only one chunk of a long prompt, so the prompt delays other requests by one chunk per step.
+        A step encodes only one chunk of a long prompt. While other requests can run, the next chunk waits for as many
+        steps as the last one cost.
         """
         self._take_arrived()
         events = self._drop_cancelled()
@@ -224,10 +226,12 @@ class Generator:
         """Encode one chunk of every request that has tokens to encode. Return the resulting events."""
         ready = self._to_encode()
         self.model.encode([each.next_chunk() for each in ready])
-        self._schedule.count(ready)
         events: list[Event] = []
         for each in ready:
             chunk = each.queue.next
+            cost = -(-chunk.size * self.model.chunk_steps // self.model.prefill_chunk)
+            each.next_encoding = self._clock + cost
+            self._schedule.count([each], cost)
             events += each.encoded()
             if chunk.key and self._prefixes is not None:
                 self._prefixes.add(each.row, chunk, each.owner)
@@ -236,19 +240,23 @@ class Generator:
     def _to_encode(self) -> list[RequestState]:
         """Return the requests to encode. If several have the same next chunk, only one is returned; the others will
         take the chunk from the prefix cache."""
+        self._clock += 1
+        if all(each.waits for each in self._running):
+            begins = [each.next_encoding for each in self._running if not each.queue.empty]
+            self._clock = max(self._clock, min(begins, default=0))
         ready: list[RequestState] = []
         taken: set[tuple[str, tuple[bytes, int]]] = set()
         for each in self._running:
-            if self._prefixes is not None:
-                if chunks := each.queue.cacheable():
-                    each.skip(self._prefixes.fill(each.row, chunks, each.owner))
-                if (sharing := each.queue.sharing) is not None:
-                    following = (share_of(each.owner), sharing)
-                    if following in taken:
-                        continue
-                    taken.add(following)
-            if not each.queue.empty:
-                ready.append(each)
+            if self._prefixes is not None and (chunks := each.queue.cacheable()):
+                each.skip(self._prefixes.fill(each.row, chunks, each.owner))
+            if each.queue.empty or each.next_encoding > self._clock:
+                continue
+            if self._prefixes is not None and (sharing := each.queue.sharing) is not None:
+                following = (share_of(each.owner), sharing)
+                if following in taken:
+                    continue
+                taken.add(following)
+            ready.append(each)
         return ready
 
     def _denoise(self) -> list[Event]:

@@ -68,6 +68,7 @@ class HostModel(Model):
         self._helpers = max_workers - 1
         self._pool = ThreadPoolExecutor(self._helpers, "canvasrt") if self._helpers else None
         self._counting = threading.Lock()
+        self.chunk_steps = self.prefill_chunk // self.canvas_length
 
     @classmethod
     def open(cls, bundle: Bundle, backend: Backend, max_context: int) -> HostModel:

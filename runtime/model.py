@@ -41,6 +41,8 @@ class Model(ABC):
     device_name = "cpu"
     # The number of passes in a request's turn, after which it may be parked.
     quantum = 8
+    # The number of denoising steps that take about as long as encoding `prefill_chunk` tokens.
+    chunk_steps = 1
 
     def __init__(
         self,

@@ -68,6 +68,7 @@ class RequestState(ABC):
         self.row = model.new_row()
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
         self.passes = self.turn = self.place = 0  # counted by `Schedule`
+        self.next_encoding = 0  # the generator's clock from which the next chunk may be encoded
         self.finished = self.cancelled = False
         # A search on another thread, whose result the next step needs.
         self.job: Future[Any] | None = None

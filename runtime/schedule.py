@@ -62,14 +62,15 @@ class Schedule:
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
-    def count(self, ran: Sequence[Scheduled]) -> None:
-        """Count one pass per request. A request that continues after its turn, because no other waits, begins another
-        turn."""
+    def count(self, ran: Sequence[Scheduled], cost: int = 1) -> None:
+        """Count one pass per request, which takes as long as `cost` steps. A request that continues after its turn,
+        because no other waits, begins another turn."""
         for each in ran:
-            if each.turn and each.turn % self._quantum == 0:
-                self.begin(each)
+            begun = max(1, -(-each.turn // self._quantum))
             each.passes += 1
-            each.turn += 1
+            each.turn += cost
+            for _ in range(begun, -(-each.turn // self._quantum)):
+                self.begin(each)
 
     def tire(self, request: Scheduled) -> None:
         """End a request's turn early, because it needs no passes for now."""

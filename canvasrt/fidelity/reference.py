@@ -45,6 +45,7 @@ class ReferenceModel:
     """
 
     quantum = sys.maxsize  # passes per turn: requests are never parked
+    chunk_steps = 1
 
     def __init__(self, checkpoint: Path, streamed: bool = False) -> None:
         """Load a checkpoint; with `streamed`, every layer only when it runs."""

@@ -40,6 +40,7 @@ class StreamedNetwork:
     """
 
     quantum = sys.maxsize  # requests are never parked
+    chunk_steps = 1
 
     def __init__(
         self,

@@ -60,6 +60,8 @@ def main(host: str, only: str = "") -> None:
         ("a prompt of 5 million lists", 4, lambda n: _prompt(b"[]," * 5_200_000 + b"[]")),
         ("15 million closing brackets", 4, lambda n: b"[" * 101 + b"]" * 15_000_000),
         ("3,800 ids with echo", 4, lambda n: _prompt(b"3," * 3799 + b"3", _ECHO)),
+        ("3,800 new ids", 4, lambda n: _prompt(_new(n) + b"3," * 3798 + b"3")),
+        ("3,800 new ids with echo", 4, lambda n: _prompt(_new(n) + b"3," * 3798 + b"3", _ECHO)),
         ("3 MB of <unk>", 4, lambda n: _chat({}, "<unk>" * 600_000)),
         ("15 MB of text", 4, lambda n: _chat({}, "abc " * 3_750_000)),
     ]
@@ -77,6 +79,11 @@ def main(host: str, only: str = "") -> None:
 
 def _prompt(values: bytes, more: bytes = b"") -> bytes:
     return b'{"model":"canvasrt","prompt":[%s]%s}' % (values, more)
+
+
+def _new(number: int) -> bytes:
+    """Return two ids with which no earlier prompt began."""
+    return b"%d,%d," % (10 + number % 100, 10 + number // 100 % 100)
 
 
 def _chat(format: dict[str, Any], content: str = "12+34=", **options: Any) -> bytes:

@@ -36,6 +36,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.request import Block, Finished
+from canvasrt.runtime.request import Request as Asked
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.one_caller import request
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
@@ -91,6 +92,20 @@ def test_callers_share_the_passes(model: Model):
     for id in steps:
         generator.cancel(id)
     generator.step()
+
+
+def test_long_prompts_delay_an_answer_by_two_chunks_each(model: Model):
+    """A chunk takes as long as many steps, so whoever encoded one waits while others run that many."""
+    generator, size = Generator(model, max_batch=4), model.prefill_chunk
+    params = request(model).params
+    for hog in range(4):
+        generator.add(Asked([5] * (7 * size), params, owner=f"hog {hog}"))
+    generator.step()
+    before = model.counters.encode_tokens
+    short = generator.add(request(model, "short", max_new_tokens=40, max_denoising_steps=6))
+    while not any(isinstance(e, Finished) and e.id == short for e in generator.step()):
+        pass
+    assert model.counters.encode_tokens - before < 2 * 4 * size
 
 
 @contextlib.contextmanager
