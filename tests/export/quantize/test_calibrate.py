@@ -206,18 +206,6 @@ def test_requests_run_together_or_in_turn(
     assert again.cache == pytest.approx(found.cache, rel=1e-5)
 
 
-def test_the_planned_sweeps_are_those_of_requests_that_take_all_steps(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prompt of 150 tokens takes one sweep more, because its first chunk ends after 128."""
-    sweep, ran = StreamedNetwork._sweep, []
-    monkeypatch.setattr(
-        StreamedNetwork, "_sweep", lambda *inputs: ran.append(inputs) or sweep(*inputs)
-    )
-    tiny.calibrate(all_steps=1.0)
-    assert len(ran) == tiny.prompts(all_steps=1.0).check().sweeps
-
-
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own: a calibration that fails leaves its progress there, which a later test would resume."""

@@ -16,6 +16,7 @@ import torch
 
 from bench.synthetic import SHAPES, write_random_checkpoint
 from canvasrt.bundle import Bundle
+from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.network import StreamedNetwork
 from canvasrt.recipes.recipe import CalibrationSettings, load_recipe
@@ -68,6 +69,21 @@ def test_memory_does_not_grow_with_the_model(
     ]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(ran.stdout) < 200e6
+
+
+def test_weights_are_read_as_often_as_planned(
+    plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 150 tokens takes a sweep more than its steps, because its first chunk ends after 128."""
+    settings = CalibrationSettings(1, max_new_tokens=8, all_steps=1.0)
+    recipe, file = replace(load_recipe("nvfp4"), calibration=settings), tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt_ids": [5] * 150}))
+    sweep, ran = StreamedNetwork._sweep, []
+    monkeypatch.setattr(StreamedNetwork, "_sweep", lambda *each: ran.append(each) or sweep(*each))
+    calibrate(plain_graphs, recipe, file)
+    about = plain_graphs.manifest
+    planned = CalibrationPrompts.of(file, recipe, about.model, about.sampler, {}, {}).check()
+    assert len(ran) == planned.sweeps == planned.passes + 1
 
 
 def test_memory_of_a_gpu_is_given_back(
