@@ -35,11 +35,10 @@ _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """How questions are read: number of noise samples, steps per read, and the first seed."""
+    """How questions are read: number of noise samples, and steps per read."""
 
     samples: int = 1
     steps: int = 1
-    seed: int = 0
 
 
 def measure_decisions(
@@ -59,7 +58,6 @@ def measure_decisions(
         "file": file,
         "samples": reading.samples,
         "steps": reading.steps,
-        "seed": reading.seed,
         **_by_part(scored),
         "fit": None,
     }
@@ -132,7 +130,7 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
 def _answers(
     bundle: Bundle, file: str, items: Sequence[Json], reading: ReadSettings
 ) -> list[Scored]:
-    """Ask every question. Item i is read with seed `seed + i`. All questions are checked before the first is asked."""
+    """Ask every question. Item i is read with seed i. All questions are checked before the first is asked."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
 
     def request(number: int) -> tuple[Ask, list[np.ndarray], DecisionRequest]:
@@ -196,7 +194,7 @@ def _request(
         parts.append({"type": "text", "text": text_of(text, "input")})
     content = parts if files else parts[0]["text"]
     chat = [{"role": "user", "content": content}]
-    return ask, right, ask.request(chat, model, tokenizer, reading.seed + number, pictures)
+    return ask, right, ask.request(chat, model, tokenizer, number, pictures)
 
 
 def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndarray:
