@@ -13,7 +13,7 @@ from canvasrt.build.calibration import prompts_of
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import GraphCache, key_of, unfinished_folder
-from canvasrt.calibration_prompts import work_of
+from canvasrt.calibration_prompts import CALIBRATED, work_of
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
@@ -44,22 +44,33 @@ def held_bytes(plans: Sequence[Plan]) -> int:
     return sum(sizes.values())
 
 
+def is_calibrated(plan: Plan) -> bool:
+    """Whether an earlier build has left the result of the plan's calibration."""
+    return any((folder / CALIBRATED).is_file() for folder in _quantizing(plan))
+
+
 def _begun(plan: Plan) -> list[Path]:
     """Return the folders of a plan's graphs, finished or not, and of those being lowered; they need not exist."""
-    source, recipe = plan.source, plan.precision.recipe
-    folders = []
-    if plan.quantizes and recipe is not None:
-        prompts = prompts_of(source, recipe, plan.calibration) if recipe.is_calibrated else None
-        cut: Json = {"layers_per_segment": plan.layers_per_segment}
-        if source.graphs is not None:
-            cut = {"graphs": source.graphs.manifest.digest, "known": None}
-        else:
-            adapters = {"adapters": plan.adapter_hashes} if plan.adapters else {}
-            cut["checkpoint"] = source.made_from | adapters
-        folders.append(unfinished_folder(*work_of(cut, recipe, prompts)))
+    folders = _quantizing(plan)
     if found := _cached(plan, lambda bundle: bundle.manifest.files):
         folders += [found.path, unfinished_folder(*lowered_from(found))]
     return folders
+
+
+def _quantizing(plan: Plan) -> list[Path]:
+    """Return the folder with the progress of a plan's quantization, which need not exist; none if there is nothing to
+    quantize."""
+    source, recipe = plan.source, plan.precision.recipe
+    if not plan.quantizes or recipe is None:
+        return []
+    prompts = prompts_of(source, recipe, plan.calibration) if recipe.is_calibrated else None
+    cut: Json = {"layers_per_segment": plan.layers_per_segment}
+    if source.graphs is not None:
+        cut = {"graphs": source.graphs.manifest.digest, "known": None}
+    else:
+        adapters = {"adapters": plan.adapter_hashes} if plan.adapters else {}
+        cut["checkpoint"] = source.made_from | adapters
+    return [unfinished_folder(*work_of(cut, recipe, prompts))]
 
 
 def _cached(plan: Plan, absent: Callable[[Bundle], Collection[str]]) -> Bundle | None:

@@ -191,10 +191,10 @@ def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
 
 
 @contextlib.contextmanager
-def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
+def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Iterator[Path]:
     """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
 
-    It is removed when the block ends without an exception. Interrupted work of the same kind is kept too, up to
+    When the block ends without an exception, the folder is removed, except for the file `keep`. Interrupted work of the same kind is kept too, up to
     `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same inputs waits.
     """
     own = unfinished_folder(kind, made_from)
@@ -203,7 +203,9 @@ def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
         with _locked(own):
             _remove_old(each for each in rooms.iterdir() if each != own)
             yield own
-            shutil.rmtree(own, ignore_errors=True)
+            for each in own.iterdir() if (own / keep).is_file() else [own]:
+                if each.name != keep:
+                    shutil.rmtree(each, ignore_errors=True)
     except PermissionError as error:
         raise CanvasError(
             f"{rooms}, which keeps the progress of long work, cannot be written: {error.strerror}",

@@ -279,6 +279,10 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}…"
 
 
+# In the folder of a quantization, the result of its calibration. It stays, since graphs may be needed again.
+CALIBRATED = "calibrated.json"
+
+
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
     """Return the kind of a quantization, and all inputs that determine it. They identify an interrupted quantization,
     so that it can be resumed."""

@@ -14,7 +14,7 @@ import torch
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import kept_piece, unfinished
-from canvasrt.calibration_prompts import CalibrationPrompts, work_of
+from canvasrt.calibration_prompts import CALIBRATED, CalibrationPrompts, work_of
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.description import Description, describe
 from canvasrt.checkpoints.quantized import Quantization
@@ -99,7 +99,7 @@ def export_graphs(
                     calibration, chosen, config, found.sampler, made_from, found.tokenizer
                 )
             cut = {"checkpoint": made_from, "layers_per_segment": layers_per_segment}
-            room = stack.enter_context(unfinished(*work_of(cut, chosen, prompts)))
+            room = stack.enter_context(unfinished(*work_of(cut, chosen, prompts), keep=CALIBRATED))
             if prompts is not None:
                 held = own.held if own else {}
                 read = CheckpointWeights(source, config, found.sampler, dtype, held)

@@ -143,13 +143,16 @@ def _calibration(needs: CalibrationNeeds) -> str:
 
 def _say_calibrations(plans: Sequence[Plan]) -> None:
     """Say what calibrations will take, before they start."""
-    from canvasrt.build.reuse import reusable_graphs
+    from canvasrt.build.reuse import is_calibrated, reusable_graphs
 
     for plan in {each.precision.text: each for each in plans}.values():
         same = [each for each in plans if each.precision.text == plan.precision.text]
-        if plan.needs.calibration and not reusable_graphs(same):
-            said = _calibration(plan.needs.calibration)
-            print(f"calibrating for {plan.precision.text}: {said}", file=sys.stderr, flush=True)
+        if not plan.needs.calibration or reusable_graphs(same):
+            continue
+        said = f"calibrating for {plan.precision.text}: {_calibration(plan.needs.calibration)}"
+        if is_calibrated(plan):
+            said = f"calibrated for {plan.precision.text} by an earlier build"
+        print(said, file=sys.stderr, flush=True)
 
 
 def _show_bundles(made: Sequence[tuple[Plan, Bundle]], reused: Sequence[bool]) -> None:

@@ -14,7 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from canvasrt.calibration_prompts import CalibrationPrompts, Workload, most_passes
+from canvasrt.calibration_prompts import (
+    CALIBRATED,
+    CalibrationPrompts,
+    Workload,
+    most_passes,
+)
 from canvasrt.formats import FORMATS
 from canvasrt.progress import report
 from canvasrt.recipes.recipe import Recipe
@@ -86,7 +91,7 @@ def calibrate(
     """
     from canvasrt.export.quantize.network import gpu_memory
 
-    finished = room / "finished.json"
+    finished = room / CALIBRATED
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return Calibration.read(finished)  # unless the file is missing or cut off
     with gpu_memory():

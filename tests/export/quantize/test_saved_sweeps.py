@@ -59,7 +59,7 @@ def test_a_damaged_result_is_found_again(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, nothing = calibrate.Calibration({"a": 1.0}), (None, None, None)
-    (tmp_path / "finished.json").write_text(text)
+    (tmp_path / "calibrated.json").write_text(text)
     (tmp_path / "sweeps").mkdir()
     monkeypatch.setattr(calibrate, "_observe", lambda *_: found)
     for _ in range(2):  # the second call reads the result
