@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -67,6 +68,9 @@ def chat(
             continue
         if text == HELP:
             print(_HELP)
+            continue
+        if sys.stdin.isatty() and re.fullmatch(r"/[a-z]+", text):
+            print_error(f"{text} is not a command", _HELP)
             continue
         messages.append({"role": "user", "content": text})
         inputs = {**sampling, "messages": json.dumps(messages)}

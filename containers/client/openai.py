@@ -18,7 +18,7 @@ from canvasrt.errors import CanvasError
 
 KEY_VARIABLE = "CANVASRT_API_KEY"
 _NAMES = {"max_new_tokens": "max_tokens"}
-_START = "start one with `canvasrt serve`, or give its address with --url"
+_START = "start one with `canvasrt serve`, or give the address of one"
 _PORT = f"give the OpenAI API's port ({API_PORT} by default) with --url"
 
 

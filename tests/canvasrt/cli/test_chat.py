@@ -130,6 +130,9 @@ class Terminal:
 def test_a_terminal_shows_the_drafts_and_keeps_the_answer(front: FrontEnd, openai: Any) -> None:
     with Terminal(front, 100, 40) as terminal:
         assert "Ctrl-D ends" in terminal.until("> ")
+        terminal.type("/exit\n")
+        terminal.until("/exit is not a command")
+        terminal.until("> ")
         terminal.type("12+34=\n")
         terminal.until("block 1, step 1")
         terminal.until("block 2, step 6")
