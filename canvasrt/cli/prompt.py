@@ -44,7 +44,9 @@ CanvasJson = Annotated[
 ]
 AnswerTimeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=0, help="How long the whole answer may take."),
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0.001, help="How long the whole answer may take."
+    ),
 ]
 
 

@@ -64,6 +64,7 @@ WRONG = {
     "batch q -o a --bundle b --timeout 2": "--timeout does not go with --bundle",
     "batch q -o a --threads 2": "--threads does not support servers",
     "batch q -o a --concurrency 0": "--concurrency",
+    "batch q -o a --timeout 0": "--timeout",
     "batch q -o a --seed -1": "--seed",
     "batch q -o a --url ftp://x": "--url ftp://x has the unsupported scheme ftp",
     # generating here
@@ -93,6 +94,8 @@ WRONG = {
     "generate b x --t-max nan": "--t-max is nan",
     "generate b x --t-min 3 --t-max 2": "--t-max 2.0 is below --t-min 3.0",
     "generate b x --top-logprobs 2": "--top-logprobs is 2 without --logprobs",
+    "infer x --timeout 0": "--timeout",
+    "chat --timeout 0": "--timeout",
     "infer x --settle-steps 2 --redo-below -1": "--settle-steps is 2 and --redo-below is -1.0",
     "chat --settle-steps 2 --all-steps": "--settle-steps is 2, but early stopping is off",
     "generate b x --t-min 0 --t-max 1e-9 --steps 2": "--t-max 1e-09 leads to a temperature",
