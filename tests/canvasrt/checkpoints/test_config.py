@@ -27,6 +27,20 @@ def without(*names: str, **text: Any) -> dict[str, Any]:
     return config
 
 
+def seeing(vision: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
+    """Return a configuration with a vision tower."""
+    return {**changed(**text), "vision_config": {"hidden_size": 64, **(vision or {})}}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """Return a configuration with other RoPE parameters of one kind of attention."""
+    own = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+    }
+    return changed(rope_parameters={**own, kind: {**own[kind], **parameters}})
+
+
 def test_reads_sizes_layers_and_sampler(checkpoint_files: Path) -> None:
     model, sampler = ModelConfig.from_checkpoint(checkpoint_files)
     assert model.layers == (
@@ -105,9 +119,21 @@ def test_survives_a_round_trip_through_json() -> None:
         (changed(tie_word_embeddings=False), "tie_word_embeddings"),
         (changed(use_bidirectional_attention="all"), "use_bidirectional_attention"),
         (changed(attention_bias=True), "attention_bias"),
+        (rope("full_attention", factor=8.0), "factor"),
+        (rope("full_attention", rope_type="default"), "'proportional'"),
+        (rope("full_attention", rope_theta=None), "rope_theta"),
+        (rope("sliding_attention", partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (changed(rope_scaling={"rope_type": "linear", "factor": 4.0}), "rope_scaling"),
+        (seeing(use_bidirectional_attention=None), "use_bidirectional_attention"),
+        (seeing({"hidden_activation": "silu"}), "vision_config: hidden_activation 'silu'"),
         (changed(layer_types=["sliding_attention"]), "layer_types"),
         (changed(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
         (changed(per_layer_config={"1": {"sliding_window": 3}}), "sliding_window"),
+        (
+            changed(layer_types=["full_attention"] * 2, per_layer_config={"1": {"head_dim": 8}}),
+            "same kind of attention differ",
+        ),
         (changed(top_k_experts=9), "top_k_experts 9 of 4"),
         (changed(num_attention_heads=3, num_key_value_heads=2), "KV heads"),
         (changed(eos_token_id="stop"), "eos_token_id"),
@@ -116,6 +142,18 @@ def test_survives_a_round_trip_through_json() -> None:
 def test_refuses_what_it_has_no_graph_for(config: dict[str, Any], said: str) -> None:
     with pytest.raises(CanvasError, match=said):
         read_config(config, None)
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"max_length": 1024}, "max_length 1024"),
+        ({"sampler_config": {"_cls_name": "OtherConfig", "entropy_bound": 1.0}}, "'OtherConfig'"),
+    ],
+)
+def test_refuses_settings_that_it_would_not_follow(generation: dict[str, Any], said: str) -> None:
+    with pytest.raises(CanvasError, match=said):
+        read_config(CONFIG, generation)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
