@@ -93,7 +93,12 @@ class ModelConfig:
         folder = Path(folder)
         config = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        return read_config(config, _read_json(generation) if generation.exists() else None)
+        model, sampler = read_config(
+            config, _read_json(generation) if generation.exists() else None
+        )
+        if model.vision:
+            _check_preprocessing(folder, model.vision)
+        return model, sampler
 
     def to_json(self) -> Json:
         """Return a JSON object with one key per field."""
@@ -134,7 +139,8 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
         vocab_size=text.size("vocab_size"),
         num_attention_heads=text.size("num_attention_heads"),
         layers=_layers(text),
-        sliding_window=text.size("sliding_window", 512),
+        # The reference's cache keeps all tokens for a window of one, and then it fails.
+        sliding_window=text.size("sliding_window", 512, least=2),
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         logit_softcap=text.number("final_logit_softcapping", 30.0),
         canvas_length=top.size("canvas_length", 256),
@@ -149,6 +155,22 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
     )
     _check(model)
     return model, _sampler(generation or {})
+
+
+def _check_preprocessing(folder: Path, vision: Json) -> None:
+    """Raise CanvasError if images should be prepared otherwise than `runtime/pictures.py` does it."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if not (folder / name).exists():
+            continue
+        data = _read_json(folder / name)
+        given = _Fields(data.get("image_processor") or data, name)
+        given.only("do_resize", True)
+        given.only("resample", 3)  # bicubic
+        given.only("do_rescale", True)
+        given.only("rescale_factor", 1 / 255)
+        given.only("do_normalize", False)
+        for size in ("patch_size", "pooling_kernel_size"):
+            given.only(size, vision.get(size))
 
 
 def _refuse_unsupported(text: _Fields, top: _Fields, vision: _Fields) -> None:

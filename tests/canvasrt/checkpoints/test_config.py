@@ -114,6 +114,7 @@ def test_survives_a_round_trip_through_json() -> None:
         (changed(hidden_size="big"), "hidden_size"),
         (changed(hidden_size=0), "hidden_size"),
         (changed(vocab_size=None), "vocab_size"),
+        (changed(sliding_window=1), "sliding_window"),
         (without("num_experts"), "num_experts"),
         (changed(hidden_activation="silu"), "hidden_activation"),
         (changed(tie_word_embeddings=False), "tie_word_embeddings"),
@@ -154,6 +155,23 @@ def test_refuses_what_it_has_no_graph_for(config: dict[str, Any], said: str) -> 
 def test_refuses_settings_that_it_would_not_follow(generation: dict[str, Any], said: str) -> None:
     with pytest.raises(CanvasError, match=said):
         read_config(CONFIG, generation)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
+def test_refuses_images_prepared_in_another_way(file: str, tmp_path: Path) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    config = seeing(dict.fromkeys(("patch_size", "pooling_kernel_size"), 4))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "image_token_id": 5}))
+    given = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=4).to_dict()
+    nested = file == "processor_config.json"
+    (tmp_path / file).write_text(json.dumps({"image_processor": given} if nested else given))
+    ModelConfig.from_checkpoint(tmp_path)
+    for name, value in {"do_normalize": True, "rescale_factor": 1 / 127.5, "patch_size": 8}.items():
+        other = {**given, name: value}
+        (tmp_path / file).write_text(json.dumps({"image_processor": other} if nested else other))
+        with pytest.raises(CanvasError, match=f"{file}: {name}"):
+            ModelConfig.from_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
