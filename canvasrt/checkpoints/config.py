@@ -93,7 +93,12 @@ class ModelConfig:
         folder = Path(folder)
         config = _read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        return read_config(config, _read_json(generation) if generation.exists() else None)
+        model, sampler = read_config(
+            config, _read_json(generation) if generation.exists() else None
+        )
+        if model.vision:
+            _check_preprocessing(folder, model.vision)
+        return model, sampler
 
     def to_json(self) -> Json:
         """Return a JSON object with one key per field."""
@@ -122,9 +127,9 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
         raise CanvasError("config.json has no text_config", _UNSUPPORTED_HINT)
     text = _Fields(config["text_config"], "text_config")
     top = _Fields(config, "config.json")
-    _refuse_unsupported(text, top)
-
     vision = config.get("vision_config")
+    _refuse_unsupported(text, top, _Fields(vision or {}, "vision_config"))
+
     model = ModelConfig(
         hidden_size=text.size("hidden_size"),
         intermediate_size=text.size("intermediate_size"),
@@ -134,7 +139,8 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
         vocab_size=text.size("vocab_size"),
         num_attention_heads=text.size("num_attention_heads"),
         layers=_layers(text),
-        sliding_window=text.size("sliding_window", 512),
+        # The reference's cache keeps all tokens for a window of one, and then it fails.
+        sliding_window=text.size("sliding_window", 512, least=2),
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         logit_softcap=text.number("final_logit_softcapping", 30.0),
         canvas_length=top.size("canvas_length", 256),
@@ -151,20 +157,40 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
     return model, _sampler(generation or {})
 
 
-def _refuse_unsupported(text: _Fields, top: _Fields) -> None:
+def _check_preprocessing(folder: Path, vision: Json) -> None:
+    """Raise CanvasError if images should be prepared otherwise than `runtime/pictures.py` does it."""
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if not (folder / name).exists():
+            continue
+        data = _read_json(folder / name)
+        given = _Fields(data.get("image_processor") or data, name)
+        given.only("do_resize", True)
+        given.only("resample", 3)  # bicubic
+        given.only("do_rescale", True)
+        given.only("rescale_factor", 1 / 255)
+        given.only("do_normalize", False)
+        for size in ("patch_size", "pooling_kernel_size"):
+            given.only(size, vision.get(size))
+
+
+def _refuse_unsupported(text: _Fields, top: _Fields, vision: _Fields) -> None:
     """Raise CanvasError for variants that the reference allows and our graphs do not support."""
-    expected = {
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (False,),
-        "tie_word_embeddings": (True,),
-        "use_bidirectional_attention": ("vision", None),
-    }
-    for name, allowed in expected.items():
-        value = text.data.get(name, allowed[0])
-        if value not in allowed:
-            raise CanvasError(f"text_config.{name} is {value!r}: not supported", _UNSUPPORTED_HINT)
-    if top.data.get("tie_word_embeddings", True) is not True:
-        raise CanvasError("tie_word_embeddings is false: not supported", _UNSUPPORTED_HINT)
+    text.only("hidden_activation", "gelu_pytorch_tanh")
+    text.only("attention_bias", False)
+    text.only("tie_word_embeddings", True)
+    top.only("tie_word_embeddings", True)
+    # The reference merges these two into rope_parameters.
+    text.only("rope_scaling", None)
+    text.only("partial_rotary_factor", None)
+    text.only("use_bidirectional_attention", None, "vision")
+    if vision.data:
+        vision.only("hidden_activation", "gelu_pytorch_tanh")
+        if text.data.get("use_bidirectional_attention") is None:
+            raise CanvasError(
+                "text_config: without use_bidirectional_attention, an image's tokens would not see"
+                " those after them: not supported",
+                _UNSUPPORTED_HINT,
+            )
 
 
 def _layers(text: _Fields) -> tuple[Layer, ...]:
@@ -187,18 +213,22 @@ def _layer(text: _Fields, index: int, kind: str) -> Layer:
     if kind not in _ROPE_DEFAULTS:
         raise CanvasError(f"layer {index} has unknown attention {kind!r}", _UNSUPPORTED_HINT)
     head_dim, num_kv_heads = _attention_sizes(text, index, kind)
+    known = _ROPE_DEFAULTS[kind]
     rope = (text.data.get("rope_parameters") or _ROPE_DEFAULTS).get(kind)
-    wanted = _ROPE_DEFAULTS[kind]["rope_type"]
-    if not isinstance(rope, dict) or rope.get("rope_type", wanted) != wanted:
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != known["rope_type"]:
         raise CanvasError(
-            f"rope_parameters of {kind} are not {wanted!r}: {rope}", _UNSUPPORTED_HINT
+            f"rope_parameters of {kind} are not {known['rope_type']!r}: {rope}", _UNSUPPORTED_HINT
+        )
+    if unknown := sorted(set(rope) - set(known)):
+        raise CanvasError(
+            f"rope_parameters of {kind} have {', '.join(unknown)}: not supported", _UNSUPPORTED_HINT
         )
     where = _Fields(rope, f"rope_parameters.{kind}")
     return Layer(
         kind="full" if kind == "full_attention" else "sliding",
         head_dim=head_dim,
         num_kv_heads=num_kv_heads,
-        rope_theta=where.number("rope_theta", _ROPE_DEFAULTS[kind]["rope_theta"]),
+        rope_theta=where.number("rope_theta"),
         rope_partial=where.number("partial_rotary_factor", 1.0),
     )
 
@@ -207,13 +237,12 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
     """Return head size and KV heads of a layer. `per_layer_config` takes precedence over the older global_* fields."""
     head_dim = text.size("head_dim")
     num_kv_heads = text.size("num_key_value_heads")
-    per_layer = text.data.get("per_layer_config")
-    if per_layer is None:
+    if "per_layer_config" not in text.data:
         if kind == "full_attention":
             head_dim = text.size("global_head_dim", _DEFAULT_GLOBAL_HEAD_DIM)
             num_kv_heads = text.size("num_global_key_value_heads", num_kv_heads)
         return head_dim, num_kv_heads
-    override = per_layer.get(str(index)) or {}
+    override = (text.data["per_layer_config"] or {}).get(str(index)) or {}
     unknown = sorted(set(override) - {"head_dim", "num_key_value_heads"})
     if unknown:
         raise CanvasError(
@@ -227,7 +256,7 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
 def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens.
 
-    The reference uses the ids in generation_config.json; only without that file, it uses those in config.json.
+    The reference only uses the ids in generation_config.json; without that file, we use those in config.json.
     """
     value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
     values = [] if value is None else value if isinstance(value, list) else [value]
@@ -245,9 +274,11 @@ def _sampler(generation: Json) -> SamplerDefaults:
         for field in fields(SamplerDefaults)
         if generation.get(field.name) is not None
     }
-    bound = (generation.get("sampler_config") or {}).get("entropy_bound")
-    if bound is not None:
-        values["entropy_bound"] = bound
+    sampler = generation.get("sampler_config") or {}
+    _Fields(sampler, "sampler_config").only("_cls_name", "EntropyBoundSamplerConfig")
+    _Fields(generation, "generation_config.json").only("max_length", None)
+    if sampler.get("entropy_bound") is not None:
+        values["entropy_bound"] = sampler["entropy_bound"]
     where = _Fields(values, "generation_config.json")
     base = SamplerDefaults()
     return SamplerDefaults(
@@ -271,6 +302,8 @@ def _check(model: ModelConfig) -> None:
                 f"layer {i}: {model.num_attention_heads} query heads do not share"
                 f" {layer.num_kv_heads} KV heads evenly"
             )
+    if len(set(model.layers)) > len({layer.kind for layer in model.layers}):
+        problems.append("layers with the same kind of attention differ")
     if model.vision is not None and model.image_token_id is None:
         problems.append("vision_config without an image_token_id")
     if problems:
@@ -295,7 +328,7 @@ class _Fields:
             raise self._wrong(name, f"an integer of at least {least}")
         return int(value)
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self.data.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise self._wrong(name, "a number that is not negative")
@@ -306,6 +339,12 @@ class _Fields:
         if value is not None and (not _is_int(value) or value < 0):
             raise self._wrong(name, "a token id")
         return value
+
+    def only(self, name: str, default: object, *others: object) -> None:
+        """Raise CanvasError unless a field has the reference's default, or one of the other values."""
+        value = self.data.get(name, default)
+        if value not in (default, *others):
+            raise CanvasError(f"{self.where}: {name} {value!r} is not supported", _UNSUPPORTED_HINT)
 
     def _wrong(self, name: str, wanted: str) -> CanvasError:
         found = repr(self.data[name]) if name in self.data else "missing"

@@ -224,7 +224,7 @@ class Reference:
             return tokens[:, None]
 
         def topk(x: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
-            if x.shape[-1] == self.model.config.text_config.num_experts:
+            if x.shape[-1] == self.model.config.text_config.num_experts > k:
                 best = choose(x, k + 1, dim=-1).values
                 ahead = (best[..., -2] - best[..., -1]).reshape(len(seeds), -1).amin(1).tolist()
                 trace.ahead = [min(pair) for pair in zip(trace.ahead, ahead, strict=True)]

@@ -27,6 +27,20 @@ def without(*names: str, **text: Any) -> dict[str, Any]:
     return config
 
 
+def seeing(vision: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
+    """Return a configuration with a vision tower."""
+    return {**changed(**text), "vision_config": {"hidden_size": 64, **(vision or {})}}
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """Return a configuration with other RoPE parameters of one kind of attention."""
+    own = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+    }
+    return changed(rope_parameters={**own, kind: {**own[kind], **parameters}})
+
+
 def test_reads_sizes_layers_and_sampler(checkpoint_files: Path) -> None:
     model, sampler = ModelConfig.from_checkpoint(checkpoint_files)
     assert model.layers == (
@@ -100,14 +114,27 @@ def test_survives_a_round_trip_through_json() -> None:
         (changed(hidden_size="big"), "hidden_size"),
         (changed(hidden_size=0), "hidden_size"),
         (changed(vocab_size=None), "vocab_size"),
+        (changed(sliding_window=1), "sliding_window"),
         (without("num_experts"), "num_experts"),
         (changed(hidden_activation="silu"), "hidden_activation"),
         (changed(tie_word_embeddings=False), "tie_word_embeddings"),
         (changed(use_bidirectional_attention="all"), "use_bidirectional_attention"),
         (changed(attention_bias=True), "attention_bias"),
+        (rope("full_attention", factor=8.0), "factor"),
+        (rope("full_attention", rope_type="default"), "'proportional'"),
+        (rope("full_attention", rope_theta=None), "rope_theta"),
+        (rope("sliding_attention", partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (changed(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (changed(rope_scaling={"rope_type": "linear", "factor": 4.0}), "rope_scaling"),
+        (seeing(use_bidirectional_attention=None), "use_bidirectional_attention"),
+        (seeing({"hidden_activation": "silu"}), "vision_config: hidden_activation 'silu'"),
         (changed(layer_types=["sliding_attention"]), "layer_types"),
         (changed(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
         (changed(per_layer_config={"1": {"sliding_window": 3}}), "sliding_window"),
+        (
+            changed(layer_types=["full_attention"] * 2, per_layer_config={"1": {"head_dim": 8}}),
+            "same kind of attention differ",
+        ),
         (changed(top_k_experts=9), "top_k_experts 9 of 4"),
         (changed(num_attention_heads=3, num_key_value_heads=2), "KV heads"),
         (changed(eos_token_id="stop"), "eos_token_id"),
@@ -116,6 +143,35 @@ def test_survives_a_round_trip_through_json() -> None:
 def test_refuses_what_it_has_no_graph_for(config: dict[str, Any], said: str) -> None:
     with pytest.raises(CanvasError, match=said):
         read_config(config, None)
+
+
+@pytest.mark.parametrize(
+    ("generation", "said"),
+    [
+        ({"max_length": 1024}, "max_length 1024"),
+        ({"sampler_config": {"_cls_name": "OtherConfig", "entropy_bound": 1.0}}, "'OtherConfig'"),
+    ],
+)
+def test_refuses_settings_that_it_would_not_follow(generation: dict[str, Any], said: str) -> None:
+    with pytest.raises(CanvasError, match=said):
+        read_config(CONFIG, generation)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
+def test_refuses_images_prepared_in_another_way(file: str, tmp_path: Path) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    config = seeing(dict.fromkeys(("patch_size", "pooling_kernel_size"), 4))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "image_token_id": 5}))
+    given = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=4).to_dict()
+    nested = file == "processor_config.json"
+    (tmp_path / file).write_text(json.dumps({"image_processor": given} if nested else given))
+    ModelConfig.from_checkpoint(tmp_path)
+    for name, value in {"do_normalize": True, "rescale_factor": 1 / 127.5, "patch_size": 8}.items():
+        other = {**given, name: value}
+        (tmp_path / file).write_text(json.dumps({"image_processor": other} if nested else other))
+        with pytest.raises(CanvasError, match=f"{file}: {name}"):
+            ModelConfig.from_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
