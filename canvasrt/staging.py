@@ -247,7 +247,10 @@ def system_error(error: Exception) -> CanvasError | None:
             f"{error.filename}: {error.strerror}", "check the path and its permissions"
         )
     if isinstance(error, FileNotFoundError) and error.filename:
-        return CanvasError(f"{error.filename} does not exist", "check the path")
+        path, folder = Path(error.filename), Path(error.filename).parent
+        return CanvasError(
+            f"{path if folder.is_dir() else folder} does not exist", "check the path"
+        )
     if isinstance(error, MemoryError):
         return CanvasError(
             "out of memory", "close other programs, or use a machine with more memory"

@@ -276,7 +276,6 @@ def _sampler(generation: Json) -> SamplerDefaults:
     }
     sampler = generation.get("sampler_config") or {}
     _Fields(sampler, "sampler_config").only("_cls_name", "EntropyBoundSamplerConfig")
-    _Fields(generation, "generation_config.json").only("max_length", None)
     if sampler.get("entropy_bound") is not None:
         values["entropy_bound"] = sampler["entropy_bound"]
     where = _Fields(values, "generation_config.json")

@@ -105,7 +105,8 @@ def _write(file: Path, data: dict[str, Any]) -> None:
     text = json.dumps(found, indent=1, ensure_ascii=False)
     try:
         # A variable's bytes need not be UTF-8.
-        file.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        with file.open("x", encoding="utf-8", errors="backslashreplace") as out:
+            out.write(text + "\n")
     except OSError as error:
         raise CanvasError(
             f"cannot write {file}: {error.strerror}", "give another --report"

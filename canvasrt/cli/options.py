@@ -109,7 +109,11 @@ MaxContext = Annotated[
 MaxBatch = Annotated[
     int,
     typer.Option(
-        "--max-batch", metavar="N", min=1, help="Maximum number of requests denoised together."
+        "--max-batch",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Maximum number of requests denoised together.",
     ),
 ]
 LayersPerSegment = Annotated[

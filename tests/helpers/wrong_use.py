@@ -31,6 +31,7 @@ WRONG = {
     "build": "CHECKPOINT_OR_GRAPHS",
     "build demo": "--target",
     "build demo -t cpu -o out --max-batch 0": "--max-batch",
+    "build demo -t cpu -o out --max-batch 1025": "--max-batch",
     "build demo -t cpu -o out --max-context many": "--max-context",
     "build demo -t gpu -o out": "unknown target 'gpu'",
     "build demo -t , -o out": "no target was named",

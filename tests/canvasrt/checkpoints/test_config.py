@@ -148,7 +148,6 @@ def test_refuses_what_it_has_no_graph_for(config: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize(
     ("generation", "said"),
     [
-        ({"max_length": 1024}, "max_length 1024"),
         ({"sampler_config": {"_cls_name": "OtherConfig", "entropy_bound": 1.0}}, "'OtherConfig'"),
     ],
 )

@@ -48,6 +48,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     )
     out = tmp_path / "report.json"
     assert run(["doctor", "--report", str(out)]) == 0
+    assert run(["doctor", "--report", str(out)]) == 1  # it exists
     text = out.read_text()
     found = json.loads(text)
     assert found["checks"]
