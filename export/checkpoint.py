@@ -29,6 +29,8 @@ _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 )
+# Encoder and decoder have different ones.
+_UNTIED = "layer_scalar"
 # Bytes of a large tensor to hold in memory at a time.
 _CHUNK = 1 << 26
 SAFETENSORS_DTYPES = {
@@ -92,6 +94,25 @@ class Checkpoint:
         for first in range(0, entry.shape[0], count):
             yield shard.read(found, first, min(count, entry.shape[0] - first))
 
+    def check_tied(self) -> None:
+        """Raise CanvasError if a tied weight is stored twice, with different values: the reference then uses both."""
+        for ours, theirs in _ALIASES:
+            for name in self._names:
+                alias = theirs + name[len(ours) :]
+                if not name.startswith(ours) or alias not in self._names:
+                    continue
+                if not name.endswith(_UNTIED) and not self._are_equal(name, alias):
+                    raise CanvasError(
+                        f"{name} and {alias} of {self.path} differ",
+                        "canvasrt needs one weight for both: remove one of them from the checkpoint",
+                    )
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        kinds = [(self.shape(each), self.dtype(each)) for each in (name, other)]
+        # As they are in the files, without adapters.
+        pairs = zip(Checkpoint.chunks(self, name), Checkpoint.chunks(self, other), strict=False)
+        return kinds[0] == kinds[1] and all(bytes_of(a) == bytes_of(b) for a, b in pairs)
+
     def rows(self, name: str, numbers: Sequence[int] | np.ndarray) -> Tensor:
         """Return some rows of one tensor in the file's dtype."""
         shard, found, _ = self._entry(name)
@@ -115,8 +136,7 @@ class Checkpoint:
     def _find(self, name: str) -> str | None:
         if name in self._names:
             return name
-        # Layer scalars are not tied: encoder and decoder have different ones.
-        if name.endswith("layer_scalar"):
+        if name.endswith(_UNTIED):
             return None
         for ours, theirs in _ALIASES:
             alias = theirs + name[len(ours) :]

@@ -75,6 +75,7 @@ def export_graphs(
         found.check_plain()
     merged = [load_adapter(path, weight) for path, weight in adapters]
     source = Adapted(folder, merged) if merged else Checkpoint(folder)
+    source.check_tied()
     packs = how is not None and precision not in TORCH_DTYPES
     base = "bf16" if packs else precision or "fp32"
     dtype, out = TORCH_DTYPES[base], Path(out)

@@ -77,6 +77,27 @@ def test_tied_weights_under_the_encoders_name(saved: Path, copy: Path) -> None:
     assert torch.equal(Checkpoint(copy).read(name), Checkpoint(saved).read(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [
+        ("model.decoder.embed_tokens.weight", "lm_head.weight"),
+        (
+            "model.decoder.layers.1.experts.down_proj",
+            "model.encoder.language_model.layers.1.experts.down_proj",
+        ),
+    ],
+)
+def test_two_copies_of_a_tied_weight_must_be_equal(
+    copy: Path, tmp_path: Path, name: str, alias: str
+) -> None:
+    """With different ones, transformers ties nothing."""
+    edit(copy, lambda tensors: tensors.update({alias: tensors[name].clone()}))
+    Checkpoint(copy).check_tied()
+    edit(copy, lambda tensors: tensors[alias][-1].neg_())
+    with pytest.raises(CanvasError, match=rf"{name} and {alias} .* differ"):
+        export_graphs(copy, tmp_path / "out")
+
+
 def test_layer_scalars_are_not_tied(copy: Path) -> None:
     edit(copy, lambda tensors: tensors.pop("model.decoder.layers.0.layer_scalar") and None)
     with pytest.raises(CanvasError, match=r"no tensor model\.decoder\.layers\.0\.layer_scalar"):
