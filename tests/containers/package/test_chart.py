@@ -162,6 +162,9 @@ def test_the_pod_passes_a_security_review(chart: Path) -> None:
 def test_nothing_gets_out_and_only_the_api_in(chart: Path) -> None:
     policy = render(chart, *PEERS)["NetworkPolicy"]["spec"]
     assert policy["egress"] == []
+    opened = render(chart, "networkPolicy.egress[0].ports[0].port=4318")
+    check_schemas(opened)
+    assert opened["NetworkPolicy"]["spec"]["egress"] == [{"ports": [{"port": 4318}]}]
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
     assert ports == {8000, 8002}
