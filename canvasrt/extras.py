@@ -37,3 +37,14 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def license_text() -> str:
+    """Return the installed licence's text; empty if none is installed."""
+    import importlib.metadata
+
+    try:
+        files = importlib.metadata.files("canvasrt") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return next((str(file.read_text()) for file in files if file.name == "LICENSE"), "")

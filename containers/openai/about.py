@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.metadata
 import json
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from canvasrt.containers.openai.errors import unknown_model
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics
 from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.extras import license_text
 from canvasrt.types import Json
 
 API_VERSION = "1.0"
@@ -128,7 +128,7 @@ def add_management(
     )
     async def license() -> Response:
         name, url = LICENSE
-        content = _license_text()
+        content = license_text()
         digest = hashlib.sha256(content.encode()).hexdigest() if content else None
         return JSONResponse({"name": name, "url": url, "content": content, "sha256": digest})
 
@@ -142,12 +142,3 @@ def add_management(
         texts = await asyncio.gather(*(each.text() for each in others))
         text = "".join([*texts, metrics.text(state.in_flight)])
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-
-
-def _license_text() -> str:
-    """Return the installed licence's text; empty if none is installed."""
-    try:
-        files = importlib.metadata.files("canvasrt") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    return next((str(file.read_text()) for file in files if file.name == "LICENSE"), "")

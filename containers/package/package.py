@@ -199,6 +199,7 @@ def _write_image_part(
     ]
     known |= {name: _entry(folder, name) for name in models}
     manifests = [bundle.manifest for bundle in bundles.values()]
+    (own,) = (folder / "wheels").glob("canvasrt-*.whl")
     write_sbom(
         folder / SBOM,
         manifests,
@@ -207,6 +208,7 @@ def _write_image_part(
         options.base,
         options.contents,
         options.base_digest,
+        _entry(own.parent, own.name)["sha256"],
     )
     known[SBOM] = _entry(folder, SBOM)
     (folder / IMAGE_FOLDER).mkdir()

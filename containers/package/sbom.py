@@ -34,12 +34,14 @@ def write_sbom(
     base: str,
     contents: Sequence[Installed] = (),
     base_digest: str = "",
+    own: str = "",
 ) -> None:
     """Write the list of distributions, models and files (`sha256` by name) in an image.
 
-    `contents` are the packages in the base image, if it was read; `base_digest` is its SHA-256, if known.
+    `contents` are the packages in the base image, if it was read; `base_digest` is its SHA-256, if known. `own` is the
+    SHA-256 of canvasrt's wheel.
     """
-    whole = _canvasrt()
+    whole = _canvasrt(own)
     pins = list(pins)
     libraries = [_library(pin) for pin in pins]
     bom = Bom(
@@ -61,6 +63,7 @@ def write_sbom(
                     base,
                     base_digest,
                     [*map(str, contents)],
+                    own,
                 )
             ),
         ),
@@ -70,12 +73,13 @@ def write_sbom(
     file.write_text(text + "\n", encoding="utf-8")
 
 
-def _canvasrt() -> Any:
+def _canvasrt(sha256: str) -> Any:
     return Component(
         name="canvasrt",
         version=canvasrt.__version__,
         type=ComponentType.APPLICATION,
         bom_ref="canvasrt",
+        hashes=_hashed(sha256),
         licenses=_licenses("Apache-2.0"),
     )
 

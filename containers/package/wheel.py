@@ -11,12 +11,15 @@ from pathlib import Path
 import canvasrt
 from canvasrt.checkpoints.locate import BUNDLED
 from canvasrt.errors import CanvasError
+from canvasrt.extras import license_text
 
 # In an editable install, these packages are outside the canvasrt folder.
 _STAGES = ("export", "build", "runtime", "containers")
 _LEFT_OUT = {"__pycache__", *BUNDLED.values()}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-_METADATA = "Metadata-Version: 2.1\nName: canvasrt\nVersion: {version}\n"
+_METADATA = (
+    "Metadata-Version: 2.4\nName: canvasrt\nVersion: {version}\nLicense-Expression: Apache-2.0\n"
+)
 _ENTRY_POINTS = "[console_scripts]\ncanvasrt = canvasrt.__main__:main\n"
 _WHEEL = "Wheel-Version: 1.0\nGenerator: canvasrt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
@@ -32,6 +35,8 @@ def write_wheel(folder: Path) -> Path:
     content[f"{info}/METADATA"] = _METADATA.format(version=canvasrt.__version__).encode()
     content[f"{info}/WHEEL"] = _WHEEL.encode()
     content[f"{info}/entry_points.txt"] = _ENTRY_POINTS.encode()
+    if text := license_text():
+        content[f"{info}/licenses/LICENSE"] = text.encode()
     content[f"{info}/RECORD"] = _record(content, f"{info}/RECORD")
 
     file = folder / f"{stem}-py3-none-any.whl"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial-"
+# Seconds without a change after which a file is removed: one that another server may be writing, and one for engines
+# or a GPU that no server has started with.
+LEFT, UNUSED = 600, 30 * 86400
 
 
 class CompiledKernels:
@@ -32,10 +37,7 @@ class CompiledKernels:
     def _load(self, file: Path) -> None:
         """Read the kernels of an earlier run. TensorRT-RTX refuses kernels of another GPU or version."""
         try:
-            # Left by a start that was killed. A read-only volume keeps them.
-            for left in file.parent.glob(f"{file.name}{PARTIAL}*"):
-                with suppress(OSError):
-                    left.unlink()
+            self._prune(file)
             data = file.read_bytes()
         except FileNotFoundError:  # the first start
             return
@@ -46,6 +48,17 @@ class CompiledKernels:
             self._kept = len(data)
         else:
             _log.info("%s holds kernels for another GPU, driver or version", file)
+
+    @staticmethod
+    def _prune(file: Path) -> None:
+        """Remove partial files of starts that were killed, and kernels that are no longer used. A read-only volume keeps
+        them."""
+        with suppress(OSError):
+            os.utime(file)  # in use
+        for each in file.parent.glob("*"):
+            with suppress(OSError):
+                if time.time() - each.stat().st_mtime > (LEFT if PARTIAL in each.name else UNUSED):
+                    each.unlink()
 
     def keep(self) -> None:
         """Write the kernels compiled since the last call. A full disk only causes a warning."""

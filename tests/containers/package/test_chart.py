@@ -66,6 +66,16 @@ def test_objects_are_what_kubernetes_takes(tmp_path: Path, target: str) -> None:
     check_schemas(render(tmp_path / "chart", *EVERYTHING))
 
 
+@pytest.mark.parametrize("release", ["on", "1e5", "a" * 53])
+def test_names_are_texts_of_a_length_that_kubernetes_takes(chart: Path, release: str) -> None:
+    """A StatefulSet's pods have a label of its name, a dash and a hash of 10 characters."""
+    names = "priorityClassName=1,apiKeys.existingSecret=2,tls.existingSecret=3,cache.storageClass=4"
+    result = helm("template", release, str(chart), "--set-string", names)
+    objects = {each["kind"]: each for each in yaml.safe_load_all(result.stdout) if each}
+    check_schemas(objects)
+    assert len(objects["StatefulSet"]["metadata"]["name"]) + 11 <= 63
+
+
 def test_a_gpu_target_asks_for_its_gpu(chart: Path) -> None:
     spec = pod(render(chart))
     assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
@@ -152,6 +162,9 @@ def test_the_pod_passes_a_security_review(chart: Path) -> None:
 def test_nothing_gets_out_and_only_the_api_in(chart: Path) -> None:
     policy = render(chart, *PEERS)["NetworkPolicy"]["spec"]
     assert policy["egress"] == []
+    opened = render(chart, "networkPolicy.egress[0].ports[0].port=4318")
+    check_schemas(opened)
+    assert opened["NetworkPolicy"]["spec"]["egress"] == [{"ports": [{"port": 4318}]}]
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
     assert ports == {8000, 8002}
@@ -323,9 +336,11 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
 
 
 def test_a_pod_gets_longer_to_stop_than_its_server_takes(chart: Path) -> None:
-    from canvasrt.containers.names import EXIT_TIMEOUT
+    from canvasrt.containers.package.image_settings import STOP_GRACE
 
-    assert pod(render(chart))["terminationGracePeriodSeconds"] > 2 * EXIT_TIMEOUT
+    spec = pod(render(chart, "terminationGracePeriodSeconds=50"))  # the least that the schema takes
+    waits = int(spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert spec["terminationGracePeriodSeconds"] >= waits + STOP_GRACE
 
 
 def test_keys_come_from_a_secret_that_exists(chart: Path) -> None:
@@ -363,6 +378,9 @@ def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:
     assert set(objects) == {"InferenceService", "NetworkPolicy"}
     predictor = objects["InferenceService"]["spec"]["predictor"]
     assert predictor["containers"][0]["image"] == "registry.example:5000/team/canvasrt:1"
+    # Without Knative, KServe takes no other metric but memory.
+    assert (predictor["scaleMetric"], predictor["scaleTarget"]) == ("cpu", 80)
+    assert "svc/release-predictor 8000:80" in notes(chart, "kserve.enabled=true")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +388,7 @@ def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:
     [
         ("kind=DaemonSet", "kind"),
         ("replica=2", "replica"),
-        ("terminationGracePeriodSeconds=5", "35"),
+        ("terminationGracePeriodSeconds=49", "50"),
     ],
 )
 def test_a_wrong_value_is_refused(chart: Path, setting: str, said: str) -> None:

@@ -98,6 +98,8 @@ def test_the_wheel_holds_the_code_and_no_checkpoint(tmp_path: Path):
     assert "canvasrt/containers/templates/Dockerfile" in names
     assert "canvasrt/runtime/generator.py" in names
     assert not [name for name in names if "__pycache__" in name or "safetensors" in name]
+    # Whoever gets an image gets the licence.
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
 
 
 @pytest.mark.parametrize("model", ["canvasrt", "canvasrt_stream"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -23,6 +24,9 @@ def test_the_bill_of_materials_lists_what_is_inside(packaged: Bundle, engines: B
         assert files[f"engines/{name}"] == entry["sha256"]
     (model,) = by_type["machine-learning-model"]
     assert model["hashes"][0]["content"] == engines.manifest.digest
+    (wheel,) = (packaged.path / "wheels").glob("canvasrt-*.whl")
+    (own,) = bom["metadata"]["component"]["hashes"]
+    assert own["content"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def test_the_bill_of_materials_is_valid_cyclonedx(packaged: Bundle):

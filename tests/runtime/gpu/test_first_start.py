@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from canvasrt.build.experts import SLOTS
 from canvasrt.build.memory import context_count
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.package.sizes import sizes_of
-from canvasrt.runtime.backends.compiled_kernels import PARTIAL, CompiledKernels
+from canvasrt.runtime.backends.compiled_kernels import LEFT, PARTIAL, UNUSED, CompiledKernels
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.prefix_pages import HEADROOM
@@ -61,12 +63,35 @@ def test_a_start_that_is_killed_goes_on_from_its_last_shape(
     with pytest.raises(KeyboardInterrupt):
         killed.model.warm_up()
     before = sum(killed.compiled().values())
-    (file.parent / f"{file.name}{PARTIAL}x").write_bytes(b"half")
+    aged(file.parent / f"{file.name}{PARTIAL}x", LEFT)
     again = Server(folder, compiled=file)
     again.model.warm_up()
     assert before
     assert sum(again.compiled().values()) == sum(whole.compiled().values()) - before
     assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def aged(file: Path, seconds: float) -> None:
+    """Write a file that did not change for longer than this."""
+    file.write_bytes(b"half")
+    os.utime(file, (time.time() - seconds - 60,) * 2)
+
+
+def test_a_start_removes_kernels_that_nobody_uses_and_no_other_server_s(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Two servers share a volume: one writes its kernels, or serves other engines, while the other starts."""
+    file = tmp_path / "cache" / "compiled"
+    Server(folder, compiled=file).model.warm_up()
+    os.utime(file, (0, 0))
+    (file.parent / f"{file.name}{PARTIAL}live").touch()
+    (file.parent / "of-other-engines").touch()
+    aged(file.parent / "unused", UNUSED)
+    again = Server(folder, compiled=file)
+    again.model.warm_up()
+    assert not again.compiled()
+    wanted = {file.name, f"{file.name}{PARTIAL}live", "of-other-engines"}
+    assert {each.name for each in file.parent.iterdir()} == wanted
 
 
 @pytest.mark.parametrize("how", ["full", "nothing"])

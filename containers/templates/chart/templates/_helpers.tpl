@@ -1,10 +1,11 @@
+{{/* A StatefulSet's pods have a label of its name and 11 more characters, 63 in all. */}}
 {{- define "canvasrt.name" -}}
-{{- .Release.Name | trunc 53 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 
 {{- define "canvasrt.selector" -}}
 app.kubernetes.io/name: canvasrt
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "canvasrt.labels" -}}
@@ -67,7 +68,7 @@ nodeAffinity:
 {{/* The labels of a pod: KServe sets its own. */}}
 {{- define "canvasrt.podLabels" -}}
 {{- if .Values.kserve.enabled -}}
-serving.kserve.io/inferenceservice: {{ include "canvasrt.name" . }}
+serving.kserve.io/inferenceservice: {{ include "canvasrt.name" . | quote }}
 {{- else -}}
 {{ include "canvasrt.selector" . }}
 {{- end -}}

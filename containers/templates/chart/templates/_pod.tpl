@@ -22,7 +22,7 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
@@ -78,7 +78,7 @@ containers:
     {{- end }}
     env:
       - name: NIM_CACHE_PATH
-        value: {{ .Values.cache.path }}
+        value: {{ .Values.cache.path | quote }}
       {{- with include "canvasrt.hosts" . }}
       - name: POD_IP
         valueFrom: {fieldRef: {fieldPath: status.podIP}}
@@ -162,7 +162,7 @@ containers:
     volumeMounts:
       - {name: shm, mountPath: /dev/shm}
       - {name: tmp, mountPath: /tmp}
-      - {name: cache, mountPath: {{ .Values.cache.path }}}
+      - {name: cache, mountPath: {{ .Values.cache.path | quote }}}
       {{- if .Values.apiKeys.existingSecret }}
       - {name: api-keys, mountPath: /run/secrets/canvasrt, readOnly: true}
       {{- end }}
@@ -185,13 +185,13 @@ volumes:
   {{- with .Values.apiKeys.existingSecret }}
   - name: api-keys
     secret:
-      secretName: {{ . }}
+      secretName: {{ . | quote }}
       defaultMode: 0440
   {{- end }}
   {{- with .Values.tls.existingSecret }}
   - name: tls
     secret:
-      secretName: {{ . }}
+      secretName: {{ . | quote }}
       defaultMode: 0440
   {{- end }}
 {{- end -}}
