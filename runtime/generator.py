@@ -154,6 +154,11 @@ class Generator:
         done = False
         try:
             while not done:
+                if self.idle:
+                    raise CanvasError(
+                        "another loop took events of this stream",
+                        "follow several requests with add and step",
+                    )
                 for event in self.step():
                     if event.id == id:
                         done = isinstance(event, Finished)

@@ -154,12 +154,12 @@ class Tokenizer:
         for name, value in variables.items():
             if name in _RESERVED or name in self._special:
                 raise CanvasError(
-                    f"{name} is a template variable that callers cannot set", f"leave out {name}"
+                    f"{name} is a template variable that callers cannot set", "leave it out"
                 )
             if value and self._template is not None and name not in self._words:
                 raise CanvasError(
                     f"{name} is not a variable of the model's chat template",
-                    f"leave out {name}, or serve a checkpoint whose template supports it",
+                    "leave it out, or serve a checkpoint whose template supports it",
                 )
         acts = any(each.get("tool_calls") or each.get("role") == "tool" for each in messages)
         if acts and self._template is not None and "tool_calls" not in self._words:

@@ -113,11 +113,14 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# In JSON, 5.0 is an integer; some clients write all numbers like that.
-Integer = Annotated[int, BeforeValidator(_integer)]
-Budget = Annotated[Annotated[Integer, Field(ge=1, le=MAX_INT32)] | None, about("Most new tokens.")]
+# In JSON, 5.0 is an integer; some clients write all numbers like that. Stands after an integer's limits: before them,
+# pydantic would leave them out of the OpenAPI document.
+INTEGRAL = BeforeValidator(_integer)
+Budget = Annotated[
+    Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None, about("Most new tokens.")
+]
 Seed = Annotated[
-    Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None,
+    Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None,
     # As in vLLM and Ollama, -1 draws a random seed.
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
     about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
@@ -168,7 +171,7 @@ def _type(parameter: Parameter) -> Any:
     description = f"{parameter.about[0].upper()}{parameter.about[1:]}."
     if parameter.kind is int:
         least, most = parameter.least, int(parameter.limit)
-        return Annotated[Integer, Field(ge=least, le=most, description=description)]
+        return Annotated[int, Field(ge=least, le=most, description=description), INTEGRAL]
     if parameter.kind is bool:
         return Annotated[bool, Field(description=description)]
     low = "exclusiveMinimum" if parameter.above_least else "minimum"
@@ -209,7 +212,7 @@ class Sampling(_Own, Diffusion):
     table: ClassVar[Table] = GENERATION
 
     n: Annotated[
-        Annotated[Integer, Field(ge=1, le=MAX_ANSWERS)] | None,
+        Annotated[int, Field(ge=1, le=MAX_ANSWERS), INTEGRAL] | None,
         about("Number of answers; they have consecutive seeds."),
     ] = None
     seed: Seed = None
@@ -247,7 +250,7 @@ class Sampling(_Own, Diffusion):
         about("Tokens that end the answer, in addition to the checkpoint's."),
     ] = None
     min_tokens: Annotated[
-        Annotated[Integer, Field(ge=0, le=MAX_INT32)] | None,
+        Annotated[int, Field(ge=0, le=MAX_INT32), INTEGRAL] | None,
         about("Minimum number of tokens before the answer may end."),
     ] = None
     vllm_xargs: Diffusion | None = None

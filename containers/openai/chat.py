@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from canvasrt.containers.openai.body import (
+    INTEGRAL,
     MAX_ANSWERS,
     OWN,
     Budget,
-    Integer,
     Sampling,
     about,
     fail,
@@ -85,7 +85,7 @@ class CompletionRequest(Sampling):
     prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_Prompts)]
 
     max_tokens: Annotated[
-        Annotated[Integer, Field(ge=0, le=MAX_INT32)] | None,
+        Annotated[int, Field(ge=0, le=MAX_INT32), INTEGRAL] | None,
         about("Most new tokens; with `echo`, 0 returns the prompt alone."),
     ] = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

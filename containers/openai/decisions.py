@@ -53,6 +53,7 @@ class Ask(Body):
             seed=self.seed or 0,
             image_tokens=self.image_tokens,
             plain=True,
+            ignored=self.ignored,
         )
 
 
@@ -69,6 +70,7 @@ class Decisions(TypedDict):
     model: str
     answers: list[dict[str, Any]]
     usage: dict[str, Any]
+    canvasrt: dict[str, Any]
 
 
 class DecisionReply(Reply):
@@ -91,7 +93,7 @@ class DecisionReply(Reply):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.prompt_tokens,
             },
-            "canvasrt": {"seed": final.seed, "passes": usage.denoising_steps},
+            "canvasrt": {**self.own_fields(), "passes": usage.denoising_steps},
         }
 
 

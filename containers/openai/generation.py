@@ -233,7 +233,12 @@ class Reply(ABC):
         names = self.asked.names
         if own := names.get(path) or names.get(field):
             error.param = own
-            error.message = error.message.replace(path, own, 1 if field == "grammar" else -1)
+            if own.startswith("chat_template_kwargs."):  # its name may also be an ordinary word
+                start = rf"^{re.escape(path)}\b"
+                error.message = re.sub(start, own, error.message, flags=re.IGNORECASE)
+            else:
+                count = 1 if field == "grammar" else -1
+                error.message = error.message.replace(path, own, count)
         elif field not in type(self.body).model_fields or field == self.text_field:
             error.param = self.text_field
         return error

@@ -52,7 +52,7 @@ class InfillReply(Reply):
                 "total_tokens": usage.total_tokens,
                 "denoising_steps": usage.denoising_steps,
             },
-            "canvasrt": {"seed": final.seed},
+            "canvasrt": self.own_fields(),
         }
 
 
@@ -63,7 +63,9 @@ def infill(body: InfillRequest) -> Generation:
 
     options = {"infill": body.text, "max_denoising_steps": body.max_denoising_steps}
     prompt = {"prompt": body.prompt or default_prompt(body.text)}
-    return Generation(options, prompts=[prompt], seed=body.seed or 0, plain=True)
+    return Generation(
+        options, prompts=[prompt], seed=body.seed or 0, plain=True, ignored=body.ignored
+    )
 
 
 INFILL = Endpoint(

@@ -34,6 +34,7 @@ class SystemOneAnswers(TypedDict):
     model: str
     answers: dict[str, Any]
     usage: dict[str, Any]
+    canvasrt: dict[str, Any]
 
 
 def ask(body: SystemOneRequest) -> Generation:
@@ -62,6 +63,7 @@ class SystemOneReply(Reply):
                 )
             },
             "usage": {"input_tokens": self.usage.prompt_tokens, "output_tokens": 0},
+            "canvasrt": self.own_fields(),
         }
 
     def named(self, error: ApiError) -> ApiError:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.build.options import BuildOptions
+from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.generator import Generator
@@ -146,6 +147,15 @@ def test_leaving_a_stream_frees_the_generator(tiny, requests) -> None:
     for _ in generator.stream(requests[1]):
         break
     assert generator.idle
+
+
+def test_a_stream_whose_events_another_loop_took_is_refused(tiny, requests) -> None:
+    generator = Generator(tiny.model)
+    first = generator.stream(requests[1])
+    next(first)
+    generator.run([requests[0]])
+    with pytest.raises(CanvasError, match="another loop took events"):
+        list(first)
 
 
 def test_graphs_and_cpu_engines_give_the_same_tokens(tiny, requests, alone) -> None:

@@ -74,6 +74,12 @@ def test_openai_client(openai: OpenAI, expected: list[dict[str, Any]]) -> None:
     assert [p.label for p in score.probabilities] == ["fine", "bad", "very bad"]
     assert reply.usage.input_tokens > len(STATE)
     assert reply.usage.output_tokens == 0
+    odd = {"seed": 7, "odd": 1}
+    reply = openai.decisions.create(
+        model="canvasrt", input="a", questions=QUESTIONS, extra_body=odd
+    )
+    own = reply.to_dict()["canvasrt"]
+    assert own == {"seed": 7, "warnings": ["Unknown parameter: 'odd'."], "passes": own["passes"]}
 
 
 def test_messages_and_tool_calls_are_read(openai: OpenAI) -> None:
@@ -118,7 +124,9 @@ def test_systemone(front: FrontEnd, expected: list[dict[str, Any]]) -> None:
         },
     }
     body = {"model": "canvasrt", "state": STATE, "questions": questions, "seed": 7, "samples": 2}
+    body["odd"] = 1
     reply = httpx2.post(f"{front.url}/systemone", json=body, timeout=60).json()
+    assert reply["canvasrt"] == {"seed": 7, "warnings": ["Unknown parameter: 'odd'."]}
     late, what, bad = (reply["answers"][name] for name in questions)
     assert late == {"type": "noul", "noul": expected[0]["probability"]}
     assert what["choice"] == expected[1]["choice"]

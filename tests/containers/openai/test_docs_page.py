@@ -49,6 +49,8 @@ def test_every_operation_is_described_with_its_body() -> None:
     chat = schemas["ChatRequest"]["properties"]
     for parameter in OWN:
         assert parameter.about[1:] in json.dumps(chat[parameter.name])
+    assert chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
+    assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(found)), "not keywords of JSON Schema"
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(found)))
     assert references <= set(schemas)
     operation = found["paths"]["/v1/chat/completions"]["post"]

@@ -16,11 +16,12 @@ TEXT = "The {3} sat on {2}."
 
 
 def test_gaps_are_filled_over_both(front: FrontEnd, http: Client) -> None:
-    body = {"model": "canvasrt", "text": TEXT, "seed": 3, "max_denoising_steps": 4}
+    body = {"model": "canvasrt", "text": TEXT, "seed": 3, "max_denoising_steps": 4, "odd": 1}
     reply = httpx2.post(f"{front.url}/infill", json=body, timeout=60).json()
     first, second = reply["gaps"]
     assert reply["text"] == f"The {first} sat on {second}."
     assert reply["logprob"] < 0
+    assert reply["canvasrt"] == {"seed": 3, "warnings": ["Unknown parameter: 'odd'."]}
     assert reply["usage"]["denoising_steps"] <= 4
     prompt = "Fill in the gaps: The ____ sat on ____."
     inputs = {"prompt": prompt, "infill": TEXT, "seed": 3, "max_denoising_steps": 4}

@@ -146,6 +146,12 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "invalid_value",
         "chat_template_kwargs.colour is not a variable",
     ),
+    (
+        {"chat_template_kwargs": {"a": 1}},
+        "chat_template_kwargs.a",
+        "invalid_value",
+        "chat_template_kwargs.a is not a variable of the model's chat template",
+    ),
     ({"stream": 1}, "stream", "invalid_type", "boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "", "stream set to true"),
     ({"t_min": 3}, "t_max", "invalid_value", "below t_min 3.0"),
