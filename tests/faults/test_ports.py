@@ -243,10 +243,8 @@ def tensor(shape: str, data: str) -> str:
     return f'{{"inputs": [{{"name": "prompt", "datatype": "BYTES", "shape": {shape}, "data": {data}}}]}}'
 
 
-CLASSIFIED = (
-    tensor("[1]", '["a"]')[:-1]
-    + ', "outputs": [{"name": "text", "parameters": {"classification": 1}}]}'
-)
+CLASSES = ', "outputs": [{"name": "text", "parameters": {"classification": 1}}]}'
+CLASSIFIED = tensor("[1]", '["a"]')[:-1] + CLASSES
 
 
 @pytest.mark.parametrize(
