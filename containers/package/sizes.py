@@ -90,7 +90,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         cpu=4 if builds or (on_cpu and total > _LARGE) else 2,
         shared=SHARED,
         temporary=TEMPORARY,
-        # After an upgrade, new engines are built before the old ones are deleted.
+        # After an upgrade, new engines are built next to the old ones, which stay.
         cache=round(2.2 * total) + _OTHER_CACHE
         if builds
         else (_COMPILED if compiles else _UNUSED_CACHE),
