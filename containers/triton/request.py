@@ -100,8 +100,8 @@ class _Reader:
         given = {tensor.name: self.values.get(tensor.name) for tensor in OPTIONS}
         if "logit_bias" in self.values:
             given["logit_bias"] = read_bias(self.values["logit_bias"])
-        if self._echo_only:  # a block has at least one token, which is left out of the replies
-            given["max_new_tokens"] = 1
+        if self._echo_only:  # the least that there is: one token, which is left out of the replies
+            given["max_new_tokens"] = given["max_denoising_steps"] = 1
         given["logprob_token_ids"] = tuple(map(int, self.values.get("logprob_token_ids", ())))
         more = tuple(map(int, self.values.get("stop_token_ids", ())))
         if "grammar" in self.values and (more or self.values.get("ignore_eos")):

@@ -112,6 +112,7 @@ def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) 
     assert choices[-1].finish_reason == "length"
     if not stream:
         assert told.usage.completion_tokens == 0
+        assert told.usage.denoising_steps == 1
 
 
 def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
