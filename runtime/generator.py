@@ -245,24 +245,24 @@ class Generator:
     def _to_encode(self) -> list[RequestState]:
         """Return the requests to encode. If several have the same next chunk, only one is returned; the others will
         take the chunk from the prefix cache."""
-        self._clock += 1
-        if all(each.waits for each in self._running):
-            begins = [each.next_encoding for each in self._running if not each.queue.empty]
-            self._clock = max(self._clock, min(begins, default=0))
-        ready: list[RequestState] = []
+        first: list[RequestState] = []
         taken: set[tuple[str, tuple[bytes, int]]] = set()
         for each in self._running:
             if self._prefixes is not None and (chunks := each.queue.cacheable()):
                 each.skip(self._prefixes.fill(each.row, chunks, each.owner))
-            if each.queue.empty or each.next_encoding > self._clock:
+            if each.queue.empty:
                 continue
             if self._prefixes is not None and (sharing := each.queue.sharing) is not None:
                 following = (share_of(each.owner), sharing)
                 if following in taken:
                     continue
                 taken.add(following)
-            ready.append(each)
-        return ready
+            first.append(each)
+        self._clock += 1
+        if all(each.waits for each in self._running):
+            begins = [each.next_encoding for each in first]
+            self._clock = max(self._clock, min(begins, default=0))
+        return [each for each in first if each.next_encoding <= self._clock]
 
     def _denoise(self) -> list[Event]:
         """Run one denoising step of every request whose tokens are all encoded."""

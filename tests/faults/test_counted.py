@@ -89,7 +89,7 @@ def test_only_so_many_prompts_are_read():
 def test_counting(text: str, refused: bool):
     raw, began = text.encode(), time.thread_time()
     if refused:
-        with pytest.raises(ValueError, match="it has"):
+        with pytest.raises(ValueError, match=r"it (has|is nested)"):
             check_json(raw)
     else:
         check_json(raw)
@@ -107,7 +107,7 @@ def test_values_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(untrusted, "MAX_DEPTH", 5)
         check_json(text.encode(), 13)
         monkeypatch.setattr(untrusted, "MAX_DEPTH", 4)
-        with pytest.raises(ValueError, match="more than 4 brackets"):
+        with pytest.raises(ValueError, match="nested more than 4 deep"):
             check_json(text.encode(), 13)
         monkeypatch.setattr(untrusted, "MAX_DEPTH", 100)
 

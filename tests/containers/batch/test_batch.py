@@ -147,7 +147,7 @@ def test_others_take_over_and_none_ends_it(
         CanvasError, match=r"no server has taken a request .*127\.0\.0\.1:9"
     ) as error:
         asked(file, "none.jsonl", Servers([dead], "", 60))
-    assert "goes on" in error.value.hint
+    assert "continues from here" in error.value.hint
 
 
 @needs_triton

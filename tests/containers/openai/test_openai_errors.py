@@ -122,7 +122,7 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "invalid_value",
         "greater than or equal to -9223372036854775808",
     ),
-    ({"seed": 2**64}, "seed", "invalid_value", "18446744073709551616"),
+    ({"seed": 2**64}, "seed", "invalid_value", "18446744073709551615"),
     ({"seed": 2**64 - 1, "n": 2}, "seed", "invalid_value", "below"),
     ({"stop": ["a", 3]}, "stop[1]", "invalid_type", "string"),
     ({"stop": ["a"] * 17}, "stop", "invalid_value", "at most 16"),
