@@ -51,7 +51,7 @@ def test_one_failed_pass_ends_nothing_and_a_lost_gpu_everything(faulty: Faulty, 
 @pytest.mark.parametrize(
     ("fault", "times", "says"),
     [
-        ("nan", 1, ["entropy"]),
+        ("nan", 1, ["non-finite entropies"]),
         ("fail", 3, ["3 passes in a row", "the pass failed on purpose"]),
         ("once", 1, ["no new generator on purpose"]),
     ],

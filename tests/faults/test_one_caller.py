@@ -142,7 +142,7 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             assert ask(running, key="b")[0] == 200  # another key has its own
             status, body, headers = ask(running, key="b", max_tokens=300)
             assert status == 429
-            assert "tokens are waiting" in body["error"]["message"]
+            assert "all requests together have" in body["error"]["message"]
             assert int(headers["retry-after"]) > 0
             for each in first:
                 assert each.result()[0] == 200
