@@ -26,6 +26,7 @@ from tests.helpers.scripted import serving
 from tests.helpers.web_page import MARKS, ask
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+sync_api.expect.set_options(timeout=60_000)  # milliseconds; 5,000 are too few on a busy machine
 pytestmark = MARKS
 ROOT = Path(__file__).resolve().parents[3]
 
