@@ -194,8 +194,9 @@ def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
 def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Iterator[Path]:
     """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
 
-    When the block ends without an exception, the folder is removed, except for the file `keep`. Interrupted work of the same kind is kept too, up to
-    `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same inputs waits.
+    When the block ends without an exception, the folder is removed, except for the file `keep`. Interrupted work of the
+    same kind is kept too, up to `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same
+    inputs waits.
     """
     own = unfinished_folder(kind, made_from)
     rooms = own.parent

@@ -1,4 +1,4 @@
-"""Imports modules that only some commands need, with a hint how to install them."""
+"""What is installed: optional modules, with a hint how to install them, versions, and canvasrt's licence."""
 
 from __future__ import annotations
 

@@ -168,6 +168,7 @@ def _check_preprocessing(folder: Path, vision: Json) -> None:
         given.only("resample", 3)  # bicubic
         given.only("do_rescale", True)
         given.only("rescale_factor", 1 / 255)
+        # Else, normalizing changes nothing.
         if (given.data.get("image_mean"), given.data.get("image_std")) != ([0] * 3, [1] * 3):
             given.only("do_normalize", False)
         for size in ("patch_size", "pooling_kernel_size"):

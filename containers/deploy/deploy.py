@@ -64,8 +64,10 @@ def deploy(
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    Raises CanvasError if the container cannot start, exits, or is not ready after `timeout` seconds; None is what the
-    image allows. In that case the container is removed, and the error has the last lines of its log.
+    timeout: seconds until it must be ready; None is what the image allows.
+
+    Raises CanvasError if the container cannot start, exits, or is not ready in time. It is then removed, and the error
+    has the last lines of its log.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)

@@ -6,8 +6,7 @@ runs one request after another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -117,7 +116,7 @@ class ObservedPart:
             place = room[begin : begin + size].view(dtype)
             begin += _padded(size)
             first = 0
-            for piece in _read_ahead(weights.read(self._part, name, check)):
+            for piece in weights.read(self._part, name, check):
                 # Converted to float32 on the device, after the copy.
                 place[first : first + piece.numel()] = piece.reshape(-1).to(place.device)
                 first += piece.numel()
@@ -127,15 +126,6 @@ class ObservedPart:
     def _dtype(self, name: str, weights: WeightSource) -> torch.dtype:
         """Return a weight's dtype in memory: experts keep the stored dtype, and are converted one by one."""
         return weights.dtype if name.endswith((GATE_UP, DOWN)) else torch.float32
-
-
-def _read_ahead(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield the pieces, and read each one on a thread while the one before is copied."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, pieces, None)
-        while (piece := coming.result()) is not None:
-            coming = thread.submit(next, pieces, None)
-            yield piece
 
 
 class _SortedExperts(nn.Module):

@@ -16,6 +16,7 @@ import onnxruntime as ort
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, EngineError
+from canvasrt.extras import require
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.tables import host_dtype
@@ -109,8 +110,7 @@ class OrtCudaBackend:
 
 def loadable(file: Path) -> bytes:
     """Return a graph in which ArgMax reads float32, because the provider has no ArgMax of bf16."""
-    import onnx  # not a dependency of the runtime, but who exported the graph has it
-
+    onnx = require("onnx", "export")
     model = onnx.load(file, load_external_data=False)
     nodes = model.graph.node
     for place, node in reversed([(i, n) for i, n in enumerate(nodes) if n.op_type == "ArgMax"]):

@@ -177,7 +177,7 @@ def metric(server: Server, name: str) -> float:
     raise AssertionError(f"there is no metric {name}")
 
 
-def eventually(check: Callable[[], bool], seconds: float = 60) -> bool:
+def eventually(check: Callable[[], bool], seconds: float = 300) -> bool:
     """Whether `check` becomes true in time."""
     deadline = time.monotonic() + seconds
     while not check():

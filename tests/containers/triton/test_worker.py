@@ -101,7 +101,7 @@ def test_a_request_s_time_begins_when_it_comes(model: Model):
 
 
 def test_requests_join_a_few_at_a_time(model: Model):
-    """Joining may take a request a while. Running requests get their steps in between, and every step counts as
+    """While a new request joins, which may take long, running requests get their steps, and every step counts as
     progress."""
     order: list[str] = []
 
