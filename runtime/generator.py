@@ -19,7 +19,7 @@ from canvasrt.runtime.passes import check_finite
 from canvasrt.runtime.prefix import PrefixCache, share_of
 from canvasrt.runtime.request import Event, Finished, Request, Result
 from canvasrt.runtime.request_state import RequestState
-from canvasrt.runtime.sampling_params import SamplingParams
+from canvasrt.runtime.sampling_params import LEAST_WORK, SamplingParams
 from canvasrt.runtime.schedule import Schedule
 from canvasrt.runtime.text_state import TextState
 
@@ -142,9 +142,7 @@ class Generator:
 
     def probe(self) -> None:
         """Run the shortest possible request, to test the engines. Raises what its passes raise."""
-        params = SamplingParams.from_defaults(
-            self.model.sampler, self.model.config, max_new_tokens=1, max_denoising_steps=1
-        )
+        params = SamplingParams.from_defaults(self.model.sampler, self.model.config, **LEAST_WORK)
         self.run([Request([0], params)])
 
     def stream(self, request: Request) -> Iterator[Event]:

@@ -36,7 +36,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.request import Request
-from canvasrt.runtime.sampling_params import SamplingParams
+from canvasrt.runtime.sampling_params import LEAST_WORK, SamplingParams
 
 # Preprocessed images, which the `n` answers of a request share.
 _seen = Shared[list[Picture]](
@@ -101,7 +101,7 @@ class _Reader:
         if "logit_bias" in self.values:
             given["logit_bias"] = read_bias(self.values["logit_bias"])
         if self._echo_only:  # the least that there is: one token, which is left out of the replies
-            given["max_new_tokens"] = given["max_denoising_steps"] = 1
+            given |= LEAST_WORK
         given["logprob_token_ids"] = tuple(map(int, self.values.get("logprob_token_ids", ())))
         more = tuple(map(int, self.values.get("stop_token_ids", ())))
         if "grammar" in self.values and (more or self.values.get("ignore_eos")):
