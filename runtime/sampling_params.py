@@ -26,7 +26,7 @@ COLDEST = 1e-6
 MAX_BIAS = 100  # as in OpenAI's API; exceeds all differences of soft-capped logits
 MAX_SCORE = 1000  # nats; soft-capped logits give every token a higher log-probability
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
-LEAST_WORK = {"max_new_tokens": 1, "max_denoising_steps": 1}
+LEAST_WORK: dict[str, Any] = {"max_new_tokens": 1, "max_denoising_steps": 1}
 
 
 @dataclass(frozen=True)
