@@ -42,7 +42,7 @@ END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
 # Default timeouts of `canvasrt serve`, in seconds.
-READY_TIMEOUT = 600.0  # the least time for loading; the serving profile may require more
+READY_TIMEOUT = 600.0  # minimum time allowed for loading; the serving profile may require more
 EXIT_TIMEOUT = 10  # to finish requests in flight at shutdown
 STALL_TIMEOUT = 300.0  # for one pass, including kernel compilation, or for preparing a request
 

@@ -146,7 +146,7 @@ def _add_nvfp4(
     total, x, x_blocks, x_row, live, values, blocks, row, fits, first, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of NVFP4 weights, two neighbours per byte. Scales of whole tensors come later.
+    """Add the products with one unit of NVFP4 weights, two of which share a byte. Scales of whole tensors come later.
 
     x: the rows' codes for the unit. If tensor cores do not multiply NVFP4, codes and scales become float16.
     """

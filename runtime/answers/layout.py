@@ -242,7 +242,7 @@ def _template(
     filler: int,
     model: Model,
 ) -> Template:
-    """Return the template of questions, given as number, text before the label, and labels."""
+    """Return a template of `parts`: questions' numbers, the text before the label, and the labels."""
     tokens: list[int] = []
     blanks = []
     for question, lead, labels in parts:
