@@ -19,7 +19,7 @@ FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 @dataclass(frozen=True)
 class Fit:
-    """The precision in which the released model fits a target, as in `--precision`, and its memory."""
+    """A precision in which the released model fits a target, as text for `--precision`, and the memory it needs."""
 
     precision: str
     memory: Estimate

@@ -33,7 +33,7 @@ CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 # Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in a container in which the health check ends a dead server.
+# Set in containers whose health check ends a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. Readiness calls
