@@ -201,7 +201,7 @@ def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bo
 
 
 def _patterns(names: list[str], config: ModelConfig) -> list[str]:
-    """Return names; a weight that every layer has is replaced by one pattern."""
+    """Return the names, with one pattern in place of a weight that every layer has."""
     found: dict[str, list[str]] = {}
     for name in names:
         first, _, rest = name.partition(".")

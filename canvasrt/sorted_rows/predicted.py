@@ -1,4 +1,4 @@
-"""Lists the kernels of a segment in pieces in the builder's form, for predictions."""
+"""Lists the kernels of a segment that is cut into pieces, in the builder's form, for predictions."""
 
 from __future__ import annotations
 
