@@ -124,8 +124,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head: its bytes in memory and in the file, its number of weights, how many of them are experts',
-    and how many multiply one token."""
+    """A layer or the head: its bytes in memory and in the file, the number of all weights, of
+    experts' weights, and of weights that one token uses."""
 
     memory: int
     stored: int

@@ -19,7 +19,7 @@ FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 @dataclass(frozen=True)
 class Fit:
-    """The precision in which the released model fits a target, as in `--precision`, and its memory."""
+    """A precision in which the released model fits a target, as text for `--precision`, and the memory it needs."""
 
     precision: str
     memory: Estimate
@@ -53,7 +53,7 @@ def released_fit(target: Target) -> Fit | None:
 def released_memory(
     precision: Precision, target: Target, max_context: int, max_batch: int
 ) -> tuple[PrefillPlan, Estimate]:
-    """Return how a build for a target would encode the released model's prompts, and the memory."""
+    """Return the prefill plan and the memory of a build of the released model."""
     source = Source(Path("released"), released_model(), {})
     made = shortened(Plan(source, target, precision, max_context, max_batch, Path()))
     return made.reading, made.memory

@@ -131,7 +131,7 @@ class Weights:
         format, plain = FORMATS.get(self.chosen.get(name, self.base)), _PLAIN_BYTES[self.base]
         if format is None:
             return plain
-        # An FP8 table's 16-bit rows stay for lookups.
+        # An FP8 table also keeps its 16-bit rows, for lookups.
         rows = plain if name == TABLE and format.projects else 0.0
         if self.on_cpu:
             return rows + format.cpu_bytes(width, self.in_files)

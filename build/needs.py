@@ -81,7 +81,7 @@ class Needs:
         return sum(self.engine_files.values())
 
     def disk(self, spends_graphs: bool) -> int:
-        """Return the most bytes on disk at a time. A calibration's files are removed before graphs are written. With
+        """Return the peak disk use in bytes. A calibration's files are removed before graphs are written. With
         `spends_graphs`, a segment's graph is removed once its engine is built."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:

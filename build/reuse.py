@@ -35,7 +35,7 @@ def reusable_graphs(plans: Sequence[Plan]) -> Bundle | None:
 
 
 def held_bytes(plans: Sequence[Plan]) -> int:
-    """Return the bytes of files in the cache with which interrupted builds of these plans continue."""
+    """Return the size of cached files from which interrupted builds of these plans resume."""
     sizes = {}
     for folder in {folder for plan in plans for folder in _begun(plan)}:
         for file in folder.rglob("*"):

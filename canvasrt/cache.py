@@ -72,8 +72,8 @@ def code_hash(paths: Sequence[Path]) -> str:
 
 
 def versions(packages: tuple[str, ...], *stages: str) -> dict[str, Any]:
-    """Return the versions of distributions, and the hash of our own sources, which change without a new version: those
-    of `stages`, and those that all stages share."""
+    """Return the versions of distributions, and a hash of the sources of `stages` and of those that all stages share.
+    Our sources may change without a new version."""
     found = {name: version for name in packages if (version := extras.version(name))}
     shared = Path(canvasrt.__file__).parent
     sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]

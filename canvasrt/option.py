@@ -49,7 +49,7 @@ def limit_option(help: str, **more: Any) -> dict[str, Any]:
 
 
 def option_of(field: Field[Any]) -> CommandOption | None:
-    """Return a field's option; None for a field that nothing outside sets."""
+    """Return a field's option; None for a field that users cannot set."""
     found: CommandOption | None = field.metadata.get(_KEY)
     return found
 

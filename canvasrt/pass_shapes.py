@@ -39,7 +39,7 @@ class PassShape:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes that determine an engine's tensor shapes. The phase does not: it is an input's value."""
+        """The sizes that determine an engine's tensor shapes. The phase does not affect them."""
         return self.batch, self.length, self.capacity, self.width
 
 
@@ -200,7 +200,7 @@ def plan_passes(
 ) -> PassPlan:
     """Return the plan for up to `max_batch` requests of `max_context` tokens.
 
-    `prefill_chunk`: the most tokens of an encoding pass. Without `has_slots`, experts have as many rows as tokens need.
+    `prefill_chunk`: maximum tokens of an encoding pass. Without `has_slots`, experts have as many rows as tokens need.
     """
     canvas = model.canvas_length
     longest = max(canvas, min(prefill_chunk, max_context))

@@ -115,7 +115,7 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     absent = partial(built_weights, same)
     given = plan.source.graphs
     if given is not None and not plan.quantizes:
-        return given  # on a machine without the export, too
+        return given  # without importing the export, which may not be installed
     exported = exported_from(plan)
     if not plan.quantizes or recipe is None:
         return cache.get(exported, partial(_export, plan, None), absent)

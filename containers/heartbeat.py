@@ -45,7 +45,7 @@ class Heartbeat:
         self._beat[0] = min(since, time.monotonic())
 
     def acknowledge(self) -> None:
-        """Count one more of the parent's reports as applied."""
+        """Tell the parent that one more of its reports has been applied."""
         self._acknowledged[0] += 1
 
 

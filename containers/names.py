@@ -33,7 +33,7 @@ CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 # Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in a container in which the health check ends a dead server.
+# Set in containers whose health check ends a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. Readiness calls
@@ -42,7 +42,7 @@ END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
 # Default timeouts of `canvasrt serve`, in seconds.
-READY_TIMEOUT = 600.0  # the least time for loading; the serving profile may require more
+READY_TIMEOUT = 600.0  # minimum time allowed for loading; the serving profile may require more
 EXIT_TIMEOUT = 10  # to finish requests in flight at shutdown
 STALL_TIMEOUT = 300.0  # for one pass, including kernel compilation, or for preparing a request
 

@@ -136,7 +136,7 @@ _INPUTS = (
         "images", "BYTES", ANY, "image files, or their data URLs, one for each image in the prompt"
     ),
     Tensor(
-        "image_tokens", "INT32", ANY, "the most tokens of each image, or of all: 70, 140 or 280"
+        "image_tokens", "INT32", ANY, "maximum tokens of each image, or one for all: 70, 140 or 280"
     ),
     *OPTIONS,
     Tensor(

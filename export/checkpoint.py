@@ -1,6 +1,6 @@
 """A lazy reader of Hugging Face checkpoints: sharded safetensors, one tensor in memory at a time.
 
-Files are not memory-mapped, as the safetensors library does, because mapped pages would count as this process's memory
+Unlike the safetensors library, it does not memory-map files, because mapped pages would count as this process's memory
 while the file is open.
 """
 

@@ -95,7 +95,7 @@ class Prequantized:
         return _recipe(self._how, forms, self._config)
 
     def options(self, base: str) -> dict[str, Any]:
-        """Return the quantization's part of the manifest's options. `base` is the precision of unquantized weights."""
+        """Return options for the manifest. `base` is the precision of unquantized weights."""
         said: dict[str, Any] = {"checkpoint_quantization": self._how.to_json()}
         if not self._packed:
             return said
@@ -108,7 +108,7 @@ class Prequantized:
 
     @property
     def made_from(self) -> dict[str, Any]:
-        """The quantization's part of the manifest's `made_from`."""
+        """What the quantization adds to `made_from` in the manifest."""
         return {"calibration": self._prompts} if self._prompts else {}
 
     def holds(self, part: SegmentModule, weight: Weight) -> bool:
@@ -201,7 +201,7 @@ def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bo
 
 
 def _patterns(names: list[str], config: ModelConfig) -> list[str]:
-    """Return names; a weight that every layer has is replaced by one pattern."""
+    """Return the names, with one pattern in place of a weight that every layer has."""
     found: dict[str, list[str]] = {}
     for name in names:
         first, _, rest = name.partition(".")

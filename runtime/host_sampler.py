@@ -139,7 +139,7 @@ def biased(
 def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Return which tokens may be drawn, bool `[n, k]`, from logits `[n, k]` after the temperature.
 
-    `top_k`, `top_p` and `min_p` are applied in this order, as `TopKLogitsWarper`, `TopPLogitsWarper` and
+    `top_k`, `top_p` and `min_p` are applied in this order, as in `TopKLogitsWarper`, `TopPLogitsWarper` and
     `MinPLogitsWarper` of transformers.
     """
     kept = np.ones(logits.shape, bool)

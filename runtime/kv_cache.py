@@ -73,7 +73,7 @@ class RequestCache:
         return saved
 
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
-        """Append copies from `save`, of `count` tokens in total."""
+        """Append copies that `save` made; together they have `count` tokens."""
         for layer in range(len(self.keys)):
             # In sliding layers, copies may lack old tokens, but not those in the window.
             keys, values = zip(*(each[layer] for each in saved), strict=True)

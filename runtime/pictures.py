@@ -52,8 +52,8 @@ def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKE
 def read_pictures(
     files: Sequence[bytes], vision: Mapping[str, Any], budgets: Sequence[int]
 ) -> list[Picture]:
-    """Return a request's image files as patches, within their budgets. Raises CanvasError as `read_picture`, and if the
-    files have too many pixels together."""
+    """Return a request's image files as patches, within their budgets. Raises CanvasError if `read_picture` does, or if
+    the files have too many pixels together."""
     total = sum(_size(file) for file in files)
     if total > MAX_PIXELS:
         raise CanvasError(

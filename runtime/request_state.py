@@ -216,7 +216,7 @@ class RequestState(ABC):
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:
         """Return the events of a block that ends with `step`. The block's first `settled` tokens were already sent."""
 
-    # Shared by all kinds.
+    # The methods below are the same for all kinds of requests.
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's uniforms, and its random tokens among the allowed ones."""

@@ -285,8 +285,8 @@ class SamplingParams:
         """Return the temperature of denoising step `step`, from 1 (close to t_max) to `max_denoising_steps` (close to
         t_min).
 
-        It is the reference's temperature, with its order of float32 operations, times `temperature`, but at least
-        COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
+        Computes the reference's temperature, in its order of float32 operations, and multiplies it by `temperature`.
+        The result is at least COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
         """
         import numpy as np
 

@@ -158,7 +158,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
 
 
 def _check_preprocessing(folder: Path, vision: Json) -> None:
-    """Raise CanvasError if images should be prepared otherwise than `runtime/pictures.py` does it."""
+    """Raise CanvasError if images need other preparation than that of `runtime/pictures.py`."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue

@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove `--debug` anywhere before a `--`. Return the other arguments, and whether `--debug` was among them."""
+    """Return the arguments without any `--debug` before `--`, and whether there was one."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end

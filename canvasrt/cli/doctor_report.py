@@ -67,7 +67,7 @@ def secrets_of(environment: Mapping[str, str]) -> list[str]:
     from canvasrt.containers.names import SECRETS
     from canvasrt.containers.serve.settings import KEYS_FILE
 
-    # A short value, such as 1, also stands for other things.
+    # A short value, such as 1, also occurs in texts that are not secret.
     named = [name for name, text in environment.items() if _SECRET.search(name) and len(text) > 5]
     found = [environment.get(name, "") for name in (*SECRETS, *named) if name != KEYS_FILE]
     with contextlib.suppress(KeyError, OSError, UnicodeDecodeError):

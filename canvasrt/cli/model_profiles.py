@@ -66,7 +66,7 @@ def download_to_cache(
 ) -> None:
     """Put a serving profile's engines into the cache, so that the next start finds them.
 
-    Nothing is downloaded: a package contains its engines, or graphs from which this builds them.
+    Nothing is downloaded: a package contains engines, or graphs from which engines are built.
     """
     from canvasrt import machine
     from canvasrt.containers.serve.serving_profiles import choose_profile, open_source, profiles_of

@@ -18,7 +18,7 @@ from canvasrt.graphs.table import split_table
 
 
 def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[Path], Path]:
-    """Rewrite graph files. In `bodies`, a subset of the files, nodes that only depend on positions are moved to a new
+    """Rewrite graph files. `bodies` is a subset of them, whose nodes that only depend on positions move to a new
     graph.
 
     Weights stay in their files. Return the rewritten files and the new one.

@@ -24,8 +24,8 @@ from canvasrt.graphs.edit import (
 )
 from canvasrt.graphs.names import TABLE_SCALE, TABLE_VALUES
 
-# In a small model, a piece has at most an eighth of the table. More pieces than needed would cost the sum of their
-# results.
+# In a small model, a piece has at most an eighth of the table. More pieces would only
+# add work: the sum of their results.
 PIECES, LEAST_BYTES = 8, 1 << 20
 
 

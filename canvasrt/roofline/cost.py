@@ -107,7 +107,7 @@ def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
 
 
 def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
-    """Return the tensors' total numbers of elements by name. A kernel may only list a part of a tensor."""
+    """Return the tensors' total numbers of elements by name. A kernel's list may have only part of a tensor."""
     whole: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:

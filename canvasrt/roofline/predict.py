@@ -122,7 +122,7 @@ class Predictor:
         if manifest.kind != "engines" or without:
             raise CanvasError(
                 f"{bundle.path} has no kernel lists",
-                "only TensorRT-RTX's builder writes them: build for an RTX target with this version",
+                "only TensorRT-RTX's builder writes kernel lists: build for an RTX target with this version",
             )
         self.passes = passes_of(manifest)
         self.lists = {

@@ -225,7 +225,7 @@ def _split(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match the same sizes in a different order, one of them unknown."""
+    """Match a candidate with the same sizes in a different order, if one size of `wanted` is unknown."""
     named = [dim for dim in candidate if isinstance(dim, str)]
     if wanted.count(UNRESOLVED) != 1 or not named:
         return None

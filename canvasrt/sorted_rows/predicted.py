@@ -1,4 +1,4 @@
-"""Lists the kernels of a segment in pieces in the builder's form, for predictions."""
+"""Lists the kernels of a segment that is cut into pieces, in the builder's form, for predictions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
     plain = _BUILDER_TYPES[form.dtype]
 
     def rows(name: str, dim: Dim, width: int, format: str | None) -> tuple[KernelTensor, ...]:
-        """Return rows as a product in a format takes them, with their blocks' scales."""
+        """Return the rows that a product in `format` reads, and the scales of their blocks."""
         if format not in ROUNDED:
             return (tensor(name, plain, dim, width),)
         row = FORMATS[format]

@@ -115,7 +115,7 @@ class GraphExperts:
 
 
 def in_steps(codes: Bytes, width: int, step: int) -> Bytes:
-    """Repack INT4 codes of rows of `width`: a byte holds a code of either half of a step instead of two neighbours.
+    """Repack INT4 codes in rows of `width`. A byte then holds codes from both halves of a step, not two neighbours.
 
     The kernel then has one half of a step's inputs in the low bits of its bytes and the other in the high ones.
     """

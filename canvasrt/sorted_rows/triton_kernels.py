@@ -146,7 +146,7 @@ def _add_nvfp4(
     total, x, x_blocks, x_row, live, values, blocks, row, fits, first, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of NVFP4 weights, two neighbours per byte. Scales of whole tensors come later.
+    """Add the products with one unit of NVFP4 weights, two of which share a byte. Scales of whole tensors come later.
 
     x: the rows' codes for the unit. If tensor cores do not multiply NVFP4, codes and scales become float16.
     """
@@ -250,8 +250,8 @@ def gate_up(
     x: `[T, D]`, in E4M3 if weights are; for NVFP4, what `round_rows` writes. values: the experts' `[E, 2 · F, D]`, gates
     first; INT4 in pairs of codes, see `in_steps`; NVFP4 in pairs of neighbours. blocks: their scales `[E, 2 · F, D / SCALED]`
     for INT4; bits of E4M3, `[E, 2 · F, D / 16]`, for NVFP4. scales: FP8 and NVFP4: float32 `[E, 2 · F]`, the input's included.
-    inner: `[blocks, BLOCK, F]`; rounded with `inner_scale` if the next product, NEXT, is in FP8 or NVFP4, there as by
-    `round_rows`. UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.
+    inner: `[blocks, BLOCK, F]`; rounded with `inner_scale` if the format of the next product, NEXT, is FP8, and as
+    `round_rows` does if it is NVFP4. UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.
     """
     expert, row, live = _rows_of(tl.program_id(0), counts, order, tokens, E, E2, BLOCK)
     if expert < E:

@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, answers: Path) -> Outputs:
-        """Return the files beside `answers`: answers.jsonl, answers.errors.jsonl, answers.jsonl.partial."""
+        """Return the files next to `answers`: answers.jsonl, answers.errors.jsonl, answers.jsonl.partial."""
         if not answers.name:
             raise CanvasError(f"{answers} is a folder", "name a file")
         errors = answers.with_name(f"{answers.stem}.errors{answers.suffix}")

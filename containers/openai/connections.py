@@ -77,7 +77,7 @@ class Places:
         return Connection(self, **given)
 
     def enter(self, connection: Connection) -> None:
-        """Admit a new connection. At the limit, the longest idle connection is closed for it."""
+        """Admit a new connection. At the limit, close the connection that has been idle longest."""
         if self.open >= self.limit and self.idle:
             next(iter(self.idle)).drop("it was idle and another caller needs a connection")
         self.open += 1

@@ -1,4 +1,4 @@
-"""File descriptors: raises the process's limit, and limits log lines when it is reached."""
+"""Raises the process's limit on file descriptors, and logs rarely when the limit is reached."""
 
 from __future__ import annotations
 

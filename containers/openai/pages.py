@@ -1,4 +1,4 @@
-"""The page at `/`, which shows a canvas while it is denoised; `/docs`; and `/openapi.json`."""
+"""Serves `/`, a page that shows canvases while they are denoised, `/docs` and `/openapi.json`."""
 
 from __future__ import annotations
 

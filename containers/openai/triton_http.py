@@ -1,5 +1,5 @@
 """A proxy in front of Triton's HTTP server, which listens on a Unix socket. It checks API keys, origins, the nesting of
-JSON bodies and the sizes of tensors; otherwise it forwards requests and replies. A million nested brackets, a shape of
+JSON bodies and the sizes of tensors, and forwards requests and replies. A million nested brackets, a shape of
 2**93 elements or a classification of text would crash Triton, and web pages can reach loopback."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
 # On this path Triton takes unknown JSON fields as parameters; on the other path, it takes headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
-_DIMENSIONS = 8  # most dimensions of a tensor; those of the models have one
+_DIMENSIONS = 8  # maximum dimensions of a tensor; the models' tensors have one
 _METHODS = ("GET", "POST")  # Triton uses no others
 _CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25  # seconds
 

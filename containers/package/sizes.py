@@ -41,7 +41,7 @@ _OTHER_CACHE = 5 * GIB
 _READ = 100 * 10**6  # bytes per second
 _START = 300
 # TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
-# GPU. That was not measured, so allow ten times as long.
+# GPU, which was not measured, so allow ten times as long.
 BUILD_SECONDS_PER_GB = 60
 _LARGE = 10**9  # bytes of weights above which more than two CPU cores are worthwhile
 

@@ -1,4 +1,4 @@
-"""Which GPUs a server uses: the first that fits, one by `--device`, or all that are alike by `--devices all`.
+"""Which GPUs a server uses: the first that fits, one by `--device`, or all of one kind by `--devices all`.
 
 Processes get them by UUID in CUDA_VISIBLE_DEVICES, since CUDA numbers the fastest GPU first.
 """

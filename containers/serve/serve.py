@@ -211,7 +211,7 @@ class Supervisor:
         Return whether all requests finished.
         """
         if self._failed:
-            # Stop Triton first, so that callers get its errors, then the front end.
+            # Stop Triton before the front end, so that callers get Triton's errors.
             finished = self.server.stop(force=AT_ONCE)
             time.sleep(max(0.0, self._failed + _FAILED_FOR - time.monotonic()))
             return self.front.stop(_LAST_REPLIES) and finished
@@ -220,7 +220,7 @@ class Supervisor:
         force = self._stop.forced if self.server.is_running else AT_ONCE
         # Drain the front end first, because its requests still need Triton.
         finished = self.front.drain(grace, force)
-        if not finished:  # the server stops first, so that callers get its errors
+        if not finished:  # Triton stops first, so that callers get its errors
             self.server.stop(force=AT_ONCE)
         self.front.stop(_LAST_REPLIES)
         if not finished:

@@ -389,8 +389,8 @@ class Server:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
-    """Wait for the process to exit. Return whether it did so by itself and without an error; then its models have
-    ended, too."""
+    """Wait for the process to exit. Return whether it exited by itself and without an error, which means that
+    its models have ended, too."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline or (force and force.is_set()):

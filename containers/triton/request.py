@@ -100,7 +100,7 @@ class _Reader:
         given = {tensor.name: self.values.get(tensor.name) for tensor in OPTIONS}
         if "logit_bias" in self.values:
             given["logit_bias"] = read_bias(self.values["logit_bias"])
-        if self._echo_only:  # the least that there is: one token, which is left out of the replies
+        if self._echo_only:  # generate only one token, which the replies leave out
             given |= LEAST_WORK
         given["logprob_token_ids"] = tuple(map(int, self.values.get("logprob_token_ids", ())))
         more = tuple(map(int, self.values.get("stop_token_ids", ())))

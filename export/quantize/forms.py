@@ -63,7 +63,7 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
-    """Rewrite `model` in place to quantized weights. `forms` are the forms by initializer name.
+    """Replace weights of `model` by quantized ones, in place. `forms` are the forms by initializer name.
 
     A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and, if the
     form has them, `w.block_scales` and `w.factor`. They have no data; see `stored_parts`. If several weights of one

@@ -183,7 +183,7 @@ class _RowsApart(nn.Module):
     def _attend(self, x: Tensor, call: Call) -> Tensor:
         keys, values = (each.to(x.device) for each in call.row.caches[self._index])
         known = torch.arange(call.start - keys.shape[2], call.start)[None]
-        if not keys.shape[2]:  # attention needs a past: a masked token stands for none
+        if not keys.shape[2]:  # attention needs a past, so give it one masked token
             keys, values = (
                 each.new_zeros(*each.shape[:2], 1, each.shape[3]) for each in (keys, values)
             )

@@ -72,12 +72,12 @@ class Quantizer:
 
     @property
     def made_from(self) -> Json:
-        """The quantization's part of the manifest's `made_from`."""
+        """What the quantization adds to `made_from` in the manifest."""
         sha256 = self._calibration.sha256
         return {"calibration": sha256} if sha256 else {}
 
     def options(self, base: str) -> Json:
-        """Return the quantization's part of the manifest's options. `base` is the precision of unquantized weights."""
+        """Return options for the manifest. `base` is the precision of unquantized weights."""
         return {
             "precision": self._recipe.precision,
             "base_precision": base,

@@ -59,7 +59,7 @@ class Projection(Quantized):
         self.name = PROJECTION
 
     def rewrite(self) -> None:
-        """Quantize the products, with one copy of the codes. The table stays for its rows."""
+        """Quantize the products, with one copy of the codes. Lookups of rows still read the unquantized table."""
         scale = self._initializer(SCALE, FLOAT32, ())
         wide = self._wide(self.graph[0], self._values(), scale, "wide")
         for node, place in list(self.weight.uses()):

@@ -153,7 +153,7 @@ class GrammarState:
     def ends_after(self, tokens: Sequence[int], allowance: Allowance) -> bool:
         """Return whether these tokens may follow and end the answer."""
         matcher = self._matcher.deep_copy()
-        for token in tokens:  # one call for all of them would hold the interpreter
+        for token in tokens:  # a single call for all tokens would hold the interpreter lock
             allowance.check()
             if not matcher.try_consume_tokens([token]):
                 return False

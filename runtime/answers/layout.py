@@ -172,7 +172,7 @@ def _letters(
 def _bare(
     questions: Sequence[Question], model: Model, tokenizer: Tokenizer
 ) -> tuple[Template, ...]:
-    """Return a template per question. The whole answer on it is one option."""
+    """Return a template per question, whose whole answer is one of the options."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     made = []
     for number, question in enumerate(questions):
@@ -242,7 +242,7 @@ def _template(
     filler: int,
     model: Model,
 ) -> Template:
-    """Return the template of questions, given as number, text before the label, and labels."""
+    """Return a template of `parts`: questions' numbers, the text before the label, and the labels."""
     tokens: list[int] = []
     blanks = []
     for question, lead, labels in parts:

@@ -46,7 +46,7 @@ class Question:
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
         """Return the answer in the form of OpenAI's API, from probabilities `[samples, options]`.
 
-        Probabilities are means over the samples. `standard_error` is that of the number beside it; null for a single
+        Probabilities are means over the samples. `standard_error` belongs to the number next to it; null for a single
         sample.
         """
         mean = draws.mean(axis=0)

@@ -42,8 +42,8 @@ class _Path:
 
 
 def near(start: GrammarState) -> int:
-    """Return the number of remaining tokens from which on the search checks that the answer can end: twice the length
-    of the shortest answer, within limits. `start` is the grammar's initial state."""
+    """Return how many tokens remain when the search begins to check that the answer can end: twice the length of the
+    shortest answer, within limits. `start` is the grammar's initial state."""
     return min(_FARTHEST, max(_NEAR, 2 * start.least))
 
 

@@ -18,7 +18,7 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 # Numbers of distinct tokens in a canvas. The fewer, the more tokens are routed to the same experts.
 _KINDS = (1 << 30, 64, 8, 1)
 _PROMPT = 40  # tokens
-_RUNS = 4  # timed runs, of which the fastest counts
+_RUNS = 4  # timed runs; the fastest one counts
 
 
 @dataclass(frozen=True)

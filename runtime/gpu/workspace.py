@@ -107,7 +107,7 @@ class Workspace:
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
         self.hidden = [device.allocate(hidden) for _ in segments]
         self.inputs = _inputs(device, tokens, canvas, batch)
-        # Image numbers of tokens; only used in passes with images.
+        # The number of the image that each token belongs to; only used in passes with images.
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
