@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Collection
@@ -209,21 +210,16 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
         folder, equals, weight = value.rpartition("=")
         if not equals or Path(value).is_dir():
             folder, weight = value, "1"
-        try:
-            found.append((Path(folder), _finite(weight)))
-        except ValueError:
+        number = math.nan
+        with contextlib.suppress(ValueError):
+            number = float(weight)
+        if not math.isfinite(number):
             raise UsageError(
                 f"--adapter {value}: {weight!r} is not a finite number",
                 "give DIR=WEIGHT, such as --adapter my-adapter=0.5",
-            ) from None
+            )
+        found.append((Path(folder), number))
     return found
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
 
 
 def read_option(read: Callable[[], Any]) -> Any:
