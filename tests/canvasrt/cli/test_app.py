@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -295,8 +294,3 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m canvasrt targets | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
-
-
-def test_the_command_is_on_the_path_of_its_environment() -> None:
-    script = Path(sys.executable).parent / "canvasrt"
-    assert script.exists() or shutil.which("canvasrt")
