@@ -10,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.console import choose_json
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT, SLOTTED, SORTED
+from canvasrt.defaults import (
+    LAYERS_PER_SEGMENT,
+    MAX_CONTEXT,
+    MAX_THREADS,
+    SHORT_SEGMENT,
+    SLOTTED,
+    SORTED,
+)
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
 
@@ -186,7 +193,13 @@ SharePasses = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, show_default="every core", help="Number of CPU threads."),
+    typer.Option(
+        "--threads",
+        min=1,
+        max=MAX_THREADS,
+        show_default="every core",
+        help="Number of CPU threads.",
+    ),
 ]
 # The callback stores the choice for `emit`, so commands need not pass it on.
 AsJson = Annotated[

@@ -27,7 +27,7 @@ from canvasrt.containers.tensors import STREAM_MODEL
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 from canvasrt.hashes import hash_files
-from canvasrt.staging import link_or_copy, staging
+from canvasrt.staging import check_output, link_or_copy, staging
 
 _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
 
@@ -44,6 +44,7 @@ def package(
     Raises CanvasError if a bundle is damaged, bundles do not fit together, the base image cannot load the engines, or
     `out` is not empty. In that case nothing is written.
     """
+    check_output(out)  # before the bundles are hashed
     options = options or PackageOptions().on(releases.DEFAULT_BASE)
     bundles = _load(source)
     manifests = [bundle.manifest for bundle in bundles.values()]

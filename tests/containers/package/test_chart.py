@@ -244,12 +244,23 @@ def test_probes_of_mutual_tls_use_a_port_without_it(chart: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["env[0].name=NIM_SSL_MODE,env[0].value=tls", "args={--ssl-mode=tls}", "args={--ssl-mode}"],
+    [
+        *(
+            "env[0].name=NIM_SSL_MODE,env[0].value=tls",
+            "args={--ssl-mode=tls}",
+            "args={--ssl-mode}",
+        ),
+        *(
+            "env[0].name=NIM_SERVER_PORT,env[0].value=9000",
+            "args={--port=9000}",
+            "args={--port}",
+        ),
+    ],
 )
-def test_tls_that_probes_would_not_follow_is_refused(chart: Path, setting: str) -> None:
+def test_what_probes_would_not_follow_is_refused(chart: Path, setting: str) -> None:
     result = helm("template", "release", str(chart), "--set", setting)
     assert result.returncode != 0
-    assert "tls.existingSecret" in result.stderr
+    assert ("tls.existingSecret" if "ssl" in setting.lower() else "8000") in result.stderr
 
 
 def test_replicas_spread_over_nodes_and_zones(chart: Path) -> None:
