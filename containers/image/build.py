@@ -171,7 +171,7 @@ def _layers(
             report(f"writing the layer of {what}")
             folder = Path(scratch_folder) / str(number)
             environment.unpack(found, folder, options.python)
-            entries = list(environment.unpacked_entries(folder))
+            entries = list(entries_of(folder, environment.VENV, skip=environment.is_left_out))
             if number == 0:
                 entries += environment.venv_entries(interpreter, options.python)
                 cache = CACHE.lstrip("/")  # with its parents, which the base image lacks
