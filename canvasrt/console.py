@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_SHOW_EVERY = 0.1  # seconds
+_SHOW_EVERY, _SAY_EVERY = 0.1, 180.0  # seconds, on a terminal and without one
 _WORD = 16  # maximum characters of a cell that is never wrapped
 
 
@@ -64,7 +64,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for column, *cells in zip(columns, *rows, strict=True):
         # Only wrap sentences, not short cells.
         whole = all(len(cell) <= _WORD and " " not in cell for cell in cells)
-        drawn.add_column(column, overflow="fold", no_wrap=whole)
+        least = max(map(len, column.split()), default=0)
+        drawn.add_column(column, overflow="fold", no_wrap=whole, min_width=least)
     for row in rows:
         drawn.add_row(*row)
     return drawn
@@ -112,7 +113,7 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
 @contextlib.contextmanager
 def progress(rate: bool = False) -> Iterator[None]:
     """Show progress reports from inside the `with` block on stderr: as bars on a terminal, otherwise as one line per
-    kind of work.
+    kind of work, and every few minutes the time left.
 
     `rate` also shows units per second.
     """
@@ -120,13 +121,21 @@ def progress(rate: bool = False) -> Iterator[None]:
         with _bars(rate) as show, listening(show):
             yield
         return
-    said: set[str] = set()
+    # By kind of work, of which several may run concurrently: the first report, and the time of the last line.
+    begun: dict[str, tuple[float, int]] = {}
+    said: dict[str, float] = {}
 
     def show_line(what: str, done: int, total: int) -> None:
-        # Several kinds of work may run concurrently.
+        now = time.monotonic()
+        start, before = begun.setdefault(what, (now, done))
         if what not in said:
-            said.add(what)
             print(what, file=sys.stderr, flush=True)
+        elif before < done < total and now - said[what] >= _SAY_EVERY:
+            left = duration((now - start) * (total - done) / (done - before))
+            print(f"{what}: {done / total:.0%}, {left} left", file=sys.stderr, flush=True)
+        else:
+            return
+        said[what] = now
 
     with listening(show_line):
         yield

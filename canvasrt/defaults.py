@@ -3,6 +3,7 @@
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
 PREFIX_CACHE = 512  # MiB of cached prompt beginnings while serving
+MAX_THREADS = 1024  # of a CPU, as an option; more would only take memory
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.

@@ -67,9 +67,7 @@ def check_output(out: Path | str) -> None:
     out = Path(out).expanduser().resolve()
     if out.is_dir():
         if next(out.iterdir(), None) is not None:
-            raise CanvasError(
-                f"{out} is not empty", "name another folder, or remove this one first"
-            )
+            raise CanvasError(f"{out} is not empty", "name another folder, or empty this one first")
     elif out.exists():
         raise CanvasError(f"{out} is a file", "name a folder")
     else:

@@ -112,13 +112,13 @@ def run(arguments: list[str]) -> int:
         _show_traceback(debug)
         print_error(error.message, error.hint, error.log)
         return error.exit_code
-    except typer.Abort:
-        return _interrupted()
-    except KeyboardInterrupt:
-        return _interrupted()
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
     except Exception as error:
         return _failed(error, debug)
-    return _interrupted() if code == 130 else code or 0
+    if code == 130:
+        print("interrupted", file=sys.stderr)
+    return code or 0
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
@@ -144,11 +144,6 @@ def _failed(error: Exception, debug: bool) -> int:
     else:
         print_error(f"{type(error).__name__}: {error}", "" if debug else _BUG_HINT)
     return 1
-
-
-def _interrupted() -> int:
-    print("interrupted", file=sys.stderr)
-    return 130
 
 
 def _show_log() -> None:

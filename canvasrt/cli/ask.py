@@ -9,7 +9,7 @@ import typer
 
 from canvasrt.cli.image_files import Images, ImageTokens, data_url, pictures_of, read_images
 from canvasrt.cli.options import AsJson, Device, Threads, argument, is_url, refuse
-from canvasrt.cli.prompt import read_stdin
+from canvasrt.cli.prompt import read_text
 from canvasrt.console import emit, table
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS, SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
@@ -96,7 +96,7 @@ def ask(
     decisions = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}
     decisions |= {name: value for name, value in given.items() if value is not None}
-    text = read_stdin() if input == "-" else input
+    text = read_text(input)
     if is_url(where):
         urls = [data_url(*each) for each in zip(image or (), files, strict=True)]
         found = _of_server(where, decisions, text, seed, urls, image_tokens)

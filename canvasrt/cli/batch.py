@@ -91,7 +91,11 @@ def batch(
     else:
         refuse(context, ("threads",), "does not support servers", "leave it out")
         refuse(context, ("ray",), "needs --bundle", "add --bundle DIR")
-        answerer, source = _of_servers(url or [], timeout), "servers"
+        from canvasrt.containers.batch.servers import Servers
+        from canvasrt.containers.client.openai import KEY_VARIABLE
+
+        key = os.environ.get(KEY_VARIABLE, "")
+        answerer, source = Servers(url or ["127.0.0.1"], key, timeout), "servers"
     begin = time.monotonic()
     with progress(rate=True):
         done = run_batch(questions, out, seed, source, answerer, concurrency)
@@ -117,10 +121,3 @@ def _of_bundle(bundle: Path, threads: int | None, ray: str | None) -> Any:
     from canvasrt.containers.batch.local import Local
 
     return Local(bundle, threads)
-
-
-def _of_servers(urls: list[str], timeout: float) -> Any:
-    from canvasrt.containers.batch.servers import Servers
-    from canvasrt.containers.client.openai import KEY_VARIABLE
-
-    return Servers(urls or ["127.0.0.1"], os.environ.get(KEY_VARIABLE, ""), timeout)

@@ -76,17 +76,15 @@ def chat(
         inputs = {**sampling, "messages": json.dumps(messages)}
         try:
             answer = _draw(client, inputs) if drawn else _print(client, inputs)
-        except CanvasError as error:
+        # Closing the connection also stops the server's work.
+        except (CanvasError, KeyboardInterrupt) as error:
             if not sys.stdin.isatty():
                 raise
-            print_error(error.message, error.hint)
             messages.pop()
-            continue
-        except KeyboardInterrupt:  # closing the connection also stops the server's work
-            if not sys.stdin.isatty():
-                raise
-            print("\nstopped; this message is not part of the conversation")
-            messages.pop()
+            if isinstance(error, CanvasError):
+                print_error(error.message, error.hint)
+            else:
+                print("\nstopped; this message is not part of the conversation")
             continue
         if not answer.strip():
             print_error("the answer is blank", _BLANK)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +59,9 @@ def demo(keep: Keep = None, as_json: AsJson = False) -> None:
     from canvasrt.pipeline import build_bundle
 
     started = time.perf_counter()
-    with _folder(keep) as folder, progress():
+    made_here = partial(tempfile.TemporaryDirectory, prefix="canvasrt-demo-")
+    with contextlib.nullcontext(keep) if keep else made_here() as place, progress():
+        folder = Path(place)
         build_bundle("demo", "cpu", folder / "engines")
         built = time.perf_counter()
         report("packaging")
@@ -90,15 +93,6 @@ def demo(keep: Keep = None, as_json: AsJson = False) -> None:
     }
     emit(data, lambda console: _render(console, data))
     judge(rows)
-
-
-@contextlib.contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="canvasrt-demo-") as folder:
-        yield Path(folder)
 
 
 def _ask_all(server: Server, openai: OpenAIClient) -> list[Json]:

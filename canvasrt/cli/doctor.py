@@ -20,7 +20,6 @@ from canvasrt.errors import CanvasError
 Status = Literal["ok", "gap", "info"]
 
 _GB = 10**9
-_OLDEST_PYTHON = (3, 11)
 _ENOUGH_DISK = 2 * _GB
 _ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend needs to start
 # Extra → main distributions and purpose.
@@ -115,17 +114,11 @@ def _write(file: Path, data: dict[str, Any]) -> None:
 
 def examine() -> list[MachineCheck]:
     """Return all checks in display order."""
-    checks = [_python(), _onnxruntime()]
+    python = f"{platform.python_version()} at {sys.executable}"
+    checks = [MachineCheck("Python", "ok", python), _onnxruntime()]
     checks += [_extra(name) for name in _EXTRAS]
     checks += [*_gpus(), _triton(), _containers(), _memory(), _disk(), _shared_memory()]
     return checks
-
-
-def _python() -> MachineCheck:
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < _OLDEST_PYTHON:
-        return MachineCheck("Python", "gap", found, "apt install python3.11 python3.11-venv")
-    return MachineCheck("Python", "ok", found)
 
 
 def _onnxruntime() -> MachineCheck:

@@ -51,10 +51,5 @@ def export(
         "bytes": manifest.total_bytes,
         "segments": [segment["name"] for segment in manifest.segments],
     }
-
-    def render(console: Any) -> None:
-        console.print(
-            f"{bundle.path}: {len(manifest.segments)} graphs, {size(manifest.total_bytes)}"
-        )
-
-    emit(data, render)
+    said = f"{bundle.path}: {len(manifest.segments)} graphs, {size(manifest.total_bytes)}"
+    emit(data, lambda console: console.print(said))

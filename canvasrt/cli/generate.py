@@ -32,7 +32,7 @@ from canvasrt.cli.prompt import (
 from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.console import emit
 from canvasrt.defaults import SOFT_TOKENS
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
     from canvasrt.runtime.answers.infill import InfillRequest
@@ -81,7 +81,9 @@ def generate(
     """
     _check(n, stream, drafts, infill)
     if infill is not None and prompt is None and prompt_ids is None:
-        prompt = _infill_prompt(infill)
+        from canvasrt.runtime.answers.infill import default_prompt
+
+        prompt = default_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
     conditions = canvas_conditions(canvas, infill)
     if image and (raw or given.ids is not None):
@@ -135,12 +137,6 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
         read_option(lambda: read_gaps(infill))
 
 
-def _infill_prompt(text: str) -> str:
-    from canvasrt.runtime.answers.infill import default_prompt
-
-    return default_prompt(text)
-
-
 def _fill(request: InfillRequest, model: Model, tokenizer: Tokenizer) -> None:
     """Fill the gaps of a text, and print it."""
     from canvasrt.runtime.answers.infill import InfillResult, filled
@@ -155,12 +151,7 @@ def _fill(request: InfillRequest, model: Model, tokenizer: Tokenizer) -> None:
 def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
     from canvasrt.runtime.tokenizer import Tokenizer
 
-    try:
-        return Tokenizer.load(model.bundle)
-    except CanvasError:
-        if required:
-            raise
-        return None
+    return Tokenizer.load(model.bundle) if required or model.bundle.manifest.tokenizer else None
 
 
 def _encode(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from canvasrt.console import emit, emit_line
 
 if TYPE_CHECKING:
-    from canvasrt.runtime.request import Block, BlockScore, Event, Request, Result, Settled
+    from canvasrt.runtime.request import Block, Event, Request, Result, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -27,7 +27,7 @@ def show_answers(answers: Sequence[dict[str, Any]]) -> None:
 
 def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return an answer for `--json`. Its text is None without a tokenizer."""
-    words = _without_end(result.token_ids, result.finish_reason)
+    words, scores = _without_end(result.token_ids, result.finish_reason), result.block_scores
     return {
         "text": None if tokenizer is None else tokenizer.decode(words),
         "token_ids": result.token_ids,
@@ -36,16 +36,12 @@ def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "seed": result.seed,
         "steps": result.steps,
         **({"logprobs": [asdict(each) for each in result.logprobs]} if result.logprobs else {}),
-        **_scores(result.block_scores),
+        **({"block_scores": list(map(asdict, scores))} if scores else {}),
         "seconds": {
             "first_block": result.timings.first_block,
             "total": result.timings.total,
         },
     }
-
-
-def _scores(scores: Sequence[BlockScore]) -> dict[str, Any]:
-    return {"block_scores": [asdict(each) for each in scores]} if scores else {}
 
 
 def _without_end(ids: list[int], finish: str | None) -> list[int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -81,10 +80,9 @@ def infer(
     given = read_prompt(prompt, prompt_ids, system, raw)
     canvas_conditions(canvas)  # checks the address before the call
     read_option(lambda: check_stops(stop or ()))
-    options = {**sampling, "stop": stop or None, "canvas": canvas}
-    call = ClientCall(given, options, stream, drafts)
+    inputs = {**_inputs(given), **sampling, "stop": stop or None, "canvas": canvas}
     ask = _openai if protocol == "openai" else partial(_triton, cast("Protocol", protocol))
-    for data, text in ask(call, url, timeout):
+    for data, text in ask(url, timeout, inputs, stream, drafts):
         if not (stream or drafts):
             emit(data, lambda shown, text=text: shown.print(text))  # type: ignore[misc]
         elif not as_json:
@@ -93,25 +91,13 @@ def infer(
             emit_line(data)
 
 
-@dataclass(frozen=True)
-class ClientCall:
-    """One call to a server. `options` are further inputs of the served model by tensor name."""
-
-    prompt: PromptInput
-    options: Mapping[str, Any] = field(default_factory=dict)
-    stream: bool = False
-    drafts: bool = False
-
-    def inputs(self) -> dict[str, Any]:
-        """Return the inputs by tensor name."""
-        return {**self._prompt(), **self.options}
-
-    def _prompt(self) -> dict[str, Any]:
-        if self.prompt.ids is not None:
-            return {"prompt_ids": self.prompt.ids}
-        if self.prompt.system is not None:
-            return {"messages": json.dumps(self.prompt.messages)}
-        return {"prompt": self.prompt.text, "raw": self.prompt.raw or None}
+def _inputs(prompt: PromptInput) -> dict[str, Any]:
+    """Return a prompt as inputs of the served model by tensor name."""
+    if prompt.ids is not None:
+        return {"prompt_ids": prompt.ids}
+    if prompt.system is not None:
+        return {"messages": json.dumps(prompt.messages)}
+    return {"prompt": prompt.text, "raw": prompt.raw or None}
 
 
 def _check(protocol: str, stream: bool, drafts: bool) -> None:
@@ -129,15 +115,22 @@ def _check(protocol: str, stream: bool, drafts: bool) -> None:
 Shown = Iterator[tuple[Any, str]]
 
 
-def _triton(protocol: Protocol, call: ClientCall, url: str | None, timeout: float) -> Shown:
+def _triton(
+    protocol: Protocol,
+    url: str | None,
+    timeout: float,
+    inputs: dict[str, Any],
+    stream: bool,
+    drafts: bool,
+) -> Shown:
     from canvasrt.containers.client.triton import Client
 
     with Client(url, protocol, timeout) as client:
-        if not (call.stream or call.drafts):
-            answer = client.infer(call.inputs())
+        if not (stream or drafts):
+            answer = client.infer(inputs)
             yield answer.to_json(), answer.text
             return
-        for event in client.stream({**call.inputs(), "drafts": call.drafts or None}):
+        for event in client.stream({**inputs, "drafts": drafts or None}):
             text = "\n"
             if event.event == "draft":
                 text = f"[block {event.block}, step {event.step}] {event.text}\n"
@@ -146,15 +139,17 @@ def _triton(protocol: Protocol, call: ClientCall, url: str | None, timeout: floa
             yield event.to_json(), text
 
 
-def _openai(call: ClientCall, url: str | None, timeout: float) -> Shown:
+def _openai(
+    url: str | None, timeout: float, inputs: dict[str, Any], stream: bool, drafts: bool
+) -> Shown:
     from canvasrt.containers.client.openai import OpenAIClient
 
     client = OpenAIClient(url, timeout)
-    if not (call.stream or call.drafts):
-        answer = client.ask(call.inputs())
+    if not (stream or drafts):
+        answer = client.ask(inputs)
         yield answer, answer["text"]
         return
-    for piece, draft in client.events(call.inputs(), call.drafts):
+    for piece, draft in client.events(inputs, drafts):
         if draft is None:
             yield {"text": piece}, piece
         else:

@@ -57,5 +57,5 @@ def _usual_gpu(target: Json) -> str:
     if name in GPUS:
         return name
     first = capabilities.partition(",")[0]
-    alike = [each.name for each in TARGETS if each.capability_text == first and each.name in GPUS]
-    return alike[0] if alike else name
+    alike = (each.name for each in TARGETS if each.capability_text == first and each.name in GPUS)
+    return next(alike, name)

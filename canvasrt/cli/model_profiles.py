@@ -90,9 +90,10 @@ def create_model_store(
     """Copy one serving profile's engines from a package into a folder that can be served by itself."""
     from canvasrt.bundle import load_bundle
     from canvasrt.containers.serve.serving_profiles import choose_profile, open_source
-    from canvasrt.staging import staging
+    from canvasrt.staging import check_output, staging
 
     settings = _settings(bundle, **given)
+    check_output(model_store)
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
     engines = load_bundle(_prepared(profile, settings.cache))

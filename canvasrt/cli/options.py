@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Collection
@@ -9,7 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.console import choose_json
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT, SLOTTED, SORTED
+from canvasrt.defaults import (
+    LAYERS_PER_SEGMENT,
+    MAX_CONTEXT,
+    MAX_THREADS,
+    SHORT_SEGMENT,
+    SLOTTED,
+    SORTED,
+)
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
 
@@ -185,7 +193,13 @@ SharePasses = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, show_default="every core", help="Number of CPU threads."),
+    typer.Option(
+        "--threads",
+        min=1,
+        max=MAX_THREADS,
+        show_default="every core",
+        help="Number of CPU threads.",
+    ),
 ]
 # The callback stores the choice for `emit`, so commands need not pass it on.
 AsJson = Annotated[
@@ -209,21 +223,16 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
         folder, equals, weight = value.rpartition("=")
         if not equals or Path(value).is_dir():
             folder, weight = value, "1"
-        try:
-            found.append((Path(folder), _finite(weight)))
-        except ValueError:
+        number = math.nan
+        with contextlib.suppress(ValueError):
+            number = float(weight)
+        if not math.isfinite(number):
             raise UsageError(
                 f"--adapter {value}: {weight!r} is not a finite number",
                 "give DIR=WEIGHT, such as --adapter my-adapter=0.5",
-            ) from None
+            )
+        found.append((Path(folder), number))
     return found
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
 
 
 def read_option(read: Callable[[], Any]) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +18,6 @@ from canvasrt.containers.package.options import PackageOptions
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from canvasrt.bundle import Bundle
     from canvasrt.containers.image.build import WrittenImage
 
@@ -79,60 +77,27 @@ def package(
     as_json: AsJson = False,
 ) -> None:
     """Package engines with a Triton model repository, as an image or a folder to build one from."""
-    image = ImageOptions(format=format, base=base, python=python, sign=sign)
-    with progress():
-        data = make_package(bundles, out, options, image)
-
-    def render(console: Console) -> None:
-        for line in package_lines(data):
-            console.print(line)
-
-    emit(data, render)
-
-
-@dataclass(frozen=True)
-class ImageOptions:
-    """The image's format, its base, and the key that signs it."""
-
-    format: str = "context"
-    base: str | None = None
-    python: str | None = None
-    sign: Path | None = None
-
-
-def make_package(
-    bundles: Sequence[Path],
-    out: Path,
-    options: PackageOptions,
-    image: ImageOptions,
-) -> dict[str, Any]:
-    """Write the package; return the data to print."""
     from canvasrt.containers.image.build import IMAGE_FORMATS, write_image
     from canvasrt.containers.image.oci_layout import check_tag
     from canvasrt.containers.package import package as packages
     from canvasrt.containers.package import releases
 
-    _check(options, image)
+    _check(options, format, base, python, sign)
     options = replace(options, tag=check_tag(options.tag))
-    if image.format in IMAGE_FORMATS:
-        return _of_image(
-            write_image(
-                bundles,
-                out,
-                format=image.format,
-                base=Path(image.base or ""),
-                options=options,
-                key=image.sign,
-            ),
-            image.sign is not None,
-        )
-    wanted = options.on(image.base or releases.DEFAULT_BASE, image.python)
-    made = packages.package(bundles, out, options=wanted)
-    return _of_context(made, wanted)
+    with progress():
+        if format in IMAGE_FORMATS:
+            image = write_image(
+                bundles, out, format=format, base=Path(base or ""), options=options, key=sign
+            )
+            data = _of_image(image, sign is not None)
+        else:
+            options = options.on(base or releases.DEFAULT_BASE, python)
+            data = _of_context(packages.package(bundles, out, options=options), options)
+    emit(data, lambda console: console.print("\n".join(_lines(data))))
 
 
-def package_lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the data of `make_package` as lines of text."""
+def _lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a package's data as lines of text."""
     from canvasrt.containers.package import releases
 
     path, tag = data["path"], data["tag"]
@@ -162,35 +127,36 @@ def package_lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield f"  canvasrt deploy {path}"
 
 
-def _check(options: PackageOptions, image: ImageOptions) -> None:
+def _check(
+    options: PackageOptions, format: str, base: str | None, python: str | None, sign: Path | None
+) -> None:
     from canvasrt.containers.image.build import IMAGE_FORMATS
     from canvasrt.containers.package import releases
 
-    if image.python is not None and not re.fullmatch(r"3\.\d+", image.python):
-        raise UsageError(f"--python is {image.python!r}", "give a version such as 3.12")
-    if image.format not in ("context", *IMAGE_FORMATS):
+    if python is not None and not re.fullmatch(r"3\.\d+", python):
+        raise UsageError(f"--python is {python!r}", "give a version such as 3.12")
+    if format not in ("context", *IMAGE_FORMATS):
         raise UsageError(
-            f"unknown format {image.format!r}",
+            f"unknown format {format!r}",
             f"give one of context, {', '.join(IMAGE_FORMATS)}",
         )
-    on_disk = image.base is not None and Path(image.base).expanduser().exists()
-    if image.format == "context" and on_disk:
+    if format == "context" and base is not None and Path(base).expanduser().exists():
         raise UsageError(
-            f"--base {image.base} is a file or folder, but --format context needs an image's name",
+            f"--base {base} is a file or folder, but --format context needs an image's name",
             f"load the image and give its name, or use --format {' or '.join(IMAGE_FORMATS)}",
         )
-    if image.format in IMAGE_FORMATS and image.base is None:
+    if format in IMAGE_FORMATS and base is None:
         raise UsageError(
-            f"--format {image.format} needs --base, an image on disk to build on",
+            f"--format {format} needs --base, an image on disk to build on",
             f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
             " with --format context, `docker build` fetches it",
         )
-    if image.format not in IMAGE_FORMATS and image.sign is not None:
+    if format not in IMAGE_FORMATS and sign is not None:
         raise UsageError(
             "--sign needs --format oci or docker: a folder for docker build is not an image yet",
             "write the image with --base and --format, or sign what docker builds with cosign",
         )
-    if image.format in IMAGE_FORMATS and options.wheels:
+    if format in IMAGE_FORMATS and options.wheels:
         raise UsageError(
             "--wheels needs --format context", "leave it out: an image includes its packages"
         )

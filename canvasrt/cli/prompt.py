@@ -86,12 +86,16 @@ def read_prompt(
         raise UsageError("--raw does not allow --system", "leave out one of them")
     if not text.strip():
         raise UsageError("the prompt is empty", "give some text, or token ids with --prompt-ids")
-    return PromptInput(read_stdin() if text == "-" else text, system=system, raw=raw)
+    return PromptInput(read_text(text), system=system, raw=raw)
 
 
-def read_stdin() -> str:
-    """Read text from standard input. Raises CanvasError if it is empty."""
-    text = sys.stdin.read()
+def read_text(text: str) -> str:
+    """Return a text; `-` reads it from standard input. Raises CanvasError if it is empty or not UTF-8."""
+    try:
+        text = sys.stdin.read() if text == "-" else text
+        text.encode()  # other bytes of a command line become halves of surrogate pairs
+    except UnicodeError:
+        raise UsageError("the prompt is not UTF-8", "give it in UTF-8") from None
     if not text.strip():
         raise CanvasError("the prompt is empty", "give some text on standard input")
     return text

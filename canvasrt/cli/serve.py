@@ -58,7 +58,13 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
             )
         found = local.plan_local(settings.bundle, settings.cache)
         if settings.dry_run and not found.is_built:
-            _show_decisions(_unbuilt(found))
+            planned = {
+                "checkpoint": str(found.checkpoint),
+                "target": found.target.name,
+                "engines": str(found.engines),
+                "builds_first": True,
+            }
+            _show_decisions(planned)
             return
         if not found.is_built:
             checks.check_machine(settings)
@@ -101,16 +107,6 @@ def _show_build(found: Local) -> None:
         shown.print(f"serving from the CPU: {found.why}")
     with progress():
         local.build_local(found, lambda text: shown.print(text))
-
-
-def _unbuilt(found: Local) -> dict[str, Any]:
-    """Return the result of a dry run for a checkpoint whose engines are not built yet."""
-    return {
-        "checkpoint": str(found.checkpoint),
-        "target": found.target.name,
-        "engines": str(found.engines),
-        "builds_first": True,
-    }
 
 
 def _show_ready(data: dict[str, Any], settings: Settings) -> None:

@@ -41,9 +41,9 @@ def targets(as_json: options.AsJson = False) -> None:
         rows = [
             (
                 target.name,
-                target.capability_text.replace(", ", "/") if target.capability else "",
+                target.capability_text.replace(",", "") if target.capability else "",
                 f"{target.memory / 10**9:.0f}" if target.memory else "",
-                "/".join(target.precisions),
+                " ".join(target.precisions),
                 size(fit.memory.total) if fit else "too large",
                 _here(no_build, no_run),
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,8 +107,7 @@ def find_engine(name: str | None = None) -> ContainerEngine:
 
 def last_line(text: str) -> str:
     """Return the last line that is not blank."""
-    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
+    return next(filter(None, map(str.strip, reversed(text.splitlines()))), "no output")
 
 
 def _errors(text: str) -> str:

@@ -17,7 +17,7 @@ from canvasrt.containers.deploy.container_engine import (
 from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
-from canvasrt.containers.package.image_settings import ImageSettings
+from canvasrt.containers.package.image_settings import PROBE
 from canvasrt.containers.ports import PortRequest, check_distinct, listen
 from canvasrt.errors import CanvasError
 from canvasrt.progress import report
@@ -165,9 +165,8 @@ def start_limit(engine: ContainerEngine, image: str) -> float:
 
 def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
     """Wait until the container's health check passes."""
-    probe = ImageSettings({}, gpu=False).probe
     deadline = time.monotonic() + timeout
-    while engine.run("exec", name, *probe).returncode != 0:
+    while engine.run("exec", name, *PROBE).returncode != 0:
         state = (engine.inspect("container", name) or {}).get("State") or {}
         if state.get("Running") and time.monotonic() <= deadline:
             time.sleep(_LOOK_EVERY)

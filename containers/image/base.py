@@ -71,11 +71,25 @@ class BaseLayer:
             else:
                 yield stored, HashedReader(stored)
 
-    def members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield the members of the layer's archive."""
-        with self.opened() as (_, content):
-            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
-                yield from archive
+    def members(
+        self, diff_id: str | None = None
+    ) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
+        """Yield the members of the layer's archive, and the archive.
+
+        Raises CanvasError for a damaged layer, at the latest after the last member: then its bytes must match its digest
+        and, if given, the unpacked bytes `diff_id`.
+        """
+        try:
+            with self.opened() as (stored, content):
+                with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
+                    for member in archive:
+                        yield member, archive
+                exhaust(content)
+                exhaust(stored)
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+            raise damaged(self) from error
+        if stored.digest != self.digest or diff_id not in (None, content.digest):
+            raise damaged(self)
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,7 @@ class Base:
         """The path of `python3` and its version, such as `3.12`. Raises CanvasError if there is none."""
         found = ""
         for layer in self.layers:
-            for member in layer.members():
+            for member, _ in layer.members():
                 if _PYTHON.match(member.name) and (member.issym() or member.islnk()):
                     found = f"{member.name} {member.linkname}"
         match = re.search(r"python(3\.\d+)$", found)
@@ -137,7 +151,9 @@ class Base:
         """
         for layer in self.layers:
             if layer.offset == 0:
-                _check_layer(layer)
+                name = layer.file.name
+                if "sha256:" + hash_files(layer.file.parent, [name])[name] != layer.digest:
+                    raise damaged(layer)
                 blobs.take(layer.file, layer.digest)
             elif not blobs.path(layer.digest).exists():
                 with layer.opened() as (stored, _), blobs.path(layer.digest).open("wb") as out:
@@ -191,13 +207,6 @@ def _check_count(layers: int, config: Json) -> None:
     ids = len(config["rootfs"]["diff_ids"])
     if ids != layers:
         raise ValueError(f"it has {layers} layers but {ids} digests")
-
-
-def _check_layer(layer: BaseLayer) -> None:
-    """Compare a layer of a layout with its digest."""
-    name = layer.file.name
-    if "sha256:" + hash_files(layer.file.parent, [name])[name] != layer.digest:
-        raise damaged(layer)
 
 
 def damaged(layer: BaseLayer) -> CanvasError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import io
@@ -130,7 +129,9 @@ class Blobs:
         try:
             with partial.open("wb") as file:
                 blob = _Hashing(file)
-                with _compressed(blob, compress) as packed:
+                # No name and time in the gzip header, because they would differ between runs.
+                packed = gzip.GzipFile("", "wb", _GZIP_LEVEL, blob, mtime=0) if compress else blob
+                with packed:
                     content = _Hashing(packed)
                     unpacked = content_to(content)
             digest = blob.digest
@@ -204,7 +205,7 @@ def exhaust(file: HashedReader) -> None:
 class _Hashing(io.RawIOBase):
     """Writes to a file, and hashes and counts the bytes."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: Any) -> None:
         super().__init__()
         self._file = file
         self._hash = hashlib.sha256()
@@ -214,27 +215,11 @@ class _Hashing(io.RawIOBase):
     def digest(self) -> str:
         return "sha256:" + self._hash.hexdigest()
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self._hash.update(data)
         self.size += len(data)
         self._file.write(data)
         return len(data)
-
-    def tell(self) -> int:
-        return self.size
-
-
-@contextlib.contextmanager
-def _compressed(file: io.RawIOBase, compress: bool) -> Iterator[IO[bytes]]:
-    if not compress:
-        yield cast(IO[bytes], file)
-        return
-    # No name and time in the gzip header, because they would differ between runs.
-    with gzip.GzipFile("", "wb", _GZIP_LEVEL, cast(IO[bytes], file), mtime=0) as packed:
-        yield cast(IO[bytes], packed)
 
 
 def write_tar(file: Any, entries: Iterable[LayerEntry], count: Counter | None = None) -> int:

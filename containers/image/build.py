@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -89,15 +90,21 @@ def write_image(
         fetched = [*wheels.fetch(pins, options.python, opened.architecture).values()]
         with _destination(out, format, options.tag) as layout:
             layers = _layers(layout, made, opened, options, fetched)
-            settings = settings_for(_bundles(made)).to_config()
-            settings["Labels"] |= based_on(opened)
+            settings = settings_for(manifests).to_config()
+            # OCI's labels that identify an image's base.
+            based_on = {"name": opened.tag, "digest": opened.digest}
+            settings["Labels"] |= {
+                f"org.opencontainers.image.base.{name}": text
+                for name, text in based_on.items()
+                if text
+            }
             report("checking the base image")
             image = write_layout(layout, opened, Blobs(layout), layers, settings, options.tag)
-        manifest = load_bundle_manifest(made.path / IMAGE_FOLDER / "manifest.json")
+        inside = (made.path / IMAGE_FOLDER / "manifest.json").read_text(encoding="utf-8")
     image = replace(image, path=out)
     if signer is not None:
         attest(image, format, Materials(opened, manifests, pins, options), signer)
-    return WrittenImage(image, manifest, format)
+    return WrittenImage(image, Manifest(json.loads(inside)), format)
 
 
 def options_for(base: Base, options: PackageOptions) -> PackageOptions:
@@ -112,23 +119,10 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
     )
 
 
-def based_on(base: Base) -> dict[str, str]:
-    """Return OCI's labels that identify an image's base."""
-    name = {"org.opencontainers.image.base.name": base.tag} if base.tag else {}
-    return {**name, "org.opencontainers.image.base.digest": base.digest}
-
-
 def _interpreter(base: Base) -> tuple[str, str]:
     """Return the path and version of Python; for NVIDIA's images, without reading the layers."""
     known = releases.python_of(base.environment)
     return ("/usr/bin/python3", known) if known else base.python
-
-
-def load_bundle_manifest(file: Path) -> Manifest:
-    """Load a manifest whose files are in an image's layers."""
-    import json
-
-    return Manifest(json.loads(file.read_text(encoding="utf-8")))
 
 
 def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> None:
@@ -138,17 +132,6 @@ def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> N
             f"the TensorRT version of {options.base} is not known, but building the graphs needs it",
             "use an NVIDIA image, which sets TRT_VERSION, or --format context",
         )
-
-
-def _bundles(made: Bundle) -> list[Manifest]:
-    return [load_bundle(made.path / place, check=False).manifest for place in _places(made)]
-
-
-def _places(made: Bundle) -> list[str]:
-    """Return the folders of a package's bundles, in their original order."""
-    if list(made.manifest.made_from) == [ENGINES]:
-        return [ENGINES]
-    return [f"{ENGINES}/{name}" for name in made.manifest.options["targets"]]
 
 
 @contextlib.contextmanager
@@ -188,15 +171,16 @@ def _layers(
             report(f"writing the layer of {what}")
             folder = Path(scratch_folder) / str(number)
             environment.unpack(found, folder, options.python)
-            entries = list(environment.unpacked_entries(folder))
+            entries = list(entries_of(folder, environment.VENV, skip=environment.is_left_out))
             if number == 0:
                 entries += environment.venv_entries(interpreter, options.python)
-                entries += _cache_folder()
+                cache = CACHE.lstrip("/")  # with its parents, which the base image lacks
+                entries += [LayerEntry(os.path.dirname(cache)), LayerEntry(cache, owner=USER)]
                 entries += _tensorrt(found, options.python)
             layers.append(blobs.add_layer(entries, f"canvasrt package: {what}", compress=True))
             shutil.rmtree(folder)
     if options.engines == "copy":
-        for place in _places(made):
+        for place in made.manifest.made_from:
             layers.append(_engine_layer(blobs, made, place))
     rest = [
         *entries_of(made.path / MODEL_REPOSITORY, f"{_INSIDE}/{MODEL_REPOSITORY}"),
@@ -223,10 +207,3 @@ def _tensorrt(found: Sequence[Path], python: str) -> list[LayerEntry]:
     site = f"{environment.VENV}/lib/python{python}/site-packages"
     files = bindings.module_files(version).items() if version else ()
     return [LayerEntry(f"{site}/{name}", content=content) for name, content in files]
-
-
-def _cache_folder() -> list[LayerEntry]:
-    """Return entries for the cache's folder and its parents, which the base image lacks."""
-    inside = CACHE.lstrip("/")
-    above = inside.rpartition("/")[0]
-    return [LayerEntry(above), LayerEntry(inside, owner=USER)]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import tarfile
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import IO, cast
 
 from canvasrt.cache import cache_folder
-from canvasrt.containers.image.base import Base, BaseLayer, damaged
-from canvasrt.containers.image.blobs import exhaust
+from canvasrt.containers.image.base import Base, BaseLayer
 from canvasrt.containers.package.requirements import Installed
 from canvasrt.staging import scratch, sync
 
@@ -58,38 +54,23 @@ def _read(layers: Iterable[BaseLayer]) -> list[Installed]:
             elif content is not None:
                 texts[name] = content.decode(errors="replace")
     release = next((text for name, text in texts.items() if _RELEASE.match(name)), "")
+    distribution = re.search(r'^ID="?(\w+)"?$', release, re.MULTILINE)
     debian = (
         each
         for name, text in sorted(texts.items())
         if _STATUS.match(name)
-        for each in _debian(text, _distribution(release))
+        for each in _debian(text, distribution[1] if distribution else "debian")
     )
     return sorted({*debian, *python.values()}, key=str)
 
 
 def _files(layer: BaseLayer) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the names of a layer's files, and the contents of files that list packages.
-
-    Raises CanvasError at the layer's end if it does not match its digest.
-    """
-    try:
-        with layer.opened() as (stored, content):
-            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
-                for member in archive:
-                    name = member.name.removeprefix("./").lstrip("/")
-                    wanted = member.isfile() and (_STATUS.match(name) or _RELEASE.match(name))
-                    file = archive.extractfile(member) if wanted else None
-                    yield name, file.read() if file is not None else None
-            exhaust(stored)
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise damaged(layer) from error
-    if layer.digest != stored.digest:
-        raise damaged(layer)
-
-
-def _distribution(release: str) -> str:
-    match = re.search(r'^ID="?(\w+)"?$', release, re.MULTILINE)
-    return match[1] if match else "debian"
+    """Yield the names of a layer's files, and the contents of files that list packages."""
+    for member, archive in layer.members():
+        name = member.name.removeprefix("./").lstrip("/")
+        wanted = member.isfile() and (_STATUS.match(name) or _RELEASE.match(name))
+        file = archive.extractfile(member) if wanted else None
+        yield name, file.read() if file is not None else None
 
 
 def _debian(status: str, distribution: str) -> Iterator[Installed]:

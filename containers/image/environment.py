@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from canvasrt.containers.image.blobs import LayerEntry, entries_of
+from canvasrt.containers.image.blobs import LayerEntry
 from canvasrt.extras import require
 
 VENV = "opt/canvasrt/venv"
@@ -48,10 +48,6 @@ def venv_entries(interpreter: str, python: str) -> list[LayerEntry]:
     ]
 
 
-def unpacked_entries(folder: Path) -> Iterator[LayerEntry]:
-    """Yield the files that `unpack` wrote, except C headers, as members of a layer."""
-
-    def skip(name: str) -> bool:
-        return name.startswith("include") or "__pycache__" in name
-
-    return entries_of(folder, VENV, skip=skip)
+def is_left_out(name: str) -> bool:
+    """Return whether an image does without a file that `unpack` wrote: a C header, or a compiled file."""
+    return name.startswith("include") or "__pycache__" in name

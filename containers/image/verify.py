@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import tarfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from canvasrt.bundle import MANIFEST, Bundle, Manifest, parse_manifest
 from canvasrt.containers.image.attest import check_attestation
-from canvasrt.containers.image.base import Base, BaseLayer, read_base, signed_digest
-from canvasrt.containers.image.blobs import exhaust
+from canvasrt.containers.image.base import read_base, signed_digest
 from canvasrt.containers.names import IMAGE_FOLDER, PACKAGE, SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import DIFFERS
@@ -22,7 +21,6 @@ from canvasrt.progress import report
 
 _INSIDE = PACKAGE.lstrip("/") + "/"
 _AGAIN = "it is damaged or was edited: write it again, or copy it again"
-_CHUNK = 1 << 20
 # The largest package manifest or bill of materials; both are read into memory.
 _MAX_DOCUMENT = 4 << 20
 
@@ -60,7 +58,8 @@ def verify_image(path: Path, key: Path | None = None) -> Verified:
     kept: dict[str, bytes] = {}
     done = 0
     for layer, diff_id in zip(base.layers, ids, strict=True):
-        _check_layer(base, layer, diff_id, found, kept)
+        for member, archive in layer.members(diff_id):
+            _note(member, archive, found, kept)
         done += layer.size
         report("checking layers", done, base.size)
     if not {MANIFEST, SBOM} <= kept.keys():
@@ -110,47 +109,24 @@ def check_sbom(text: bytes, files: Mapping[str, Any], where: str) -> int:
     return len(components)
 
 
-def _check_layer(
-    base: Base, layer: BaseLayer, diff_id: str, found: dict[str, str], kept: dict[str, bytes]
+def _note(
+    member: tarfile.TarInfo,
+    archive: tarfile.TarFile,
+    found: dict[str, str],
+    kept: dict[str, bytes],
 ) -> None:
-    """Hash a layer's stored and unpacked bytes, and collect the package's files in it."""
-    with layer.opened() as (stored, content):
-        try:
-            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
-                _note(archive, found, kept)
-            exhaust(content)
-            exhaust(stored)
-        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-            raise CanvasError(
-                f"the layer {layer.digest} of {base.path} is damaged", _AGAIN
-            ) from error
-    if stored.digest != layer.digest or content.digest != diff_id:
-        raise CanvasError(
-            f"the layer {layer.digest} of {base.path} does not match its digest", _AGAIN
-        )
-
-
-def _note(archive: tarfile.TarFile, found: dict[str, str], kept: dict[str, bytes]) -> None:
-    for member in archive:
-        name = member.name.removeprefix("./")
-        if not name.startswith(_INSIDE) or not member.isfile():
-            continue
-        file = archive.extractfile(member)
-        assert file is not None
-        inside = name.removeprefix(_INSIDE)
-        digest = hashlib.sha256()
-        is_document = inside in (MANIFEST, SBOM)
-        if is_document and member.size > _MAX_DOCUMENT:
+    """Note the hash of a file of the package, and the content of a document."""
+    name = member.name.removeprefix("./")
+    if not name.startswith(_INSIDE) or not member.isfile():
+        return
+    inside = name.removeprefix(_INSIDE)
+    file = cast(io.BufferedReader, archive.extractfile(member))
+    if inside in (MANIFEST, SBOM):
+        if member.size > _MAX_DOCUMENT:
             raise CanvasError(
                 f"{PACKAGE}/{inside} has {member.size} bytes; it may have {_MAX_DOCUMENT}", _AGAIN
             )
-        for chunk in _chunks(file):
-            digest.update(chunk)
-            if is_document:
-                kept[inside] = kept.get(inside, b"") + chunk
-        found[inside] = digest.hexdigest()
-
-
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    while chunk := file.read(_CHUNK):
-        yield chunk
+        kept[inside] = file.read()
+        found[inside] = hashlib.sha256(kept[inside]).hexdigest()
+    else:
+        found[inside] = hashlib.file_digest(file, "sha256").hexdigest()

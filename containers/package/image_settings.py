@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,10 @@ COMMAND = (
     "--exit-timeout",
     str(CONTAINER_EXIT_TIMEOUT),
 )
-_LICENSE = "Apache-2.0"
+# The program. Its arguments are COMMAND, unless `docker run` overrides them.
+ENTRYPOINT = (f"{ROOT}/venv/bin/python3", "-m", "canvasrt")
+# The command of the health check.
+PROBE = (f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.serve.probe")
 # The health check allows time to start this many GPUs, since a container's number is unknown when its image is written.
 # A start that hangs ends by itself.
 _MOST_GPUS = 8
@@ -94,21 +96,6 @@ class ImageSettings:
             }
         return variables
 
-    @property
-    def entrypoint(self) -> list[str]:
-        """The program. Its arguments are `command`, unless `docker run` overrides them."""
-        return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt"]
-
-    @property
-    def command(self) -> list[str]:
-        """The arguments that serve the package."""
-        return list(COMMAND)
-
-    @property
-    def probe(self) -> list[str]:
-        """The command of the health check."""
-        return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.serve.probe"]
-
     def to_config(self) -> dict[str, Any]:
         """Return the settings as an image's configuration."""
         health = self.health
@@ -118,11 +105,11 @@ class ImageSettings:
             "Env": self.environment,
             "Labels": dict(self.labels),
             "ExposedPorts": {f"{port}/tcp": {} for port in PORTS},
-            "Entrypoint": self.entrypoint,
-            "Cmd": self.command,
+            "Entrypoint": list(ENTRYPOINT),
+            "Cmd": list(COMMAND),
             "StopSignal": "SIGTERM",
             "Healthcheck": {
-                "Test": ["CMD", *self.probe],
+                "Test": ["CMD", *PROBE],
                 "Interval": health.interval * _SECOND,
                 "Timeout": health.timeout * _SECOND,
                 "StartPeriod": health.start_period * _SECOND,
@@ -138,7 +125,7 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
         "org.opencontainers.image.title": "canvasrt",
         "org.opencontainers.image.description": "DiffusionGemma as compiled engines behind Triton",
         "org.opencontainers.image.version": canvasrt.__version__,
-        "org.opencontainers.image.licenses": _LICENSE,
+        "org.opencontainers.image.licenses": "Apache-2.0",
         "canvasrt.target": ",".join(target_name(each) for each in manifests),
         "canvasrt.precision": ",".join(
             str(each.options.get("precision", "")) for each in manifests
@@ -146,8 +133,6 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
         "canvasrt.checkpoint": ",".join(dict.fromkeys(map(checkpoint_hash, manifests))),
         "canvasrt.engines": ",".join(each.digest for each in manifests),
     }
-    if source := _source():
-        labels["org.opencontainers.image.source"] = source
     gpu = backends != {"onnxruntime"}
     sizes = [sizes_of(each, target_of(each)) for each in manifests]
     startup = max(each.startup + each.further * (_MOST_GPUS - 1) for each in sizes)
@@ -171,15 +156,3 @@ def architecture_of(manifests: Sequence[Manifest]) -> str | None:
     """Return `amd64` or `arm64`; None for targets that run on both."""
     hosts = {find_target(each.target["name"]).host for each in manifests if each.target} - {"any"}
     return None if len(hosts) != 1 else ARCHITECTURES[hosts.pop()]
-
-
-def _source() -> str | None:
-    """Return the address of the source code, from the project's metadata."""
-    try:
-        urls = importlib.metadata.metadata("canvasrt").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    named = dict(line.split(", ", 1) for line in urls)
-    return next(
-        (named[name] for name in ("Source", "Repository", "Homepage") if name in named), None
-    )

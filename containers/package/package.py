@@ -27,8 +27,7 @@ from canvasrt.containers.tensors import STREAM_MODEL
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 from canvasrt.hashes import hash_files
-from canvasrt.staging import link_or_copy, staging
-from canvasrt.targets import Target
+from canvasrt.staging import check_output, link_or_copy, staging
 
 _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
 
@@ -36,19 +35,17 @@ _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
 def package(
     source: Path | str | Sequence[Path | str],
     out: Path | str,
-    *,
-    max_batch: int | None = None,
     options: PackageOptions | None = None,
 ) -> Bundle:
     """Write the package of one bundle, or of several for different targets, to `out`.
 
-    A bundle holds engines, or graphs from which the container builds engines. Up to `max_batch` canvases are denoised
-    together; None is the engines' limit.
+    A bundle holds engines, or graphs from which the container builds engines.
 
     Raises CanvasError if a bundle is damaged, bundles do not fit together, the base image cannot load the engines, or
     `out` is not empty. In that case nothing is written.
     """
-    options = options or PackageOptions(max_batch=max_batch).on(releases.DEFAULT_BASE)
+    check_output(out)  # before the bundles are hashed
+    options = options or PackageOptions().on(releases.DEFAULT_BASE)
     bundles = _load(source)
     manifests = [bundle.manifest for bundle in bundles.values()]
     if options.base == releases.DEFAULT_BASE:
@@ -252,22 +249,18 @@ def _write_texts(
         "unhashed": any(not pin.sha256 for pin in pins),
         "settings": settings_for(manifests),
     }
-    for (place, target), manifest in zip(_charts(manifests).items(), manifests, strict=True):
-        (folder / place).parent.mkdir(exist_ok=True)
-        max_batch = options.max_batch or manifest.options.get("max_batch")
+    for manifest in manifests:
+        chart = folder / CHART / ("" if len(manifests) == 1 else target_name(manifest))
+        chart.parent.mkdir(exist_ok=True)
+        target, max_batch = (
+            target_of(manifest),
+            options.max_batch or manifest.options.get("max_batch"),
+        )
         sizes = sizes_of(manifest, target, max_batch)
-        write_chart(folder / place, options.tag, target, max_batch, sizes)
+        write_chart(chart, options.tag, target, max_batch, sizes)
     for name, text in render_files(facts).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def _charts(manifests: Sequence[Manifest]) -> dict[str, Target]:
-    """Return the targets by their charts' folders: `chart`, or `chart/<target>` for several."""
-    return {
-        CHART if len(manifests) == 1 else f"{CHART}/{target_name(each)}": target_of(each)
-        for each in manifests
-    }
 
 
 def _write_manifest(

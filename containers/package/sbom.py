@@ -41,7 +41,14 @@ def write_sbom(
     `contents` are the packages in the base image, if it was read; `base_digest` is its SHA-256, if known. `own` is the
     SHA-256 of canvasrt's wheel.
     """
-    whole = _canvasrt(own)
+    whole = Component(
+        name="canvasrt",
+        version=canvasrt.__version__,
+        type=ComponentType.APPLICATION,
+        bom_ref="canvasrt",
+        hashes=_hashed(own),
+        licenses=_licenses("Apache-2.0"),
+    )
     pins = list(pins)
     libraries = [_library(pin) for pin in pins]
     bom = Bom(
@@ -71,17 +78,6 @@ def write_sbom(
     bom.register_dependency(whole, libraries)
     text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
     file.write_text(text + "\n", encoding="utf-8")
-
-
-def _canvasrt(sha256: str) -> Any:
-    return Component(
-        name="canvasrt",
-        version=canvasrt.__version__,
-        type=ComponentType.APPLICATION,
-        bom_ref="canvasrt",
-        hashes=_hashed(sha256),
-        licenses=_licenses("Apache-2.0"),
-    )
 
 
 def _library(pin: Pin) -> Any:

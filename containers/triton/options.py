@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import get_type_hints
 
-from canvasrt.defaults import PREFIX_CACHE
+from canvasrt.defaults import MAX_THREADS, PREFIX_CACHE
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import limit_option, option, read_count
 
@@ -17,7 +17,8 @@ class ModelOptions:
     """Options of the models inside Triton, which read them from environment variables."""
 
     threads: int | None = field(
-        default=None, metadata=option("Number of CPU threads.", least=1, shown="every core")
+        default=None,
+        metadata=option("Number of CPU threads.", least=1, most=MAX_THREADS, shown="every core"),
     )
     max_model_len: int | None = field(
         default=None,

@@ -28,3 +28,15 @@ def test_a_stage_of_unknown_length_ends_when_other_work_begins(
     lines = [line for line in shown.getvalue().splitlines() if "%" in line]
     ended = {name: "100%" in line for name in WORK for line in lines if name in line}
     assert ended == {"loading": True, "building": False, "asking": False}
+
+
+def test_without_a_terminal_the_time_left_is_said_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter((0.0, 100.0, 400.0, 500.0, 800.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with progress():
+        for done in range(5):
+            report("calibrating", done, 4)
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["calibrating", "calibrating: 50%, 6 min left"]

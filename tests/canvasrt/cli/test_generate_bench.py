@@ -40,9 +40,9 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Run a command that fails; return its `error:` line, which one `hint:` line follows."""
-    assert run([str(a) for a in arguments]) == code
+    assert run([str(a) for a in arguments]) == 1
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert captured.out == ""
@@ -168,7 +168,6 @@ def test_a_bundle_that_is_damaged(demo, capsys, tmp_path: Path) -> None:
 
 def test_the_device_that_was_asked_for_is_used_or_refused(demo, capsys) -> None:
     ask(capsys, "generate", demo.bundle, "17+25=", "--device", "cpu", "--json")
-    assert "'tpu'" in refused(capsys, "generate", demo.bundle, "x", "--device", "tpu", code=2)
     for command in (["generate", demo.bundle, "x"], ["bench", demo.bundle]):
         assert "built for the CPU" in refused(capsys, *command, "--device", "cuda")
 

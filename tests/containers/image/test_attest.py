@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from canvasrt.containers.names import PACKAGE
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError
-from tests.conftest import Command
 
 CONFIG = {"architecture": "amd64", "config": {}, "rootfs": {"diff_ids": []}}
 Keys = tuple[Path, Path]
@@ -179,18 +177,6 @@ def test_keys_that_are_none_are_refused(image: Image, signed: Path, tmp_path: Pa
             read_signer(path)
         with pytest.raises(CanvasError, match="is not a public key"):
             check_attestation(image.path, image.digest, path)
-
-
-def test_only_images_are_signed(
-    engines: Bundle, keys: Keys, tmp_path: Path, command: Command
-) -> None:
-    done = command("package", engines.path, "-o", tmp_path / "out", "--sign", keys[0])
-    assert done.returncode == 2
-    assert "--sign needs --format" in done.stderr
-    done = command("verify", engines.path, "--key", keys[1])
-    assert done.returncode == 2
-    assert "is not one" in done.stderr
-    assert not os.path.exists(tmp_path / "out")
 
 
 def test_the_signature_is_checked_before_any_layer_is_read(

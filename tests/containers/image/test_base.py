@@ -268,7 +268,7 @@ def test_a_damaged_gzip_stream_is_named(base: Path, tmp_path: Path):
     digest = manifest_of(base)[1]["layers"][1]["digest"]
     blob = Blobs(base).path(digest)
     blob.write_bytes(blob.read_bytes()[:12] + b"\xff" * 8 + blob.read_bytes()[20:])
-    with pytest.raises(CanvasError, match=f"{digest}.* is damaged"):
+    with pytest.raises(CanvasError, match=f"{digest} does not match its content"):
         verify_image(base)
 
 

@@ -169,31 +169,3 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
     (base / "index.json").write_text("{}")
     with pytest.raises(CanvasError, match="is damaged"):
         read_base(base)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (("--format", "oci"), 2, "--format oci needs --base"),
-        (("--format", "docker", "--base", "/nowhere"), 1, "/nowhere is neither an OCI layout"),
-        (("--format", "zip"), 2, "unknown format 'zip'"),
-        (("--engines", "link"), 2, "--engines is 'link'"),
-        (("--tag", "Not A Name"), 2, "not a name for an image"),
-        (("--base", "."), 2, "needs an image's name"),
-    ],
-)
-def test_what_cannot_be_packaged_is_refused(
-    engines: Bundle,
-    tmp_path: Path,
-    command: Command,
-    options: tuple[str, ...],
-    code: int,
-    said: str,
-):
-    done = command("package", engines.path, "-o", tmp_path / "out", *options)
-    assert done.returncode == code, done.stderr
-    error, hint = done.stderr.splitlines()[-2:]
-    assert error.startswith("error: ")
-    assert said in error
-    assert hint.startswith("hint: ")
-    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Engines with another target in their manifest."""
+"""Engines with another target in their manifest, and a chart."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle, write_manifest
+from canvasrt.containers.package.chart import write_chart
+from canvasrt.targets import find_target
 
 Relabelled = Callable[..., Path]
+
+
+@pytest.fixture
+def chart(tmp_path: Path) -> Path:
+    """The chart for an RTX 5090."""
+    write_chart(
+        tmp_path / "chart", "registry.example:5000/team/canvasrt:1", find_target("rtx-5090")
+    )
+    return tmp_path / "chart"
 
 
 @pytest.fixture

@@ -44,14 +44,6 @@ def pod(objects: dict[str, dict]) -> dict:
     return workload["spec"]["template"]["spec"]
 
 
-@pytest.fixture
-def chart(tmp_path: Path) -> Path:
-    write_chart(
-        tmp_path / "chart", "registry.example:5000/team/canvasrt:1", find_target("rtx-5090")
-    )
-    return tmp_path / "chart"
-
-
 def test_helm_lints_every_target(tmp_path: Path) -> None:
     for target in TARGETS:
         write_chart(tmp_path / target.name, "canvasrt:1", target)
@@ -76,33 +68,27 @@ def test_names_are_texts_of_a_length_that_kubernetes_takes(chart: Path, release:
     assert len(objects["StatefulSet"]["metadata"]["name"]) + 11 <= 63
 
 
-def test_a_gpu_target_asks_for_its_gpu(chart: Path) -> None:
-    spec = pod(render(chart))
-    assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
-    required = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    (term,) = required["nodeSelectorTerms"]
-    wanted = {each["key"]: each["values"] for each in term["matchExpressions"]}
-    assert wanted.pop("nvidia.com/gpu.memory") == [str(int(0.9 * 32e9 / 2**20))]
-    assert wanted == {
-        "kubernetes.io/arch": ["amd64"],
-        "nvidia.com/gpu.compute.major": ["12"],
-        "nvidia.com/gpu.compute.minor": ["0"],
-    }
-
-
-def test_engines_for_several_capabilities_take_nodes_of_each(tmp_path: Path) -> None:
-    write_chart(tmp_path / "chart", "canvasrt:1", find_target("rtx"))
-    check_schemas(render(tmp_path / "chart"))
-    affinity = pod(render(tmp_path / "chart"))["affinity"]["nodeAffinity"]
+@pytest.mark.parametrize(
+    ("name", "memory", "capabilities"),
+    [("rtx-5090", 32e9, ["12.0"]), ("rtx", 24e9, ["8.6", "8.9", "12.0"])],
+)
+def test_a_gpu_target_asks_for_its_gpu(
+    tmp_path: Path, name: str, memory: float, capabilities: list[str]
+) -> None:
+    write_chart(tmp_path / "chart", "canvasrt:1", find_target(name))
+    objects = render(tmp_path / "chart")
+    check_schemas(objects)
+    assert pod(objects)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    affinity = pod(objects)["affinity"]["nodeAffinity"]
     terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     found = []
     for term in terms:
         wanted = {each["key"]: each["values"] for each in term["matchExpressions"]}
         assert wanted["kubernetes.io/arch"] == ["amd64"]
-        assert wanted["nvidia.com/gpu.memory"] == [str(int(0.9 * 24e9 / 2**20))]
+        assert wanted["nvidia.com/gpu.memory"] == [str(int(0.9 * memory / 2**20))]
         (major,), (minor,) = (wanted[f"nvidia.com/gpu.compute.{n}"] for n in ("major", "minor"))
         found.append(f"{major}.{minor}")
-    assert found == ["8.6", "8.9", "12.0"]
+    assert found == capabilities
 
 
 def test_the_autoscaler_goes_by_metrics_that_the_models_have(tmp_path: Path) -> None:
@@ -159,26 +145,20 @@ def test_the_pod_passes_a_security_review(chart: Path) -> None:
     }
 
 
-def test_nothing_gets_out_and_only_the_api_in(chart: Path) -> None:
-    policy = render(chart, *PEERS)["NetworkPolicy"]["spec"]
-    assert policy["egress"] == []
+def test_nothing_gets_out_unless_it_is_opened(chart: Path) -> None:
     opened = render(chart, "networkPolicy.egress[0].ports[0].port=4318")
     check_schemas(opened)
     assert opened["NetworkPolicy"]["spec"]["egress"] == [{"ports": [{"port": 4318}]}]
-    assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
-    ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-    assert ports == {8000, 8002}
-    assert all(rule["from"] for rule in policy["ingress"])
 
 
 def test_nothing_gets_in_unless_a_peer_is_named(chart: Path) -> None:
     policy = render(chart)["NetworkPolicy"]["spec"]
-    assert policy["ingress"] == []
+    assert policy["ingress"] == policy["egress"] == []
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     api, metrics = ({port["port"] for port in rule["ports"]} for rule in rules(chart, *PEERS))
-    assert rules(chart, PEERS[0])[0]["ports"][0]["port"] == 8000
-    assert len(rules(chart, PEERS[0])) == 1
     assert (8000 in api, metrics) == (True, {8002})
+    assert all(rule["from"] for rule in rules(chart, *PEERS))
+    assert len(rules(chart, PEERS[0])) == 1
     assert "networkPolicy.from" in notes(chart)
     assert "networkPolicy.from" not in notes(chart, *PEERS)
 
@@ -196,7 +176,7 @@ def rules(chart: Path, *settings: str) -> list[dict]:
 
 
 def probes(container: dict) -> list[dict]:
-    return [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+    return [each["httpGet"] for each in probes_of(container)]
 
 
 def test_a_pod_answers_under_the_names_of_its_service(chart: Path) -> None:
@@ -264,12 +244,23 @@ def test_probes_of_mutual_tls_use_a_port_without_it(chart: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["env[0].name=NIM_SSL_MODE,env[0].value=tls", "args={--ssl-mode=tls}", "args={--ssl-mode}"],
+    [
+        *(
+            "env[0].name=NIM_SSL_MODE,env[0].value=tls",
+            "args={--ssl-mode=tls}",
+            "args={--ssl-mode}",
+        ),
+        *(
+            "env[0].name=NIM_SERVER_PORT,env[0].value=9000",
+            "args={--port=9000}",
+            "args={--port}",
+        ),
+    ],
 )
-def test_tls_that_probes_would_not_follow_is_refused(chart: Path, setting: str) -> None:
+def test_what_probes_would_not_follow_is_refused(chart: Path, setting: str) -> None:
     result = helm("template", "release", str(chart), "--set", setting)
     assert result.returncode != 0
-    assert "tls.existingSecret" in result.stderr
+    assert ("tls.existingSecret" if "ssl" in setting.lower() else "8000") in result.stderr
 
 
 def test_replicas_spread_over_nodes_and_zones(chart: Path) -> None:

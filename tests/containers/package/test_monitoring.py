@@ -8,18 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.containers.package.chart import write_chart
-from canvasrt.targets import find_target
 from tests.helpers.helm import check_schemas, needs_helm, render
 from tests.helpers.metrics import metric_names
 
 pytestmark = needs_helm
-
-
-@pytest.fixture
-def chart(tmp_path: Path) -> Path:
-    write_chart(tmp_path / "chart", "canvasrt:1", find_target("h100"))
-    return tmp_path / "chart"
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(chart: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.cli.app import run
 from canvasrt.containers.package.package import package
 from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.package.wheel import write_wheel
@@ -113,3 +114,12 @@ def test_a_model_configuration_declares_every_tensor(model: str):
 def test_nothing_cannot_be_packaged(tmp_path: Path):
     with pytest.raises(UsageError, match="no bundle was given"):
         package([], tmp_path / "out")
+
+
+def test_an_output_with_content_is_refused_before_a_bundle_is_read(
+    engines: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(CanvasError, match="is not empty"):
+        package(tmp_path / "none", engines.path)
+    assert run(["create-model-store", str(tmp_path / "none"), "-m", str(engines.path)]) == 1
+    assert "is not empty" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,7 +147,6 @@ def test_sizes_grow_with_the_model(engines: Bundle) -> None:
 @pytest.mark.parametrize("name", ["cpu", "rtx-5090", "h100"])
 def test_every_size_is_a_whole_number(engines: Bundle, name: str) -> None:
     found = sizes(engines_for(engines.manifest, name), name)
-    assert replace(found) == found
     assert all(
         type(value) is int and value > 0
         for key, value in vars(found).items()

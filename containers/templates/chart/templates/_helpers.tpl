@@ -87,14 +87,17 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- end -}}
 {{- end -}}
 
-{{/* Probes would not use TLS that `env` or `args` turn on instead of `tls`. */}}
-{{- define "canvasrt.checkTls" -}}
+{{/* Probes would not follow a port or TLS that `env` or `args` set. */}}
+{{- define "canvasrt.checkProbes" -}}
+{{- $port := "the server's port inside the pod is 8000, which service and probes use" -}}
 {{- $hint := "set tls.existingSecret to a secret with the certificate instead: probes follow it" -}}
 {{- range .Values.env -}}
 {{- if hasPrefix "NIM_SSL_" .name }}{{ fail (printf "env sets %s; %s" .name $hint) }}{{ end -}}
+{{- if eq "NIM_SERVER_PORT" .name }}{{ fail (printf "env sets %s: %s" .name $port) }}{{ end -}}
 {{- end -}}
 {{- range .Values.args -}}
 {{- if hasPrefix "--ssl-" . }}{{ fail (printf "args sets %s; %s" . $hint) }}{{ end -}}
+{{- if hasPrefix "--port" . }}{{ fail (printf "args sets %s: %s" . $port) }}{{ end -}}
 {{- end -}}
 {{- if and .Values.tls.existingSecret .Values.kserve.enabled -}}
 {{- fail "tls.existingSecret is set with kserve.enabled: let KServe's gateway end TLS" -}}

@@ -16,7 +16,7 @@
 
 {{/* The pod of a Deployment and of a StatefulSet, and the predictor of a KServe InferenceService. */}}
 {{- define "canvasrt.pod" -}}
-{{- include "canvasrt.checkTls" . -}}
+{{- include "canvasrt.checkProbes" . -}}
 {{- include "canvasrt.checkTriton" . -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
