@@ -108,6 +108,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
         2 * canvas * (sum(each.active for each in layers) + head.active) + 2 * logits * hidden
     )
     clean = 2 * work.tokens * sum(each.active for each in layers)
+    # Scores, and their product with the values.
+    attention = 4 * sum(work.attended[each.kind] * each.head_dim for each in model.layers)
     every = [*layers, head]
     # Experts are converted to float32 once for every group of tokens, other weights once in a sweep.
     groups = -(-work.together * canvas // _TOGETHER)
@@ -115,7 +117,7 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
         work,
         _BASE + room + activations + work.cached + states,
         2 * work.cached + states,
-        work.passes * each_pass + clean,
+        work.passes * each_pass + clean + attention * model.num_attention_heads,
         work.sweeps * sum(each.stored for each in every),
         4 * work.sweeps * sum(each.numbers + (groups - 1) * each.experts for each in every),
         path,

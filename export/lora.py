@@ -114,9 +114,11 @@ class Adapted(Checkpoint):
         first = 0
         for chunk in super().chunks(name):
             if deltas:
+                check_finite(chunk, name, self.file(name))
                 chunk = chunk.to(torch.float32, copy=True)
             for delta in deltas:
                 delta.add_to(chunk, first, self.shape(name)[0])
+                check_finite(chunk.bfloat16(), f"{name} with {delta.module}", delta.file.file)
             yield chunk
             first += len(chunk)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
@@ -168,6 +169,7 @@ def _check_preprocessing(folder: Path, vision: Json) -> None:
         given.only("resample", 3)  # bicubic
         given.only("do_rescale", True)
         given.only("rescale_factor", 1 / 255)
+        given.only("max_soft_tokens", SOFT_TOKENS)
         # Else, normalizing changes nothing.
         if (given.data.get("image_mean"), given.data.get("image_std")) != ([0] * 3, [1] * 3):
             given.only("do_normalize", False)
