@@ -56,7 +56,7 @@ class Checkpoint:
         """Read the index of `path`. Raises `CanvasError` if a shard is missing or truncated."""
         self.path = path
         self._names = self._index()
-        self._shards = {name: self._open(name) for name in sorted(set(self._names.values()))}
+        self._shards = {name: Shard(path / name) for name in sorted(set(self._names.values()))}
 
     @property
     def files(self) -> list[Path]:
@@ -156,15 +156,6 @@ class Checkpoint:
             "give a folder in the Hugging Face layout with safetensors weights",
         )
 
-    def _open(self, name: str) -> Shard:
-        try:
-            return Shard(self.path / name)
-        except FileNotFoundError as cause:
-            raise CanvasError(
-                f"{self.path / name} is missing, although {INDEX} lists it",
-                "fetch the checkpoint again",
-            ) from cause
-
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the tensor's values as little-endian bytes, without a copy if it is contiguous."""
@@ -185,14 +176,11 @@ class Shard:
     """One safetensors file. Only its header stays in memory."""
 
     def __init__(self, file: Path) -> None:
-        """Read the header. Raises `CanvasError` for an incomplete file, FileNotFoundError for a
-        missing one."""
+        """Read the header. Raises `CanvasError` for a file that is incomplete or missing."""
         self.file = file
         try:
             # The library checks that the header is valid and the file complete.
             safe_open(file, framework="pt").keys()
-        except FileNotFoundError:
-            raise
         except (SafetensorError, OSError) as cause:
             raise CanvasError(
                 f"{file} is not a complete safetensors file: {cause}", "fetch the checkpoint again"

@@ -164,7 +164,7 @@ def test_a_shard_is_missing(saved: Path, copy: Path) -> None:
         load_file(saved / "model.safetensors"), "model-00001-of-00001.safetensors"
     )
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CanvasError, match=r"model-00001-of-00001\.safetensors is missing"):
+    with pytest.raises(CanvasError, match=r"model-00001-of-00001\.safetensors is not"):
         Checkpoint(copy)
 
 

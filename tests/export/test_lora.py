@@ -159,7 +159,10 @@ def test_numbers_that_overflow_name_their_file(
     number: float, blamed: str, base: Path, tmp_path: Path
 ) -> None:
     folder = adapter(tmp_path / "adapter", r=2, target_modules=DECODER + r"self_attn\.q_proj")
-    file, name = folder / "adapter_model.safetensors", "model.decoder.layers.0.self_attn.q_proj.weight"
+    file, name = (
+        folder / "adapter_model.safetensors",
+        "model.decoder.layers.0.self_attn.q_proj.weight",
+    )
     save_file({k: torch.full_like(v, number) for k, v in load_file(file).items()}, file)
     checkpoint = Path(shutil.copytree(base, tmp_path / "base")) / "model.safetensors"
     weights = load_file(checkpoint)
