@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+import timeit
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,26 +160,19 @@ def _flops_per_second() -> float:
     torch, device = require("torch", "export"), _device()
     rows, size = (8192, 8192) if device == "cuda" else (1024, 2048)
     one, other = torch.ones(rows, size, device=device), torch.ones(size, size, device=device)
-
-    def run() -> float:
-        start = time.perf_counter()
-        (one @ other).sum().item()
-        return time.perf_counter() - start
-
-    return 2 * rows * size**2 / min(run() for _ in range(4))
+    return 2 * rows * size**2 / _fastest(lambda: (one @ other).sum().item())
 
 
 def _widened_per_second() -> float:
     """Measure how many bytes a CPU writes when it converts weights to float32."""
     torch = require("torch", "export")
     weights = torch.ones(1 << 22, dtype=torch.bfloat16)
+    return 4 * len(weights) / _fastest(weights.float)
 
-    def run() -> float:
-        start = time.perf_counter()
-        weights.float()
-        return time.perf_counter() - start
 
-    return 4 * len(weights) / min(run() for _ in range(4))
+def _fastest(run: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of four runs."""
+    return min(timeit.repeat(run, number=1, repeat=4))
 
 
 def _bytes_per_second(folder: Path) -> list[float]:
