@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
 from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.graphs import export_graphs
-from canvasrt.export.quantize import observed_part, saved_sweeps
+from canvasrt.export.quantize import saved_sweeps
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.network import StreamedNetwork
 from canvasrt.progress import listening
@@ -109,22 +108,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.fixture(scope="module")
 def found(tiny: Tiny) -> Calibration:
     return tiny.calibrate()
-
-
-def test_attention_is_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no request stops early, the plan has the pairs of queries and keys that run."""
-    made, found = observed_part.attention_mask, Counter[str]()
-
-    def mask(positions: Any, groups: Any, causal: Any, known: Any, window: Any, dtype: Any) -> Any:
-        keys = int((known >= 0).sum()) + positions.numel()
-        found["sliding" if window else "full"] += positions.numel() * keys
-        return made(positions, groups, causal, known, window, dtype)
-
-    monkeypatch.setattr(observed_part, "attention_mask", mask)
-    tiny.calibrate(all_steps=1.0)
-    layers = Counter(each.kind for each in tiny.graphs.manifest.model.layers)
-    planned = tiny.prompts(all_steps=1.0).check().attended
-    assert {kind: count / layers[kind] for kind, count in found.items()} == planned
 
 
 def modelopt_amax(tiny: Tiny) -> Callable[[str], float]:
