@@ -186,13 +186,6 @@ def compile_engine(job: Job) -> None:
     _write_kernels(trt, network, job, capture)
 
 
-def _use_timings(config: Any, file: Path | None) -> None:
-    """Reuse kernel timings from earlier builds, and record new ones."""
-    if file is not None:
-        known = file.read_bytes() if file.is_file() else b""
-        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
-
-
 def _keep_timings(config: Any, file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +225,10 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     config.max_aux_streams = 0
     # Makes the builder list its kernels. Changes neither the engine's size nor the build time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    _use_timings(config, job.timing)
+    if job.timing is not None:
+        # Reuse kernel timings from earlier builds, and record new ones.
+        known = job.timing.read_bytes() if job.timing.is_file() else b""
+        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
     # Without this flag, a call could allocate memory, which a CUDA graph cannot capture. Only TensorRT-RTX has it.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)

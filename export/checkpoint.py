@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,6 @@ class Checkpoint:
         self.path = path
         self._names = self._index()
         self._shards = {name: Shard(path / name) for name in sorted(set(self._names.values()))}
-
-    @property
-    def files(self) -> list[Path]:
-        """The weight files, in name order."""
-        return [self.path / name for name in self._shards]
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
@@ -204,9 +198,9 @@ class Shard:
             shape = (rows, *shape[1:])
         data = np.empty(math.prod(shape) * entry.dtype.itemsize, np.uint8)
         try:
-            with self.file.open("rb", buffering=0) as handle:
+            with self.file.open("rb") as handle:
                 handle.seek(start)
-                found = _fill(handle, data)
+                found = handle.readinto(data.data)
         except OSError as cause:
             raise self._damaged(name, str(cause)) from cause
         if found != len(data):
@@ -227,14 +221,3 @@ class Shard:
             f"cannot read {name} from {self.file}: {why}",
             "the file is damaged; fetch or save the checkpoint again",
         )
-
-
-def _fill(handle: FileIO, data: np.ndarray) -> int:
-    """Fill all of `data`; a single call reads at most 2 GB."""
-    found = 0
-    while found < len(data):
-        count = handle.readinto(data[found:].data)
-        if not count:
-            break
-        found += count
-    return found

@@ -69,7 +69,8 @@ def trace(
             node.doc_string = None
         # Remove stack traces, which would make files machine-dependent.
         values = (*graph.initializers.values(), *graph.inputs, *graph.outputs)
-        for each in (*graph.all_nodes(), *values, model, graph):
+        holders: tuple[Any, ...] = (*graph.all_nodes(), *values, model, graph)
+        for each in holders:
             each.metadata_props.clear()
         return model
 

@@ -117,8 +117,12 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     made = Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
-    if not format.rounds_inputs:
-        _check_extras(file.parent)
+    # Configurations may not mention these tensors.
+    for name in () if format.rounds_inputs else sorted(tensor_names(file.parent)):
+        if what := _INT4_EXTRAS.get(name.rpartition(".")[2]):
+            raise CanvasError(
+                f"{name} in {file.parent}: INT4 with {what} is not supported", INT4_HINT
+            )
     return made
 
 
@@ -136,15 +140,6 @@ def _check(
         raise _unknown(file, f"{name} with zero points (symmetric: false)")
     if found.get("actorder") not in (None, False, "weight", "static"):
         raise _unknown(file, f"{name} with reordered inputs (actorder: {found['actorder']})")
-
-
-def _check_extras(folder: Path) -> None:
-    """Raise CanvasError for unsupported INT4 weights, which are recognized by tensor names, since configurations may
-    not mention them."""
-    for name in sorted(tensor_names(folder)):
-        what = _INT4_EXTRAS.get(name.rpartition(".")[2])
-        if what:
-            raise CanvasError(f"{name} in {folder}: INT4 with {what} is not supported", INT4_HINT)
 
 
 def _producer(method: str, producer: object) -> str:

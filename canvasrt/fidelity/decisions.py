@@ -41,7 +41,12 @@ def measure_decisions(
     With `fitted`, also return temperatures by type and their effect: each half of the questions is measured at
     temperatures that were fitted on the other half. Raises CanvasError, which says what is wrong with the file.
     """
-    items = _of_demo(bundle) if file == DEMO_QUESTIONS else read_labelled(Path(file))
+    if file == DEMO_QUESTIONS:
+        # Questions of the second training phase are only included if the model has the trained vision tower.
+        vision = bundle.manifest.model.vision or {}
+        items = labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
+    else:
+        items = read_labelled(Path(file))
     reading = {"samples": samples, "steps": steps}
     scored = _answers(bundle, file, items, reading)
     report = {"file": file, **reading, **_by_part(scored), "fit": None}
@@ -50,13 +55,6 @@ def measure_decisions(
             raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
         report["fit"] = {"temperatures": fit_temperatures(scored), **_by_part(cross_fitted(scored))}
     return report
-
-
-def _of_demo(bundle: Bundle) -> list[Json]:
-    """Return the demo's questions. Questions of the second training phase are only included if the model has the
-    trained vision tower."""
-    vision = bundle.manifest.model.vision or {}
-    return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 
 
 def _by_part(scored: Sequence[Scored]) -> Json:

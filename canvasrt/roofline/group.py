@@ -35,12 +35,8 @@ class Place:
     part: str
 
 
-def places(kernels: Sequence[Kernel], segment: str, layers: Sequence[int] = ()) -> list[Place]:
-    """Return the place of each kernel of a segment; `layers` are the model's layers in the segment."""
-    return [_place(kernel, segment, layers) for kernel in kernels]
-
-
-def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
+def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
+    """Return the place of a segment's kernel; `layers` are the model's layers in the segment."""
     if segment in ("head", "vision"):
         return Place(None, _head_part(kernel) if segment == "head" else VISION)
     found = Counter(_named(node) for node in kernel.nodes)

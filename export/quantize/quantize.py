@@ -27,7 +27,6 @@ from canvasrt.export.quantize.calibrate import Calibration, calibrate
 from canvasrt.export.quantize.forms import (
     KEY_SCALE,
     VALUE_SCALE,
-    ItemT,
     graph_items,
     quantized_items,
 )
@@ -260,7 +259,7 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
             advance(sizes[entry["name"]])
 
 
-def counted(items: Iterable[ItemT], advance: Callable[[int], None]) -> Iterator[ItemT]:
+def counted(items: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
     """Yield weights. After a weight was written, call `advance` with its number of elements."""
     for item in items:
         yield item
