@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+import timeit
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
         2 * canvas * (sum(each.active for each in layers) + head.active) + 2 * logits * hidden
     )
     clean = 2 * work.tokens * sum(each.active for each in layers)
+    # Scores, and their product with the values.
+    attention = 4 * sum(work.attended[each.kind] * each.head_dim for each in model.layers)
     every = [*layers, head]
     # Experts are converted to float32 once for every group of tokens, other weights once in a sweep.
     groups = -(-work.together * canvas // _TOGETHER)
@@ -115,7 +118,7 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
         work,
         _BASE + room + activations + work.cached + states,
         2 * work.cached + states,
-        work.passes * each_pass + clean,
+        work.passes * each_pass + clean + attention * model.num_attention_heads,
         work.sweeps * sum(each.stored for each in every),
         4 * work.sweeps * sum(each.numbers + (groups - 1) * each.experts for each in every),
         path,
@@ -157,26 +160,19 @@ def _flops_per_second() -> float:
     torch, device = require("torch", "export"), _device()
     rows, size = (8192, 8192) if device == "cuda" else (1024, 2048)
     one, other = torch.ones(rows, size, device=device), torch.ones(size, size, device=device)
-
-    def run() -> float:
-        start = time.perf_counter()
-        (one @ other).sum().item()
-        return time.perf_counter() - start
-
-    return 2 * rows * size**2 / min(run() for _ in range(4))
+    return 2 * rows * size**2 / _fastest(lambda: (one @ other).sum().item())
 
 
 def _widened_per_second() -> float:
     """Measure how many bytes a CPU writes when it converts weights to float32."""
     torch = require("torch", "export")
     weights = torch.ones(1 << 22, dtype=torch.bfloat16)
+    return 4 * len(weights) / _fastest(weights.float)
 
-    def run() -> float:
-        start = time.perf_counter()
-        weights.float()
-        return time.perf_counter() - start
 
-    return 4 * len(weights) / min(run() for _ in range(4))
+def _fastest(run: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of four runs."""
+    return min(timeit.repeat(run, number=1, repeat=4))
 
 
 def _bytes_per_second(folder: Path) -> list[float]:

@@ -31,8 +31,8 @@ from canvasrt.targets import TARGETS, Target
 
 def check_plan(plan: Plan) -> None:
     """Raise CanvasError if this machine cannot build the plan, or if the engines would not fit their GPU."""
-    check_buildable(plan.target)
     check_source(plan.target, plan.precision, plan.source)
+    check_buildable(plan.target)
     check_extras(plan)
     check_memory(plan)
     check_cache()
@@ -188,20 +188,16 @@ def requests_of(plan: Plan) -> str:
 
 
 def what_fits(plan: Plan, memory: int) -> str:
-    """Return a hint with options that fit in this many bytes."""
-    found = _what_fits(replace(plan, target=replace(plan.target, memory=memory)))
-    return f"this would fit: {', or '.join(found)}" if found else "nothing smaller fits either"
-
-
-def _what_fits(plan: Plan) -> list[str]:
-    """Return options each of which makes the plan fit alone; failing that, a combination of options; failing that,
-    other targets."""
+    """Return a hint with options each of which makes the plan fit in this many bytes; failing that, a combination of
+    options; failing that, other targets."""
+    plan = replace(plan, target=replace(plan.target, memory=memory))
     others = [
         f"--target {target.name}"
         for target in TARGETS
         if plan.precision.name in target.precisions and replace(plan, target=target).fits
     ]
-    return [*_one_option(plan)] or _several_options(plan) or others
+    found = [*_one_option(plan)] or _several_options(plan) or others
+    return f"this would fit: {', or '.join(found)}" if found else "nothing smaller fits either"
 
 
 def _one_option(plan: Plan) -> Iterator[str]:

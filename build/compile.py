@@ -80,13 +80,6 @@ class Job:
         return cls(data["module"], graph, engine, gpus, profiles, timing)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A builder's report: bytes of device memory for activations; None if the builder did not report them."""
-
-    activation_bytes: int | None
-
-
 class Children:
     """The running builder processes. `kill` ends them and prevents new ones."""
 
@@ -107,11 +100,11 @@ class Children:
         with self._lock:
             if self._stopped:
                 raise CanvasError("the build was stopped", "start it again")
+            # The child must import the same modules as this process, from any working directory.
+            path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
             process = subprocess.Popen(
                 command,
-                # The child must import the same modules as this process, from any working
-                # directory.
-                env={**os.environ, "PYTHONPATH": _import_path()},
+                env={**os.environ, "PYTHONPATH": path},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -129,25 +122,22 @@ class Children:
             self._running.discard(process)
 
 
-def _import_path() -> str:
-    return os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
-
-
-def compile_graph(job: Job, children: Children | None = None) -> Compiled:
-    """Build the engine of a job. Raises CanvasError with TensorRT's message if TensorRT refuses."""
+def compile_graph(job: Job, children: Children | None = None) -> int | None:
+    """Build the engine of a job. Return its bytes of device memory for activations; None if the builder did not report
+    them. Raises CanvasError with TensorRT's message if TensorRT refuses."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
     process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
     try:
         assert process.stdout is not None
-        errors, made = _read(process.stdout)
+        errors, activations = _read(process.stdout)
         process.wait()
     finally:
         children.end(process)
         if process.stdout is not None:
             process.stdout.close()
     if process.returncode == 0:
-        return made
+        return activations
     name = job.graph.stem
     if process.returncode < 0:
         raise CanvasError(
@@ -160,8 +150,8 @@ def compile_graph(job: Job, children: Children | None = None) -> Compiled:
     )
 
 
-def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
-    """Return the errors and the report in the child's output. All lines are logged."""
+def _read(lines: Iterable[str]) -> tuple[list[str], int | None]:
+    """Return the errors and the activations' bytes in the child's output. All lines are logged."""
     errors: list[str] = []
     activations = None
     for line in lines:
@@ -171,7 +161,7 @@ def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
             errors.append(text)
         if found := _ACTIVATIONS.search(text):
             activations = max(activations or 0, int(found[1]))
-    return errors, Compiled(activations)
+    return errors, activations
 
 
 def compile_engine(job: Job) -> None:
@@ -194,13 +184,6 @@ def compile_engine(job: Job) -> None:
             raise CanvasError("no engine was built", "see the builder's messages above")
     _keep_timings(config, job.timing)
     _write_kernels(trt, network, job, capture)
-
-
-def _use_timings(config: Any, file: Path | None) -> None:
-    """Reuse kernel timings from earlier builds, and record new ones."""
-    if file is not None:
-        known = file.read_bytes() if file.is_file() else b""
-        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
 
 
 def _keep_timings(config: Any, file: Path | None) -> None:
@@ -242,7 +225,10 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     config.max_aux_streams = 0
     # Makes the builder list its kernels. Changes neither the engine's size nor the build time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    _use_timings(config, job.timing)
+    if job.timing is not None:
+        # Reuse kernel timings from earlier builds, and record new ones.
+        known = job.timing.read_bytes() if job.timing.is_file() else b""
+        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
     # Without this flag, a call could allocate memory, which a CUDA graph cannot capture. Only TensorRT-RTX has it.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)

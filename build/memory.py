@@ -164,23 +164,7 @@ def estimate(
     """
     if weights.on_cpu:
         return _on_cpu(weights, passes)
-    return _on_gpu(weights, passes, kv_cache, experts)
-
-
-def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
-    """A CPU computes in fp32. The vision tower is not counted, because it is only loaded at the first image."""
-    model = weights.model
-    return Estimate(
-        weights=sum(size for name, size in weights.segments().items() if name != "vision"),
-        code=0,
-        kv_cache=4 * passes.batch * _cached_numbers(model, passes),
-        workspace=round(MEMORY_MARGIN * (_cpu_body(model, passes) + _cpu_head(weights))),
-        buffers=CPU_PROCESS,
-    )
-
-
-def _on_gpu(weights: Weights, passes: PassPlan, kv_cache: str | None, experts: Experts) -> Estimate:
-    """A GPU holds the vision tower from the start."""
+    # A GPU holds the vision tower from the start.
     model, segments = weights.model, weights.segments()
     element = 4 if weights.base == "fp32" else 2
     number = 1 if kv_cache else element
@@ -196,6 +180,18 @@ def _on_gpu(weights: Weights, passes: PassPlan, kv_cache: str | None, experts: E
         + experts.buffers(model, passes, element),
         contexts=CONTEXT * context_count(model, passes, bodies, experts)
         + CAPTURED_LAYER * len(model.layers) * (passes.batch + (passes.batch > 1)),
+    )
+
+
+def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
+    """A CPU computes in fp32. The vision tower is not counted, because it is only loaded at the first image."""
+    model = weights.model
+    return Estimate(
+        weights=sum(size for name, size in weights.segments().items() if name != "vision"),
+        code=0,
+        kv_cache=4 * passes.batch * _cached_numbers(model, passes),
+        workspace=round(MEMORY_MARGIN * (_cpu_body(model, passes) + _cpu_head(weights))),
+        buffers=CPU_PROCESS,
     )
 
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt.build.source import Source
+from canvasrt.checkpoints.locate import check_adapter
 from canvasrt.defaults import (
-    ADAPTER_FILES,
     LAYERS_PER_SEGMENT,
     MAX_BATCH,
     MAX_CONTEXT,
     SLOTTED,
 )
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import UsageError
 
 # Folders of LoRA adapters, and their factors.
 Adapters = tuple[tuple[Path, float], ...]
@@ -39,11 +39,7 @@ DEFAULT_OPTIONS = BuildOptions()
 def check_adapters(source: Source, adapters: Adapters) -> None:
     """Raise CanvasError for folders without an adapter, and for sources that cannot be adapted."""
     for path, _ in adapters:
-        for name in ADAPTER_FILES:
-            if not (path / name).is_file():
-                raise CanvasError(
-                    f"{path} is not an adapter: it has no {name}", "name a folder that PEFT saved"
-                )
+        check_adapter(path)
     if adapters and source.graphs is not None:
         raise UsageError(
             f"{source.path} holds graphs, but --adapter merges into a checkpoint",

@@ -38,7 +38,7 @@ class Source:
         if self.graphs is None:
             return None
         entries = self.graphs.manifest.segments
-        return {name: form for entry in entries for name, form in _quantized(entry).items()}
+        return {n: form for each in entries for n, form in (each.get("quantized") or {}).items()}
 
 
 def find_source(source: Path | str) -> Source:
@@ -49,7 +49,8 @@ def find_source(source: Path | str) -> Source:
     path = Path(source).expanduser()
     if (path / MANIFEST).exists():
         bundle = load_bundle(path, kind="graphs", check=False)
-        return Source(path, bundle.manifest.model, {}, bundle, precision_of(bundle))
+        precision = bundle.manifest.options.get("precision", "fp32")
+        return Source(path, bundle.manifest.model, {}, bundle, precision)
     found = describe(str(source))
     precision = found.quantization.precision if found.quantization else None
     return Source(found.folder, found.model, {}, None, precision, found)
@@ -65,12 +66,3 @@ def hash_source(source: Source) -> Source:
     checkpoint = source.checkpoint.hashed(hash_memo().hash_files)
     files = dict(checkpoint.hashes or {})
     return replace(source, checkpoint=checkpoint, made_from={"kind": "checkpoint", "files": files})
-
-
-def precision_of(graphs: Bundle) -> str:
-    """Return the precision of a graph bundle's weights."""
-    return graphs.manifest.options.get("precision", "fp32")
-
-
-def _quantized(entry: dict[str, Any]) -> dict[str, str]:
-    return entry.get("quantized") or {}

@@ -69,7 +69,10 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
         made = _engines(plan, each_engine, tmp)
         shutil.rmtree(tmp / _PIECES, ignore_errors=True)
         _check_workspace(plan, made)
-        known = {each.file: _without_facts(made[each.name]) for each in each_engine}
+        known = {
+            each.file: {name: made[each.name][name] for name in ("sha256", "bytes")}
+            for each in each_engine
+        }
         described = [
             _described(plan, graphs, entry, found, made, tmp)
             for entry, found in zip(entries, builds, strict=True)
@@ -210,8 +213,7 @@ def _builder(
 
     def run() -> Json:
         job = Job(module, segment.graph, engine, gpus, segment.sizes, timing)
-        said = compile.compile_graph(job, children)
-        facts = {"activation_bytes": said.activation_bytes}
+        facts = {"activation_bytes": compile.compile_graph(job, children)}
         listed = job.kernels if job.kernels.is_file() else None
         kept = cache.keep(segment.made_from, engine, facts, listed)
         if plan.spends_graphs:
@@ -273,10 +275,6 @@ def _described(
     joined = pieces.join_pieces(graphs, entry, hashes, plan.target.capabilities, out)
     needs = [made[each.name]["facts"]["activation_bytes"] or 0 for each in builds]
     return {**entry, **sizes, "activation_bytes": max(needs), **joined}
-
-
-def _without_facts(made: Json) -> Json:
-    return {name: made[name] for name in ("sha256", "bytes")}
 
 
 def _files(graphs: Bundle, entry: Json) -> list[str]:

@@ -57,6 +57,7 @@ class Workload:
         cached: bytes of keys and values of concurrent requests.
         passes: denoising passes. sweeps: sweeps over the weights.
         tokens: clean tokens of prompts and answers.
+        attended: by kind of attention, the pairs of a query and a key in one layer over all passes.
     """
 
     prompts: int
@@ -65,6 +66,7 @@ class Workload:
     passes: int
     sweeps: int
     tokens: int
+    attended: Mapping[str, int]
 
 
 def most_passes(request: Request, config: ModelConfig) -> int:
@@ -119,14 +121,25 @@ class CalibrationPrompts:
         # one for every other chunk of the prompt.
         chains: list[int] = []
         longest = tokens = 0
+        kept = {"sliding": self.config.sliding_window - 1, "full": self.max_context}
+        attended = dict.fromkeys(kept, 0)
         for number, request in self._requests():
             self._validate(number, request)
-            answer = request.params.blocks(self.config) * request.params.canvas(self.config)
+            blocks, canvas = request.params.blocks(self.config), request.params.canvas(self.config)
+            answer = blocks * canvas
             tokens += len(request.prompt_token_ids) + answer
             longest = max(longest, len(request.prompt_token_ids) + answer)
             passes.append(most_passes(request, self.config))
             chunks = chunks_of(np.array(request.prompt_token_ids), PREFILL_CHUNK)
             chains.append(len(chunks) - 1 + passes[-1])
+            # A block's passes, with the one that encodes it unless it is the last.
+            steps = request.params.max_denoising_steps
+            rounds = [(canvas, steps + 1)] * (blocks - 1) + [(canvas, steps)]
+            start = 0
+            for length, times in [*((len(each.tokens), 1) for each in chunks), *rounds]:
+                for kind, most in kept.items():
+                    attended[kind] += times * length * (min(start, most) + length)
+                start += length
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
         # Lines beyond the recipe's number are checked, although they do not run.
@@ -135,7 +148,8 @@ class CalibrationPrompts:
         each = cache_bytes(self.config, longest)
         together = max(1, min(len(passes), CACHE_BYTES // each))
         sweeps = _most_sweeps(chains, together)
-        return Workload(len(passes), together, together * each, sum(passes), sweeps, tokens)
+        memory = together * each
+        return Workload(len(passes), together, memory, sum(passes), sweeps, tokens, attended)
 
     @property
     def sha256(self) -> str:

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,7 @@ class Checkpoint:
         """Read the index of `path`. Raises `CanvasError` if a shard is missing or truncated."""
         self.path = path
         self._names = self._index()
-        self._shards = {name: self._open(name) for name in sorted(set(self._names.values()))}
-
-    @property
-    def files(self) -> list[Path]:
-        """The weight files, in name order."""
-        return [self.path / name for name in self._shards]
+        self._shards = {name: Shard(path / name) for name in sorted(set(self._names.values()))}
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
@@ -156,15 +150,6 @@ class Checkpoint:
             "give a folder in the Hugging Face layout with safetensors weights",
         )
 
-    def _open(self, name: str) -> Shard:
-        try:
-            return Shard(self.path / name)
-        except FileNotFoundError as cause:
-            raise CanvasError(
-                f"{self.path / name} is missing, although {INDEX} lists it",
-                "fetch the checkpoint again",
-            ) from cause
-
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the tensor's values as little-endian bytes, without a copy if it is contiguous."""
@@ -185,14 +170,11 @@ class Shard:
     """One safetensors file. Only its header stays in memory."""
 
     def __init__(self, file: Path) -> None:
-        """Read the header. Raises `CanvasError` for an incomplete file, FileNotFoundError for a
-        missing one."""
+        """Read the header. Raises `CanvasError` for a file that is incomplete or missing."""
         self.file = file
         try:
             # The library checks that the header is valid and the file complete.
             safe_open(file, framework="pt").keys()
-        except FileNotFoundError:
-            raise
         except (SafetensorError, OSError) as cause:
             raise CanvasError(
                 f"{file} is not a complete safetensors file: {cause}", "fetch the checkpoint again"
@@ -216,9 +198,9 @@ class Shard:
             shape = (rows, *shape[1:])
         data = np.empty(math.prod(shape) * entry.dtype.itemsize, np.uint8)
         try:
-            with self.file.open("rb", buffering=0) as handle:
+            with self.file.open("rb") as handle:
                 handle.seek(start)
-                found = _fill(handle, data)
+                found = handle.readinto(data.data)
         except OSError as cause:
             raise self._damaged(name, str(cause)) from cause
         if found != len(data):
@@ -239,14 +221,3 @@ class Shard:
             f"cannot read {name} from {self.file}: {why}",
             "the file is damaged; fetch or save the checkpoint again",
         )
-
-
-def _fill(handle: FileIO, data: np.ndarray) -> int:
-    """Fill all of `data`; a single call reads at most 2 GB."""
-    found = 0
-    while found < len(data):
-        count = handle.readinto(data[found:].data)
-        if not count:
-            break
-        found += count
-    return found

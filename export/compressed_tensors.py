@@ -16,7 +16,7 @@ from torch import Tensor
 from canvasrt.checkpoints.quantized import INT4_GROUPS, INT4_HINT
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.export.quantize.quantizers import form_of, quantize_weight
+from canvasrt.export.quantize.quantizers import quantize_weight
 from canvasrt.export.weights import DAMAGED, PACKED, Weight, check_scales, packed_name
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
@@ -29,6 +29,8 @@ class Int4Codes:
 
     weight: Weight
     form: Form
+    # INT4 has no scales of inputs that could be missing.
+    is_complete = True
 
     def pack(self, input_scale: float | None = None) -> Packed:
         """Read codes and scales."""
@@ -47,11 +49,6 @@ class Int4Codes:
             codes, scales = self._read(part, torch.float32)
             yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the checkpoint has all of its scales."""
-        return True
-
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
         """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`:
         by default bfloat16, in which the products run."""
@@ -69,6 +66,7 @@ class TableCodes:
 
     weight: Weight
     form: Form
+    is_complete = True
 
     def pack(self, input_scale: float | None = None) -> Packed:
         """Quantize the table, with one part in float32 at a time."""
@@ -78,17 +76,6 @@ class TableCodes:
     def wide(self) -> Iterator[Tensor]:
         """Yield the table in float32, part by part."""
         return self.weight.read(torch.float32)
-
-    @property
-    def is_complete(self) -> bool:
-        """Always True, because it needs no scales from the checkpoint."""
-        return True
-
-
-def table_codes(weight: Weight, format: str) -> TableCodes:
-    """Check the checkpoint's table, and return its quantized form in `format`."""
-    weight.check()
-    return TableCodes(weight, form_of(weight.shape, format))
 
 
 def read_int4(weight: Weight) -> Int4Codes | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canvasrt.checkpoints.locate import check_adapter, read_json
 from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
@@ -89,7 +89,7 @@ class Adapter:
     def to_json(self) -> dict[str, Any]:
         """Return the adapter's entry in the manifest."""
         return {
-            "files": hash_files(self.path, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)),
+            "files": hash_files(self.path, ADAPTER_FILES),
             "weight": self.weight,
         }
 
@@ -114,9 +114,11 @@ class Adapted(Checkpoint):
         first = 0
         for chunk in super().chunks(name):
             if deltas:
+                check_finite(chunk, name, self.file(name))
                 chunk = chunk.to(torch.float32, copy=True)
             for delta in deltas:
                 delta.add_to(chunk, first, self.shape(name)[0])
+                check_finite(chunk.bfloat16(), f"{name} with {delta.module}", delta.file.file)
             yield chunk
             first += len(chunk)
 
@@ -144,14 +146,9 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
     cannot be merged.
     """
     folder = Path(path).expanduser()
+    check_adapter(folder)
     config = _read_config(folder)
-    try:
-        shard = Shard(folder / ADAPTER_WEIGHTS)
-    except FileNotFoundError:
-        raise CanvasError(
-            f"{folder} has no {ADAPTER_WEIGHTS}",
-            "save the adapter with PEFT's save_pretrained(), which writes safetensors",
-        ) from None
+    shard = Shard(folder / ADAPTER_WEIGHTS)
     if not math.isfinite(weight):
         raise CanvasError(f"the weight of adapter {folder} is {weight}", "give a finite number")
     deltas: dict[str, list[Delta]] = {}
@@ -171,17 +168,9 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise CanvasError(
-            f"{folder} is not an adapter: it has no {ADAPTER_CONFIG}",
-            "name the folder that PEFT's save_pretrained() wrote",
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as cause:
-        raise CanvasError(f"{file} is not JSON: {cause}", "fetch the adapter again") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = read_json(file)
+    kind = config.get("peft_type")
+    if kind != "LORA":
         raise CanvasError(f"{file} describes a {kind!r} adapter; only LORA can be merged", _HINT)
     found = [what for key, what in _UNSUPPORTED.items() if config.get(key)]
     init = config.get("init_lora_weights")

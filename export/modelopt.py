@@ -93,11 +93,10 @@ class StoredCodes:
             wrong = (codes & _NAN == _NAN) if bytes_apart else np.zeros(0, bool)
             what = "numbers that are not finite"
         if wrong.any():
-            raise self._damaged(name, f"{int(wrong.sum())} {what}")
+            raise CanvasError(
+                f"{name} in {self.weight.checkpoint.path} has {int(wrong.sum())} {what}", DAMAGED
+            )
         return codes
-
-    def _damaged(self, name: str, what: str) -> CanvasError:
-        return CanvasError(f"{name} in {self.weight.checkpoint.path} has {what}", DAMAGED)
 
 
 def read_codes(weight: Weight) -> StoredCodes | None:
@@ -137,7 +136,8 @@ def _read(weight: Weight, format: NumberFormat) -> StoredCodes:
     wanted = weight.shape[0] if len(weight.shape) == 2 else weight.shape[0] * weight.shape[1]
     if rows != wanted:
         weight.refuse(" + ".join(weight.parts), f"{rows} rows", f"{wanted} rows")
-    scales = np.concatenate([part.by_row() for part in each]).reshape(experts, -1)
+    by_row = [np.broadcast_to(part.scales, part.rows) for part in each]
+    scales = np.concatenate(by_row).reshape(experts, -1)
     scale, factor = _split(scales, format, batched=len(weight.shape) == 3)
     inputs = [part.input_scale for part in each]
     missing = [part.module for part in each if part.input_scale is None]
@@ -185,16 +185,12 @@ class _PartScales:
         block = format.block(width)
         if block:
             self._check_blocks(f"{self.module}.weight_scale", (self.rows, width // block))
-            self._scales = self._numbers("weight_scale_2", ((), (1,)))
+            self.scales = self._numbers("weight_scale_2", ((), (1,)))
         else:
             rows = self.rows
-            self._scales = self._numbers("weight_scale", ((), (1,), (rows,), (rows, 1)))
+            self.scales = self._numbers("weight_scale", ((), (1,), (rows,), (rows, 1)))
         found = f"{self.module}.input_scale" in weight.checkpoint
         self.input_scale = self._numbers("input_scale", ((), (1,)))[0] if found else None
-
-    def by_row(self) -> Floats:
-        """Return one scale per output."""
-        return np.broadcast_to(self._scales, self.rows)
 
     def _numbers(self, kind: str, shapes: tuple[tuple[int, ...], ...]) -> Floats:
         name = f"{self.module}.{kind}"

@@ -46,47 +46,35 @@ def trace(
     """
 
     def make() -> ir.Model:
-        return _trace(module, inputs, dynamic, input_names, output_names)
+        with _quiet():
+            program = torch.onnx.export(
+                module,
+                (),
+                kwargs=inputs,
+                dynamic_shapes=dynamic,
+                input_names=list(input_names),
+                output_names=list(output_names),
+                opset_version=OPSET,
+                dynamo=True,
+                # Without the optimizer, which merges and renames small weights, so that they would not match the
+                # checkpoint.
+                optimize=False,
+                verbose=False,
+            )
+        assert program is not None
+        model = program.model
+        graph = model.graph
+        for node in graph.all_nodes():
+            node.name = _scoped_name(node)
+            node.doc_string = None
+        # Remove stack traces, which would make files machine-dependent.
+        values = (*graph.initializers.values(), *graph.inputs, *graph.outputs)
+        holders: tuple[Any, ...] = (*graph.all_nodes(), *values, model, graph)
+        for each in holders:
+            each.metadata_props.clear()
+        return model
 
     return traces.kept(module, inputs, [*input_names, *output_names], make)
-
-
-def _trace(
-    module: nn.Module,
-    inputs: dict[str, Any],
-    dynamic: dict[str, Any],
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-) -> ir.Model:
-    with _quiet():
-        program = torch.onnx.export(
-            module,
-            (),
-            kwargs=inputs,
-            dynamic_shapes=dynamic,
-            input_names=list(input_names),
-            output_names=list(output_names),
-            opset_version=OPSET,
-            dynamo=True,
-            # Without the optimizer, which merges and renames small weights, so that they would not match the
-            # checkpoint.
-            optimize=False,
-            verbose=False,
-        )
-    assert program is not None
-    model = program.model
-    for node in model.graph.all_nodes():
-        node.name = _scoped_name(node)
-        # Remove stack traces, which would make files machine-dependent.
-        node.metadata_props.clear()
-        node.doc_string = None
-    for value in model.graph.initializers.values():
-        value.metadata_props.clear()
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        value.metadata_props.clear()
-    model.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    return model
 
 
 def _scoped_name(node: ir.Node) -> str:

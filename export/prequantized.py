@@ -13,12 +13,13 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.checkpoints.weight_names import TABLE, global_name
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
-from canvasrt.export.compressed_tensors import Int4Codes, TableCodes, read_int4, table_codes
+from canvasrt.export.compressed_tensors import Int4Codes, TableCodes, read_int4
 from canvasrt.export.modelopt import StoredCodes, read_codes
 from canvasrt.export.onnx import IR_DTYPES
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.forms import quantized_items
 from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight, weights
 from canvasrt.formats import FORMATS
@@ -55,7 +56,8 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        self._held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
+        # The weights that the checkpoint stores quantized, by global name.
+        self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
         # Checkpoints have no input scales for the table.
         if rounded is not None and FORMATS[rounded.format].rounds_inputs:
@@ -65,14 +67,15 @@ class Prequantized:
                 name = global_name(part.name, part.layers, weight.name)
                 found = read_int4(weight) or read_codes(weight)
                 if found is not None:
-                    self._held[name] = found
+                    self.held[name] = found
                 elif rounded is not None and name == TABLE:
-                    self._held[name] = table_codes(weight, rounded.format)
+                    weight.check()
+                    self.held[name] = TableCodes(weight, form_of(weight.shape, rounded.format))
         able = quantizable(config)
-        self._packed = [name for name in self._held if packs and name in able]
+        self._packed = [name for name in self.held if packs and name in able]
         self._inputs: dict[str, float] = {}
         self._prompts = ""
-        if not set(self._held) - {TABLE} or (packs and not set(self._packed) - {TABLE}):
+        if not set(self.held) - {TABLE} or (packs and not set(self._packed) - {TABLE}):
             raise CanvasError(
                 f"{source.path} declares {how.algorithm}, but has no quantized weights",
                 "fetch the checkpoint again, or remove the quantization from its configuration",
@@ -81,17 +84,12 @@ class Prequantized:
     @property
     def static(self) -> bool:
         """Whether the checkpoint has the input scales of all its weights."""
-        return all(self._held[name].is_complete for name in self._packed)
-
-    @property
-    def held(self) -> Mapping[str, StoredCodes | Int4Codes | TableCodes]:
-        """The weights that the checkpoint stores quantized, by global name."""
-        return self._held
+        return all(self.held[name].is_complete for name in self._packed)
 
     @property
     def recipe(self) -> Recipe:
         """The checkpoint's quantization as a recipe."""
-        forms = {name: self._held[name].form for name in self._packed}
+        forms = {name: self.held[name].form for name in self._packed}
         return _recipe(self._how, forms, self._config)
 
     def options(self, base: str) -> dict[str, Any]:
@@ -113,19 +111,19 @@ class Prequantized:
 
     def holds(self, part: SegmentModule, weight: Weight) -> bool:
         """Return whether the checkpoint stores a weight in any quantized form."""
-        return global_name(part.name, part.layers, weight.name) in self._held
+        return global_name(part.name, part.layers, weight.name) in self.held
 
     def formats(self, part: SegmentModule) -> dict[str, str]:
         """Return the formats of weights that are quantized in a graph, by global name."""
         names = [global_name(part.name, part.layers, name) for name in part.sources]
-        return {name: self._held[name].form.format for name in names if name in self._packed}
+        return {name: self.held[name].form.format for name in names if name in self._packed}
 
     def calibrated(self, found: Calibration) -> None:
         """Set the input scales that the checkpoint would compute at run time, because TensorRT needs constants."""
         self._inputs = {
             name: FORMATS[held.form.format].scale(found.amax[name])
             for name in self._packed
-            if not (held := self._held[name]).is_complete
+            if not (held := self.held[name]).is_complete
         }
         self._prompts = found.sha256
 
@@ -135,14 +133,14 @@ class Prequantized:
         """Rewrite a graph to the quantized forms. Yield the weights to write, which are read one after another."""
         names = {local: global_name(part.name, part.layers, local) for local in part.sources}
         packed = {local: name for local, name in names.items() if name in self._packed}
-        forms = {local: self._held[name].form for local, name in packed.items()}
+        forms = {local: self.held[name].form for local, name in packed.items()}
 
         def pack(item: Weight | Stored) -> Packed:
             name = packed[item.name]
-            return self._held[name].pack(self._inputs.get(name))
+            return self.held[name].pack(self._inputs.get(name))
 
         def plain(weight: Weight) -> Weight | Stored:
-            held = self._held.get(names[weight.name])
+            held = self.held.get(names[weight.name])
             return weight if held is None or weight.name in packed else self._widened(weight, held)
 
         return quantized_items(model, map(plain, items), forms, pack)

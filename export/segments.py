@@ -67,21 +67,17 @@ def segments(
 ) -> list[SegmentModule]:
     """Return every graph of the model in the order in which they run; `dtype` is for weights and
     hidden states."""
-    with _default_dtype(dtype):
-        return _cut(config, layers_per_segment)
-
-
-def _cut(config: ModelConfig, layers_per_segment: int) -> list[SegmentModule]:
     cut: list[SegmentModule] = []
     count = len(config.layers)
-    for number, first in enumerate(range(0, count, layers_per_segment)):
-        held = range(first, min(first + layers_per_segment, count))
-        module = BodySegment(config, first, len(held))
-        sources = weights.body_sources(config, first, len(held))
-        cut.append(SegmentModule(f"body_{number}", module, sources, tuple(held)))
-    cut.append(SegmentModule("head", Head(config), weights.head_sources(config)))
-    if config.vision is not None:
-        cut.append(SegmentModule("vision", Vision(config), weights.vision_sources(config)))
+    with _default_dtype(dtype):
+        for number, first in enumerate(range(0, count, layers_per_segment)):
+            held = range(first, min(first + layers_per_segment, count))
+            module = BodySegment(config, first, len(held))
+            sources = weights.body_sources(config, first, len(held))
+            cut.append(SegmentModule(f"body_{number}", module, sources, tuple(held)))
+        cut.append(SegmentModule("head", Head(config), weights.head_sources(config)))
+        if config.vision is not None:
+            cut.append(SegmentModule("vision", Vision(config), weights.vision_sources(config)))
     return cut
 
 

@@ -164,10 +164,11 @@ class Weight:
 
     def check(self) -> None:
         """Raise `CanvasError` for a part that is missing, has a different shape, or is not a plain weight."""
-        found = [(part, self.checkpoint.shape(part) or (1,)) for part in self.parts]
-        for part, shape in found:
+        rows = 0
+        for part in self.parts:
+            shape = self.checkpoint.shape(part) or (1,)
             self._check(part, shape)
-        rows = sum(shape[0] for _, shape in found)
+            rows += shape[0]
         if rows != self.rows:
             self.refuse(" + ".join(self.parts), f"{rows} rows", f"{self.rows} rows")
 

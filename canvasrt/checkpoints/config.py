@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from canvasrt.checkpoints.locate import read_json
+from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
@@ -91,11 +92,9 @@ class ModelConfig:
         Raises CanvasError if a file is missing or broken, or if the architecture is not supported.
         """
         folder = Path(folder)
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
-        model, sampler = read_config(
-            config, _read_json(generation) if generation.exists() else None
-        )
+        model, sampler = read_config(config, read_json(generation) if generation.exists() else None)
         if model.vision:
             _check_preprocessing(folder, model.vision)
         return model, sampler
@@ -162,12 +161,13 @@ def _check_preprocessing(folder: Path, vision: Json) -> None:
     for name in ("preprocessor_config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
-        data = _read_json(folder / name)
+        data = read_json(folder / name)
         given = _Fields(data.get("image_processor") or data, name)
         given.only("do_resize", True)
         given.only("resample", 3)  # bicubic
         given.only("do_rescale", True)
         given.only("rescale_factor", 1 / 255)
+        given.only("max_soft_tokens", SOFT_TOKENS)
         # Else, normalizing changes nothing.
         if (given.data.get("image_mean"), given.data.get("image_std")) != ([0] * 3, [1] * 3):
             given.only("do_normalize", False)
@@ -362,19 +362,3 @@ def _is_int(value: object) -> bool:
 def _known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(kind)}
     return {name: value for name, value in data.items() if name in names}
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CanvasError(
-            f"{path.parent} has no {path.name}",
-            "a checkpoint is a folder in the Hugging Face layout:"
-            " config.json, *.safetensors and the tokenizer's files",
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CanvasError(f"{path} is not JSON: {error}", "fetch the file again") from None
-    if not isinstance(data, dict):
-        raise CanvasError(f"{path} does not hold a JSON object", "fetch the file again")
-    return data

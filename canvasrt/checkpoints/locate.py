@@ -8,8 +8,10 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
+from canvasrt.types import Json
 
 DEMO = "demo"
 # Name of a bundled checkpoint → its folder next to the demo's code.
@@ -123,6 +125,16 @@ def read_index(folder: Path) -> dict[str, str] | None:
     return weights
 
 
+def check_adapter(folder: Path) -> None:
+    """Raise CanvasError for a folder without a LoRA adapter."""
+    for name in ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise CanvasError(
+                f"{folder} is not an adapter: it has no {name}",
+                "name a folder that PEFT's save_pretrained() wrote",
+            )
+
+
 def tensor_names(folder: Path) -> frozenset[str]:
     """Return the names of a checkpoint's tensors, from its index or from the headers of its files."""
     index = read_index(folder)
@@ -163,3 +175,20 @@ def fingerprint(folder: Path, hasher: Callable[..., dict[str, str]] = hash_files
     names = [path.name for pattern in _HUB_FILES for path in folder.glob(pattern)]
     names += (read_index(folder) or {}).values()
     return hasher(folder, sorted(set(names)), "hashing the checkpoint")
+
+
+def read_json(path: Path) -> Json:
+    """Return the object in a JSON file. Raises CanvasError, which names the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CanvasError(
+            f"{path.parent} has no {path.name}",
+            "a checkpoint is a folder in the Hugging Face layout:"
+            " config.json, *.safetensors and the tokenizer's files",
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CanvasError(f"{path} is not JSON: {error}", "fetch the file again") from None
+    if not isinstance(data, dict):
+        raise CanvasError(f"{path} does not hold a JSON object", "fetch the file again")
+    return data

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from canvasrt.checkpoints.locate import tensor_names
+from canvasrt.checkpoints.locate import read_json, tensor_names
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.types import Json
@@ -61,14 +60,15 @@ def quantization_of(folder: Path) -> Quantization | None:
 
     Raises CanvasError for broken files, and for unsupported algorithms, which it names.
     """
-    modelopt = _read(folder / MODELOPT_CONFIG)
-    if modelopt:
+    file = folder / MODELOPT_CONFIG
+    if file.exists():
+        modelopt = read_json(file)
         found = modelopt.get("quantization")
         if not isinstance(found, dict):
-            raise _broken(folder / MODELOPT_CONFIG, "it has no `quantization` object")
-        return _modelopt(folder / MODELOPT_CONFIG, found, modelopt.get("producer"))
+            raise _broken(file, "it has no `quantization` object")
+        return _modelopt(file, found, modelopt.get("producer"))
     file = folder / CONFIG
-    found = _read(file).get("quantization_config")
+    found = read_json(file).get("quantization_config")
     if found is None:
         return None
     if not isinstance(found, dict):
@@ -117,8 +117,12 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     made = Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
-    if not format.rounds_inputs:
-        _check_extras(file.parent)
+    # Configurations may not mention these tensors.
+    for name in () if format.rounds_inputs else sorted(tensor_names(file.parent)):
+        if what := _INT4_EXTRAS.get(name.rpartition(".")[2]):
+            raise CanvasError(
+                f"{name} in {file.parent}: INT4 with {what} is not supported", INT4_HINT
+            )
     return made
 
 
@@ -138,31 +142,10 @@ def _check(
         raise _unknown(file, f"{name} with reordered inputs (actorder: {found['actorder']})")
 
 
-def _check_extras(folder: Path) -> None:
-    """Raise CanvasError for unsupported INT4 weights, which are recognized by tensor names, since configurations may
-    not mention them."""
-    for name in sorted(tensor_names(folder)):
-        what = _INT4_EXTRAS.get(name.rpartition(".")[2])
-        if what:
-            raise CanvasError(f"{name} in {folder}: INT4 with {what} is not supported", INT4_HINT)
-
-
 def _producer(method: str, producer: object) -> str:
     version = producer.get("version") if isinstance(producer, dict) else None
     name = producer.get("name", method) if isinstance(producer, dict) else method
     return f"{name} {version}" if version else str(name)
-
-
-def _read(file: Path) -> Json:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (UnicodeDecodeError, json.JSONDecodeError) as cause:
-        raise _broken(file, str(cause)) from None
-    if not isinstance(data, dict):
-        raise _broken(file, "it does not hold an object")
-    return data
 
 
 def _broken(file: Path, why: str) -> CanvasError:

@@ -123,7 +123,7 @@ def verify(
         raise UsageError(f"--key needs an image, and {bundle} is not one", "leave out --key")
     if reference is not None or decisions is not None:
         from canvasrt import fidelity
-        from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
+        from canvasrt.fidelity.decisions import measure_decisions
     checkpoint = None if reference is None else find_checkpoint(reference)
     quality: dict[str, Any] | None = None
     read: dict[str, Any] | None = None
@@ -133,8 +133,7 @@ def verify(
         if report is not None:
             fidelity.check_report_folder(report)
         if decisions is not None:
-            settings = ReadSettings(samples, steps)
-            read = measure_decisions(found, decisions, settings, fit)
+            read = measure_decisions(found, decisions, samples, steps, fit)
         if checkpoint is not None:
             quality = fidelity.measure_quality(found, checkpoint, questions)
             quality |= {"decisions": read} if read else {}

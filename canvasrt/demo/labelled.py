@@ -7,6 +7,8 @@ import io
 import random
 from typing import Any
 
+import numpy as np
+
 from canvasrt.demo.dots import COLORS, MOST_DOTS, Dots, draw_dots, questions_of
 from canvasrt.demo.odds import CASES, Case, cases, count_options
 from canvasrt.demo.tasks import TASKS, questions
@@ -60,7 +62,7 @@ def _pictured(dots: Dots, rng: random.Random) -> list[dict[str, Any]]:
     the full budget."""
     image = {"images": [png(dots)], "image_tokens": min(BUDGETS)}
     questions = [
-        {**each.data, "probabilities": _sure(count_options(each.data), each.options[0])}
+        {**each.data, "probabilities": np.eye(count_options(each.data))[each.options[0]].tolist()}
         for each in questions_of(dots, rng)
     ]
     color = _bare("color?", list(COLORS), dots.color)
@@ -82,10 +84,6 @@ def _bare(prompt: str, values: list[str], right: str) -> dict[str, Any]:
         "answer": right,
     }
     return {"input": prompt, "layout": "bare", "questions": [question]}
-
-
-def _sure(count: int, right: int) -> list[float]:
-    return [float(option == right) for option in range(count)]
 
 
 def png(dots: Dots) -> bytes:

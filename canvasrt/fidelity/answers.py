@@ -39,8 +39,8 @@ def ask_questions(
     pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS)
     right = [
         (
-            is_correct(question, _text(tokenizer, ours)),
-            is_correct(question, _text(tokenizer, theirs)),
+            is_correct(question, tokenizer.decode(ours.token_ids)),
+            is_correct(question, tokenizer.decode(theirs.token_ids)),
         )
         for (_, question), (ours, theirs) in zip(asked, pairs, strict=True)
     ]
@@ -94,10 +94,6 @@ def pace(pairs: Sequence[Pair]) -> Json:
         "steps_growth": totals[0]["steps_per_block"] / totals[1]["steps_per_block"] - 1,
         "steps_growth_interval": [low * scale - 1, high * scale - 1],
     }
-
-
-def _text(tokenizer: Tokenizer, result: Result) -> str:
-    return tokenizer.decode(result.token_ids)
 
 
 def _generate(

@@ -13,7 +13,7 @@ from canvasrt.fidelity.capture import CapturedPass, captured
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
-from canvasrt.fidelity.stats import RelativeError, Series
+from canvasrt.fidelity.stats import RelativeError, joined
 from canvasrt.progress import report
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
@@ -36,14 +36,14 @@ _POSITIONS = 16
 class StepSeries:
     """The measurements of one or more steps, by position. The divergence is missing if logits were not recorded."""
 
-    kl: Series = field(default_factory=Series)
-    same: Series = field(default_factory=Series)
-    entropy_error: Series = field(default_factory=Series)
+    kl: list[np.ndarray] = field(default_factory=list)
+    same: list[np.ndarray] = field(default_factory=list)
+    entropy_error: list[np.ndarray] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report's numbers; KL divergence and entropy are in nats."""
-        same, error = self.same.all, self.entropy_error.all
-        kl = self.kl.all if self.kl.pieces else None
+        same, error = joined(self.same), joined(self.entropy_error)
+        kl = joined(self.kl) if self.kl else None
         return {
             "positions": int(same.size),
             "kl_mean": None if kl is None else float(kl.mean()),
@@ -55,26 +55,17 @@ class StepSeries:
 
 
 @dataclass
-class HeadErrors:
-    """Relative errors of the head's results on the reference's inputs."""
-
-    logits: RelativeError = field(default_factory=RelativeError)
-    next_hidden: RelativeError = field(default_factory=RelativeError)
-
-    def to_json(self) -> dict[str, float]:
-        """Return one number per result."""
-        return {"logits": self.logits.value, "next_hidden": self.next_hidden.value}
-
-
-@dataclass
 class Steps:
-    """The comparison of every step of every prompt, and the passes captured meanwhile."""
+    """The comparison of every step of every prompt, the passes captured meanwhile, and the errors of the head's results on
+    the reference's inputs."""
 
     prompts: int
     kind: str
     by_step: list[StepSeries]
     passes: list[CapturedPass] = field(default_factory=list)
-    head: HeadErrors = field(default_factory=HeadErrors)
+    head: dict[str, RelativeError] = field(
+        default_factory=lambda: {"logits": RelativeError(), "next_hidden": RelativeError()}
+    )
 
     def phase(self, name: str) -> StepSeries:
         """Return the steps of one third of the trajectory."""
@@ -154,11 +145,11 @@ def _compare_prompt(
         with observed.watching() as head:
             (out,) = model.denoise([given])
         series = steps.by_step[step - 1]
-        series.same.add(out.argmax == expected.argmax)
-        series.entropy_error.add(np.abs(out.entropy - expected.entropy))
+        series.same.append(out.argmax == expected.argmax)
+        series.entropy_error.append(np.abs(out.entropy - expected.entropy))
         if head is not None:
             assert expected_row.logits is not None
-            series.kl.add(divergence(expected_row.logits, head.logits[0]))
+            series.kl.append(divergence(expected_row.logits, head.logits[0]))
             if wanted:
                 _compare_head(observed, reference, expected_row, given, steps)
         hidden, expected_hidden = out.next_hidden, expected.next_hidden
@@ -185,8 +176,8 @@ def _compare_head(
         assert head is not None
         out = head.run(feeds)
     assert row.logits is not None
-    steps.head.logits.add(head.logits[0], row.logits.numpy())
-    steps.head.next_hidden.add(out["next_hidden"][0], reference.next_hidden(row))
+    steps.head["logits"].add(head.logits[0], row.logits.numpy())
+    steps.head["next_hidden"].add(out["next_hidden"][0], reference.next_hidden(row))
 
 
 def divergence(expected: Tensor, found: np.ndarray) -> np.ndarray:
@@ -202,9 +193,9 @@ def divergence(expected: Tensor, found: np.ndarray) -> np.ndarray:
 
 
 def _joined(series: Iterator[StepSeries] | list[StepSeries]) -> StepSeries:
-    joined = StepSeries()
+    whole = StepSeries()
     for each in series:
-        joined.kl.pieces += each.kl.pieces
-        joined.same.pieces += each.same.pieces
-        joined.entropy_error.pieces += each.entropy_error.pieces
-    return joined
+        whole.kl += each.kl
+        whole.same += each.same
+        whole.entropy_error += each.entropy_error
+    return whole

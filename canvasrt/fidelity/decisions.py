@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,46 +32,29 @@ _DEMO_CASES = 140  # number of cases per task
 _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 
-@dataclass(frozen=True)
-class ReadSettings:
-    """How questions are read: number of noise samples, and steps per read."""
-
-    samples: int = 1
-    steps: int = 1
-
-
 def measure_decisions(
-    bundle: Bundle,
-    file: str,
-    reading: ReadSettings,
-    fitted: bool = False,
+    bundle: Bundle, file: str, samples: int = 1, steps: int = 1, fitted: bool = False
 ) -> Json:
-    """Measure a bundle's probabilities on the questions of a file or of the demo.
+    """Measure a bundle's probabilities on the questions of a file or of the demo, with `samples` of noise and `steps` per
+    read.
 
     With `fitted`, also return temperatures by type and their effect: each half of the questions is measured at
     temperatures that were fitted on the other half. Raises CanvasError, which says what is wrong with the file.
     """
-    items = _of_demo(bundle) if file == DEMO_QUESTIONS else read_labelled(Path(file))
+    if file == DEMO_QUESTIONS:
+        # Questions of the second training phase are only included if the model has the trained vision tower.
+        vision = bundle.manifest.model.vision or {}
+        items = labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
+    else:
+        items = read_labelled(Path(file))
+    reading = {"samples": samples, "steps": steps}
     scored = _answers(bundle, file, items, reading)
-    report = {
-        "file": file,
-        "samples": reading.samples,
-        "steps": reading.steps,
-        **_by_part(scored),
-        "fit": None,
-    }
+    report = {"file": file, **reading, **_by_part(scored), "fit": None}
     if fitted:
         if len(scored) < 2:
             raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
         report["fit"] = {"temperatures": fit_temperatures(scored), **_by_part(cross_fitted(scored))}
     return report
-
-
-def _of_demo(bundle: Bundle) -> list[Json]:
-    """Return the demo's questions. Questions of the second training phase are only included if the model has the
-    trained vision tower."""
-    vision = bundle.manifest.model.vision or {}
-    return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 
 
 def _by_part(scored: Sequence[Scored]) -> Json:
@@ -127,9 +109,7 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
         raise CanvasError(f"{file}: [{number}].images: {error}", "give readable files") from None
 
 
-def _answers(
-    bundle: Bundle, file: str, items: Sequence[Json], reading: ReadSettings
-) -> list[Scored]:
+def _answers(bundle: Bundle, file: str, items: Sequence[Json], reading: Json) -> list[Scored]:
     """Ask every question. Item i is read with seed i. All questions are checked before the first is asked."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
 
@@ -164,7 +144,7 @@ def _answers(
 
 
 def _request(
-    item: Json, model: Model, tokenizer: Tokenizer, reading: ReadSettings, number: int
+    item: Json, model: Model, tokenizer: Tokenizer, reading: Json, number: int
 ) -> tuple[Ask, list[np.ndarray], DecisionRequest]:
     listed = item.get("questions")
     if not isinstance(listed, list):
@@ -176,8 +156,8 @@ def _request(
         else each
         for each in listed
     ]
-    fields = {"questions": plain, "samples": reading.samples, "steps": reading.steps}
-    ask = Ask.from_json({**fields, "layout": item.get("layout", "letters")})
+    layout = item.get("layout", "letters")
+    ask = Ask.from_json({"questions": plain, **reading, "layout": layout})
     right = [
         right_of(question, each, f"questions[{i}]")
         for i, (question, each) in enumerate(zip(ask.questions, listed, strict=True))

@@ -51,7 +51,7 @@ def measure_quality(
     progress.report("loading both sides")
     streamed = is_streamed(config, checkpoint)
     observed, reference = ObservedModel(bundle, streamed), ReferenceModel(checkpoint, streamed)
-    tokenizer = _tokenizer(bundle)
+    tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
     room = observed.model.max_context - config.canvas_length
     prompts = prompts_for(checkpoint, tokenizer, config, room)
 
@@ -129,10 +129,6 @@ def _header(bundle: Bundle) -> Json:
     }
 
 
-def _tokenizer(bundle: Bundle) -> Tokenizer | None:
-    return Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
-
-
 def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
     """Return the errors of segments, layers, matrices and experts; None for engines, whose internal values cannot be
     read."""
@@ -142,7 +138,7 @@ def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
     weights, experts = weight_errors(observed.bundle, checkpoint, steps.passes)
     found: Json = {
         "segments": segments,
-        "head": steps.head.to_json(),
+        "head": {name: each.value for name, each in steps.head.items()},
         "layers": layers,
         "weights": weights,
         "experts": experts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,20 +40,9 @@ class RelativeError:
         return error if math.isfinite(error) else math.inf
 
 
-@dataclass
-class Series:
-    """Numbers collected in pieces."""
-
-    pieces: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, values: np.ndarray) -> None:
-        self.pieces.append(np.asarray(values))
-
-    @property
-    def all(self) -> np.ndarray:
-        """All numbers; NaN counts as infinite."""
-        joined = np.concatenate([piece.reshape(-1) for piece in self.pieces])
-        return np.nan_to_num(joined, nan=np.inf, posinf=np.inf)
+def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the numbers of all pieces; NaN counts as infinite."""
+    return np.nan_to_num(np.concatenate(pieces, axis=None), nan=np.inf, posinf=np.inf)
 
 
 Interval = tuple[float, float]

@@ -204,7 +204,31 @@ class Recipe:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "recipe") -> Recipe:
         """Check a parsed document. Raises CanvasError, which names `source`, the key and the expected value."""
-        return _recipe(Fields(data, source, _README))
+        document = Fields(data, source, _README)
+        schema = document.take("schema", None)
+        if schema != RECIPE_SCHEMA:
+            raise document.wrong("schema", str(RECIPE_SCHEMA), schema)
+        recipe = cls(
+            name=document.text("name"),
+            description=document.text("description"),
+            rules=tuple(
+                Rule(pattern, _choice(item))
+                for item in document.items("quantize")
+                for pattern in item.texts("weights")
+            ),
+            excluded=tuple(
+                Exclusion(pattern, item.text("why"))
+                for item in document.items("excluded", required=False)
+                for pattern in item.texts("weights")
+            ),
+            kv_cache=document.one_of("kv_cache", _CACHES, None),
+            calibration=_calibration(document.fields("calibration")),
+            limits=_limits(document.fields("limits")),
+            source=document.where,
+        )
+        named = document.texts("targets", required=False)
+        document.finish()
+        return replace(recipe, targets=_targets(recipe, named))
 
     def _choice(self, name: str) -> Choice | None:
         if any(fnmatchcase(name, each.pattern) for each in self.excluded):
@@ -266,33 +290,6 @@ def _examples(config: ModelConfig) -> list[str]:
         for name in (*quantizable(config), "vision")
         if name.startswith(first) or not name.startswith("layers.")
     ]
-
-
-def _recipe(document: Fields) -> Recipe:
-    schema = document.take("schema", None)
-    if schema != RECIPE_SCHEMA:
-        raise document.wrong("schema", str(RECIPE_SCHEMA), schema)
-    recipe = Recipe(
-        name=document.text("name"),
-        description=document.text("description"),
-        rules=tuple(
-            Rule(pattern, _choice(item))
-            for item in document.items("quantize")
-            for pattern in item.texts("weights")
-        ),
-        excluded=tuple(
-            Exclusion(pattern, item.text("why"))
-            for item in document.items("excluded", required=False)
-            for pattern in item.texts("weights")
-        ),
-        kv_cache=document.one_of("kv_cache", _CACHES, None),
-        calibration=_calibration(document.fields("calibration")),
-        limits=_limits(document.fields("limits")),
-        source=document.where,
-    )
-    named = document.texts("targets", required=False)
-    document.finish()
-    return replace(recipe, targets=_targets(recipe, named))
 
 
 def _choice(item: Fields) -> Choice:

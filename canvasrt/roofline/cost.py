@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from canvasrt.errors import CanvasError
 from canvasrt.formats import ALL_CODES
 from canvasrt.roofline.dims import UNKNOWN, evaluate, volume
-from canvasrt.roofline.fused_attention import is_attention, keys_per_query, queries
+from canvasrt.roofline.fused_attention import Operand, is_attention, keys_per_query, operands
 from canvasrt.roofline.parse import Kernel, KernelTensor
 
 DimSizes = Mapping[str, int]
@@ -83,12 +83,12 @@ def step_names(kernel: Kernel) -> str:
 
 def weight(kernel: Kernel) -> KernelTensor | None:
     """Return the constant matrix of a product; None if both operands are computed."""
-    matrices = [each for each in kernel.constants if sum(_is_long(d) for d in each.dims) >= 2]
+    matrices = [
+        each
+        for each in kernel.constants
+        if sum(isinstance(d, int) and d > 1 for d in each.dims) >= 2
+    ]
     return max(matrices, key=lambda each: volume(each.dims, {}), default=None)
-
-
-def _is_long(dim: int | str) -> bool:
-    return isinstance(dim, int) and dim > 1
 
 
 def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
@@ -119,7 +119,7 @@ def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
 def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     moved = _moved(kernel, sizes, whole)
     if is_attention(kernel):
-        asked = queries(kernel)
+        asked = operands(kernel)[Operand.QUERIES]
         # Scores, and their product with the values.
         operations = 4.0 * volume(asked.dims, sizes) * evaluate(keys_per_query(kernel), sizes)
         return Cost(moved, operations, _FORMATS[asked.dtype], True)

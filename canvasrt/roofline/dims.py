@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 Dim = int | str
@@ -21,9 +22,7 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
     factors, _, block = term.partition("/")
-    product = 1
-    for factor in factors.split("*"):
-        product *= int(factor) if factor.isdigit() else sizes[factor]
+    product = math.prod(int(each) if each.isdigit() else sizes[each] for each in factors.split("*"))
     return -(-product // int(block)) if block else product
 
 
@@ -37,30 +36,22 @@ def names_in(dim: Dim) -> set[str]:
 
 def volume(dims: Sequence[Dim], sizes: Mapping[str, int]) -> int:
     """Return the number of elements of a shape."""
-    product = 1
-    for dim in dims:
-        product *= evaluate(dim, sizes)
-    return product
+    return math.prod(evaluate(dim, sizes) for dim in dims)
 
 
 def times(factors: Sequence[Dim]) -> Dim:
     """Return the product of sizes. A sum times another size is UNKNOWN."""
-    known, named = 1, []
-    for factor in factors:
-        if isinstance(factor, int):
-            known *= factor
-        else:
-            named.append(factor)
+    known = math.prod(each for each in factors if isinstance(each, int))
+    named = [each for each in factors if isinstance(each, str)]
     if not named:
         return known
     if known == 1 and len(named) == 1:
         return named[0]
     if any("+" in name or "/" in name for name in named):
         return UNKNOWN
-    numbers = [int(part) for name in named for part in name.split("*") if part.isdigit()]
-    words = sorted(part for name in named for part in name.split("*") if not part.isdigit())
-    for number in numbers:
-        known *= number
+    parts = [part for name in named for part in name.split("*")]
+    known *= math.prod(int(part) for part in parts if part.isdigit())
+    words = sorted(part for part in parts if not part.isdigit())
     return "*".join([str(known)] * (known != 1) + words)
 
 

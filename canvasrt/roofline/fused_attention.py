@@ -44,11 +44,6 @@ def operands(kernel: Kernel) -> dict[Operand, KernelTensor]:
     return dict(zip(order, kernel.inputs, strict=False))
 
 
-def queries(kernel: Kernel) -> KernelTensor:
-    """Return the queries."""
-    return operands(kernel)[Operand.QUERIES]
-
-
 def keys_per_query(kernel: Kernel) -> Dim:
     """Return the number of keys per query."""
     keys = operands(kernel)[Operand.KEYS].dims

@@ -29,27 +29,20 @@ _INTEGERS = {"Int32", "Int64", "Bool"}
 
 @dataclass(frozen=True)
 class Place:
-    """`layer` is its index in the model; None outside the layers. `is_product`: a matrix product or attention."""
+    """`layer` is its index in the model; None outside the layers."""
 
     layer: int | None
     part: str
-    is_product: bool
 
 
-def places(kernels: Sequence[Kernel], segment: str, layers: Sequence[int] = ()) -> list[Place]:
-    """Return the place of each kernel of a segment; `layers` are the model's layers in the segment."""
-    return [_place(kernel, segment, layers) for kernel in kernels]
-
-
-def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
-    product = is_product(kernel) or is_attention(kernel)
-    if segment == "head":
-        return Place(None, _head_part(kernel), product)
-    if segment == "vision":
-        return Place(None, VISION, product)
+def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
+    """Return the place of a segment's kernel; `layers` are the model's layers in the segment."""
+    if segment in ("head", "vision"):
+        return Place(None, _head_part(kernel) if segment == "head" else VISION)
     found = Counter(_named(node) for node in kernel.nodes)
     if not found:
-        return Place(None, OTHER, product)
+        return Place(None, OTHER)
+    product = is_product(kernel) or is_attention(kernel)
     if product or "Exp" in step_names(kernel):
         # A kernel of a layer stays that layer's even if masks, which belong to none, are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
@@ -62,10 +55,11 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
             losers.index(place[1]) if place[1] in losers else len(losers),
         ),
     )
-    if part == EXPERTS and not product and _is_integer(kernel):
+    integers = bool(kernel.outputs) and {each.dtype for each in kernel.outputs} <= _INTEGERS
+    if part == EXPERTS and not product and integers:
         part = ROUTING
     layer = None if number is None or part == MASKS else layers[number]
-    return Place(layer, part, product)
+    return Place(layer, part)
 
 
 def _named(node: str) -> tuple[int | None, str]:
@@ -87,14 +81,7 @@ def _named(node: str) -> tuple[int | None, str]:
     return int(found[1]), NORMS
 
 
-def _is_integer(kernel: Kernel) -> bool:
-    return bool(kernel.outputs) and all(each.dtype in _INTEGERS for each in kernel.outputs)
-
-
 def _head_part(kernel: Kernel) -> str:
     if any(node.startswith("signal_") for node in kernel.nodes):
         return SIGNAL
-    widest = weight(kernel)
-    if is_product(kernel) and widest is not None:
-        return HEAD
-    return SAMPLER
+    return HEAD if is_product(kernel) and weight(kernel) is not None else SAMPLER

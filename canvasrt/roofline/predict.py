@@ -24,7 +24,7 @@ from canvasrt.pass_shapes import (
 from canvasrt.roofline import store
 from canvasrt.roofline.cost import BITS, SORTED_PRODUCT, Cost, costs, launches, weight
 from canvasrt.roofline.dims import evaluate, volume
-from canvasrt.roofline.group import EXPERTS, Place, places
+from canvasrt.roofline.group import EXPERTS, Place, place_of
 from canvasrt.roofline.parse import Kernel
 from canvasrt.roofline.rates import GpuRates
 
@@ -47,27 +47,21 @@ class CallSizes:
         With `shared`, every expert's first product takes all tokens.
         """
         widths = (*passes.widths, max(passes.widths[-1], in_units(self.context)))
+        # The experts must compute one row per token and chosen expert. With even routing, every expert's last block of
+        # sorted rows is half empty on average.
+        routed = self.batch * self.length * model.top_k_experts
+        half_blocks = min(routed, model.num_experts) * BLOCK_ROWS // 2
         return {
             "batch": self.batch,
             "length": self.length,
             "capacity": self.capacity,
             "gate_rows": self.batch * self.length if shared else self.capacity,
             "gate_queues": 1 if shared else model.num_experts,
-            "routed_rows": self._routed_rows(model),
-            "sorted_rows": self._sorted_rows(model),
+            "routed_rows": routed,
+            "sorted_rows": routed + half_blocks,
             "octets_full": octets(round_up(self.context, widths)),
             "octets_sliding": octets(passes.window),
         }
-
-    def _routed_rows(self, model: ModelConfig) -> int:
-        """Return the number of rows that the experts must compute: one per token and chosen expert."""
-        return self.batch * self.length * model.top_k_experts
-
-    def _sorted_rows(self, model: ModelConfig) -> int:
-        """Return the number of rows in the experts' blocks with even routing, where every expert's last block is half
-        empty on average."""
-        rows = self._routed_rows(model)
-        return rows + min(rows, model.num_experts) * BLOCK_ROWS // 2
 
 
 @dataclass(frozen=True)
@@ -190,7 +184,8 @@ class Predictor:
         made = PredictedPass(kind, sizes)
         for name in segments:
             kernels, dims = self._program(name, sizes)
-            found = places(kernels, name, self.entries[name].get("layers", ()))
+            layers = self.entries[name].get("layers", ())
+            found = [place_of(kernel, name, layers) for kernel in kernels]
             for kernel, place, cost in zip(kernels, found, costs(kernels, dims), strict=True):
                 if launches(kernel):
                     seconds = gpu.seconds(cost.moved, cost.operations, cost.format)

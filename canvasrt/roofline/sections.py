@@ -48,13 +48,12 @@ def sections(data: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> Ite
 
 def _pass_note(made: Json, experts: str) -> str:
     sizes = made["sizes"]
-    note = (
+    ours = f" {made['ours']} of them are canvasrt's own, between engines." if made["ours"] else ""
+    return (
         f"{sizes['batch']} × {sizes['length']} tokens, {rows_text(experts, sizes['capacity'])}:"
         f" {made['ms']:.2f} ms and {made['kernels']} kernels; the floor is {made['floor_ms']:.2f} ms, so the pass"
-        f" takes {made['ms'] / made['floor_ms']:.2f} times that."
+        f" takes {made['ms'] / made['floor_ms']:.2f} times that.{ours}"
     )
-    ours = f" {made['ours']} of them are canvasrt's own, between engines." if made["ours"] else ""
-    return note + ours
 
 
 def _growth(grown: list[Json], by: str, experts: str) -> Any:

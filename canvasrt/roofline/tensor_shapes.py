@@ -55,7 +55,10 @@ def shapes_of(trt: Any, network: Any, profiles: Sequence[Mapping[str, int]]) -> 
         if value.name not in hidden
     }
     inputs = [network.get_input(number) for number in range(network.num_inputs)]
-    named = [_named_shape(value) for value in inputs]
+    named = [
+        tuple(value.get_dimension_name(i) if n < 0 else n for i, n in enumerate(value.shape))
+        for value in inputs
+    ]
     dynamic = {name: value for name, value in tensors.items() if -1 in tuple(value.shape)}
     static = {name: tuple(value.shape) for name, value in tensors.items() if name not in dynamic}
     return [
@@ -128,13 +131,6 @@ def _sample(
         return formulas[sizes]
 
     return {name: tuple(map(formula, zip(*samples, strict=True))) for name, samples in seen.items()}
-
-
-def _named_shape(value: Any) -> Dims:
-    return tuple(
-        str(value.get_dimension_name(axis)) if size < 0 else size
-        for axis, size in enumerate(value.shape)
-    )
 
 
 def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -39,6 +39,7 @@ from canvasrt.export.quantize.quantized_weight import (
     dtype_of,
 )
 from canvasrt.export.quantize.table import EmbeddingTable, Projection
+from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
@@ -47,19 +48,6 @@ KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
 # The first IR version with 4-bit numbers.
 _IR_VERSION = 11
 _TENSORRT = "trt"
-
-
-class Item(Protocol):
-    """A weight to write: `Weight` of a checkpoint, or `Stored`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-ItemT = TypeVar("ItemT", bound=Item)
 
 
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
@@ -130,17 +118,17 @@ def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]
 
 def quantized_items(
     model: ir.Model,
-    items: Iterable[ItemT],
+    items: Iterable[Weight | Stored],
     forms: Mapping[str, Form],
-    pack: Callable[[ItemT], Packed],
+    pack: Callable[[Any], Packed],
     cache_scales: Mapping[str, float] | None = None,
-) -> Iterator[ItemT | Stored]:
+) -> Iterator[Weight | Stored]:
     """Rewrite `model` when iteration starts. Yield the weights to write, in which quantized weights are replaced by
     their parts.
 
     Args:
         forms: by initializer name.
-        pack: called for one weight at a time, in order.
+        pack: called for one item at a time, in order.
         cache_scales: the scales of an FP8 key-value cache by initializer name; None for a cache in
             the graph's dtype.
     """

@@ -6,10 +6,10 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -27,13 +27,13 @@ from canvasrt.export.quantize.calibrate import Calibration, calibrate
 from canvasrt.export.quantize.forms import (
     KEY_SCALE,
     VALUE_SCALE,
-    ItemT,
     graph_items,
     quantized_items,
 )
 from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.export.quantize.stored_weights import StoredWeights
+from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import lowbits
@@ -50,13 +50,15 @@ PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir")
 _ROWS = 16_384
 
 
-class Part(Protocol):
-    """One graph: its name, and the layers of the model that it holds."""
+class Part(NamedTuple):
+    """One graph of a bundle: its name, and the layers of the model that it holds."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def layers(self) -> Sequence[int]: ...
+    name: str
+    layers: Sequence[int]
+
+    @classmethod
+    def of(cls, entry: Json) -> Part:
+        return cls(entry["name"], tuple(entry.get("layers", ())))
 
 
 class Quantizer:
@@ -84,11 +86,11 @@ class Quantizer:
             "recipe": self._recipe.to_json(),
         }
 
-    def formats(self, part: Part) -> dict[str, str]:
+    def formats(self, part: Part | SegmentModule) -> dict[str, str]:
         """Return the formats of weights that are quantized in a graph, by global name."""
         return {name: self._choices[name].format for name in self._local(part)}
 
-    def changes(self, part: Part) -> bool:
+    def changes(self, part: Part | SegmentModule) -> bool:
         """Return whether any weight or cache of a graph is quantized."""
         return bool(self._local(part) or self._cache_scales(part))
 
@@ -97,12 +99,13 @@ class Quantizer:
         return TABLE in self._choices and FORMATS[self._choices[TABLE].format].of_table
 
     def rewrite(
-        self, part: Part, model: ir.Model, items: Iterable[Weight | Stored]
+        self, part: Part | SegmentModule, model: ir.Model, items: Iterable[Weight | Stored]
     ) -> Iterator[Weight | Stored]:
         """Rewrite a graph to the quantized forms. Yield the weights to write, which are quantized one after another."""
         names = {local: name for name, local in self._local(part).items()}
         stored = model.graph.initializers
-        dtype = torch.bfloat16 if _narrow(stored) else torch.float32
+        narrow = any(value.dtype == ir.DataType.BFLOAT16 for value in stored.values())
+        dtype = torch.bfloat16 if narrow else torch.float32
         forms = {}
         for local, name in names.items():
             choice, dims = self._choices[name], stored[local].shape
@@ -121,7 +124,7 @@ class Quantizer:
         text = json.dumps(self._calibration.to_json(), indent=2) + "\n"
         (folder / CALIBRATION_FILE).write_text(text, encoding="utf-8")
 
-    def _local(self, part: Part) -> dict[str, str]:
+    def _local(self, part: Part | SegmentModule) -> dict[str, str]:
         entry = {"name": part.name, **({"layers": part.layers} if part.layers else {})}
         return local_names(entry, self._choices)
 
@@ -145,7 +148,7 @@ class Quantizer:
             name=name,
         )
 
-    def _cache_scales(self, part: Part) -> dict[str, float] | None:
+    def _cache_scales(self, part: Part | SegmentModule) -> dict[str, float] | None:
         format, found = self._recipe.kv_cache, self._calibration.cache
         if format is None or not part.layers:
             return None
@@ -228,22 +231,11 @@ def _check(graphs: Bundle) -> None:
         )
 
 
-class _Entry(NamedTuple):
-    """A graph of a bundle: see `Part`."""
-
-    name: str
-    layers: Sequence[int]
-
-    @classmethod
-    def of(cls, entry: Json) -> _Entry:
-        return cls(entry["name"], tuple(entry.get("layers", ())))
-
-
 def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
     """Write every file of the bundle except the manifest. Graphs with quantized weights are new files; others are
     links."""
     files = graphs.manifest.files
-    changed = [entry for entry in graphs.manifest.segments if quantizer.changes(_Entry.of(entry))]
+    changed = [entry for entry in graphs.manifest.segments if quantizer.changes(Part.of(entry))]
     data = {str(Path(entry["file"]).with_suffix(".bin")) for entry in changed}
     if quantizer.holds_table():
         data.add(graphs.manifest.embedding["file"])
@@ -258,7 +250,7 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
 
     def quantize(entry: Json, folder: Path) -> None:
         model, items, apart = loaded.pop(entry["name"])
-        written = quantizer.rewrite(_Entry.of(entry), model, counted(items, advance))
+        written = quantizer.rewrite(Part.of(entry), model, counted(items, advance))
         kept = (each for each in written if each.name not in apart)
         write_graph(model, kept, folder / entry["file"], own_files=apart)
 
@@ -267,15 +259,11 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
             advance(sizes[entry["name"]])
 
 
-def counted(items: Iterable[ItemT], advance: Callable[[int], None]) -> Iterator[ItemT]:
+def counted(items: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
     """Yield weights. After a weight was written, call `advance` with its number of elements."""
     for item in items:
         yield item
         advance(math.prod(item.shape))
-
-
-def _narrow(stored: Mapping[str, ir.Value]) -> bool:
-    return any(value.dtype == ir.DataType.BFLOAT16 for value in stored.values())
 
 
 def _matrices(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
@@ -312,7 +300,7 @@ def _describe(graphs: Bundle, out: Path, quantizer: Quantizer) -> None:
     (head,) = (entry["file"] for entry in manifest.segments if entry["name"] == "head")
     segments = []
     for entry in manifest.segments:
-        quantized = quantizer.formats(_Entry.of(entry))
+        quantized = quantizer.formats(Part.of(entry))
         segments.append({**entry, "quantized": quantized} if quantized else entry)
     same = {
         name: entry

@@ -1,16 +1,14 @@
-"""Quantizes weights to the table's formats with ModelOpt.
-
-Imports neither torch nor ModelOpt until something is quantized.
-"""
+"""Quantizes weights to the table's formats with ModelOpt, which is imported when something is quantized."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
@@ -18,20 +16,8 @@ from canvasrt.formats import E2M1, FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import Bytes, Floats
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 # The search for a block's scale starts at this share of its largest magnitude. Smaller shares were never the best.
 _LEAST_REACH = 0.7
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """One matrix; the attributes are `Packed`'s."""
-
-    values: Bytes
-    scale: Floats
-    block_scales: Bytes | None
 
 
 def form_of(
@@ -78,10 +64,8 @@ def quantize_weight(
     channels = not FORMATS[format].blocks and weights == "per_channel"
     each = parts if experts else [np.concatenate(list(parts))]
     quantized = [_quantize_one(part, format, method, channels, experts, name) for part in each]
-    values = np.stack([one.values for one in quantized])
-    scales = np.stack([one.scale for one in quantized])
-    found = [one.block_scales for one in quantized if one.block_scales is not None]
-    blocks = np.stack(found) if found else None
+    values, scales, *found = (np.stack(every) for every in zip(*quantized, strict=True))
+    blocks = found[0] if found else None
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
@@ -102,8 +86,6 @@ def quantize_in_parts(
     amax = max(float(np.abs(part).max()) for part in parts())
     scale = np.float32(max(amax, 2.0**-60) / FORMATS[format].largest)
     _, encode = _QUANTIZERS[format]["max"]
-    import torch
-
     every = torch.tensor(scale)
     codes = [encode(_checked(part, format, name), every)[0] for part in parts()]
     values = np.concatenate([each.view(torch.uint8).numpy() for each in codes])
@@ -121,10 +103,9 @@ def _input_scale(format: str, amax: float | None, name: str) -> np.float32:
 
 def _quantize_one(
     part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
-) -> _Matrix:
-    """Quantize a matrix with its own scale; `short_scale` rounds the scale up to a bfloat16."""
-    import torch
-
+) -> tuple[np.ndarray, ...]:
+    """Quantize a matrix with its own scale; `short_scale` rounds the scale up to a bfloat16. Return codes, scale and, in
+    blocks, their scales."""
     weight = _checked(part, format, name)
     amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
     # Zeros need a scale too, and any will do.
@@ -134,9 +115,9 @@ def _quantize_one(
     if short_scale:
         scale = _round_up(scale)
     values, block_scales = encode(weight, scale)
-    blocks = None if block_scales is None else block_scales.view(torch.uint8).numpy()
     flat = scale.numpy().reshape(-1) if channels else scale.numpy()
-    return _Matrix(values.view(torch.uint8).numpy(), flat, blocks)
+    blocks = [] if block_scales is None else [block_scales.view(torch.uint8).numpy()]
+    return values.view(torch.uint8).numpy(), flat, *blocks
 
 
 def _quantize_weights(
@@ -154,8 +135,6 @@ def _quantize_weights(
 
 def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
     """Return a matrix as a tensor; CanvasError if it cannot be quantized."""
-    import torch
-
     weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
     if not torch.isfinite(weight).all():
         raise CanvasError(
@@ -186,7 +165,6 @@ def _nvfp4_max(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Choose a block's scale with the least error among all E4M3 numbers."""
-    import torch
     from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
@@ -216,7 +194,6 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
     With `search`, a block's largest numbers may saturate, if that lowers the squared error.
     """
-    import torch
     from modelopt.torch.quantization.calib.mse import MseCalibrator
 
     block = FORMATS["int4"].block(weight.shape[-1])
@@ -249,8 +226,6 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     """Return codes `[out, in]` and bfloat16 scales as float32 `[out]`; `search` is ignored: 8 bits gain nothing from it."""
-    import torch
-
     amax = weight.abs().amax(dim=-1)
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
     scale = (amax / FORMATS["int8"].largest).bfloat16().float()
@@ -271,14 +246,12 @@ def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
 
 def _round_up(scale: Tensor) -> Tensor:
     """Return the next bfloat16 that is not smaller."""
-    import torch
-
     bits = scale.view(torch.int32)
     return (bits + 0xFFFF & ~0xFFFF).view(torch.float32)
 
 
-Search = Callable[["Tensor", "Tensor"], "Tensor"]
-Encode = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor | None]"]
+Search = Callable[[Tensor, Tensor], Tensor]
+Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 # By format and method: the search for the largest magnitude (None: the weight's own), and the encoder.
 _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,22 +22,9 @@ _PIECE = 1 << 24  # bytes
 _DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat16}
 
 
-class WeightSource(Protocol):
-    """Where calibration reads weights. `dtype` is that of experts and table, as the graphs have them."""
-
-    config: ModelConfig
-    sampler: SamplerDefaults
-    dtype: torch.dtype
-
-    def read(self, part: SegmentModule, local: str, check: bool) -> Iterator[Tensor]:
-        """Yield a weight's numbers in order. With `check`, raise CanvasError for one that is not finite."""
-
-    def embeddings(self, tokens: np.ndarray) -> Tensor:
-        """Return rows of the embedding table, float32 `[n, D]`."""
-
-
 class CheckpointWeights:
-    """The weights of a checkpoint, rounded to the graphs' dtype. `held` has what it stores quantized, by global name."""
+    """The weights of a checkpoint, rounded to `dtype`, that of experts and table in graphs. `held` has what it stores
+    quantized, by global name."""
 
     def __init__(
         self,
@@ -56,12 +43,14 @@ class CheckpointWeights:
         }
 
     def read(self, part: SegmentModule, local: str, check: bool) -> Iterator[Tensor]:
+        """Yield a weight's numbers in order. With `check`, raise CanvasError for one that is not finite."""
         name = global_name(part.name, part.layers, local)
         if name in self._held:
             return (each.to(self.dtype) for each in self._held[name].wide())
         return self._weights[name].read(self.dtype, check)
 
     def embeddings(self, tokens: np.ndarray) -> Tensor:
+        """Return rows of the embedding table, float32 `[n, D]`."""
         (table,) = self._weights[TABLE].parts
         return self._source.rows(table, tokens).to(self.dtype).to(torch.float32)
 
@@ -100,3 +89,7 @@ class StoredWeights:
 
     def embeddings(self, tokens: np.ndarray) -> Tensor:
         return torch.from_numpy(np.asarray(self._table[tokens], np.float32))
+
+
+# Where calibration reads weights.
+WeightSource = CheckpointWeights | StoredWeights

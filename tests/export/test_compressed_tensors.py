@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,7 @@ from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs.lower import lower_graph
 from tests.helpers.quantized import dequantize
-from tests.helpers.quantized_checkpoints import base_model, save_compressed
+from tests.helpers.quantized_checkpoints import base_model, edit, save_compressed
 
 DECODER = "model.decoder.layers"
 # A graph's weight, and the modules that it is stacked from.
@@ -63,14 +62,6 @@ def read(folder: Path, name: str) -> Int4Codes | None:
     part = segments(config, 6, torch.bfloat16)[0]
     found = weights(part.module, part.sources, Checkpoint(folder))
     return read_int4(next(weight for weight in found if weight.name == name))
-
-
-def edited(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    edit(tensors)
-    save_file(tensors, file, {"format": "pt"})
-    return folder
 
 
 def unpacked(tensors: dict[str, torch.Tensor], modules: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +122,7 @@ def test_it_is_lowered_for_a_cpu(exported: Bundle, tmp_path: Path) -> None:
 def test_one_scale_per_output_is_shared_by_its_blocks(copy: Path) -> None:
     """TensorRT would widen a weight with one scale per row before the product."""
     scale = f"{DECODER}.1.mlp.down_proj.weight_scale"
-    edited(copy, lambda tensors: tensors.update({scale: tensors[scale][:, :1].contiguous()}))
+    edit(copy, lambda tensors: tensors.update({scale: tensors[scale][:, :1].contiguous()}))
     name = "layers.1.mlp.down.weight"
     codes, scales = unpacked(load_file(copy / "model.safetensors"), STACKED[name])
     found = read(copy, name)
@@ -155,7 +146,7 @@ def test_what_has_no_product_is_refused_by_name(
     copy: Path, kind: str, shape: tuple[int, ...], message: str
 ) -> None:
     name = f"{DECODER}.0.self_attn.k_proj.{kind}"
-    edited(copy, lambda tensors: tensors.update({name: torch.zeros(shape, dtype=torch.int32)}))
+    edit(copy, lambda tensors: tensors.update({name: torch.zeros(shape, dtype=torch.int32)}))
     with pytest.raises(CanvasError, match=message) as raised:
         find_source(copy)
     assert name in str(raised.value)
@@ -175,7 +166,7 @@ def test_an_asymmetric_checkpoint_is_refused_before_it_is_read(tmp_path: Path) -
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_are_positive_and_finite(copy: Path, value: float) -> None:
     name = f"{DECODER}.1.mlp.down_proj.weight_scale"
-    edited(copy, lambda tensors: tensors[name].view(-1)[3:4].fill_(value))
+    edit(copy, lambda tensors: tensors[name].view(-1)[3:4].fill_(value))
     found = read(copy, "layers.1.mlp.down.weight")
     assert found is not None
     with pytest.raises(CanvasError, match=f"{name} in .* a scale is positive and finite"):
@@ -189,7 +180,7 @@ def test_damaged_parts_are_named(copy: Path) -> None:
     def without(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[f"{name}.weight_scale"]
 
-    edited(copy, without)
+    edit(copy, without)
     with pytest.raises(CanvasError, match=f"no tensor {name}.weight_scale"):
         read(copy, "layers.1.mlp.down.weight")
     save_file(whole, copy / "model.safetensors", {"format": "pt"})
@@ -197,7 +188,7 @@ def test_damaged_parts_are_named(copy: Path) -> None:
     def cut(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{name}.weight_packed"] = tensors[f"{name}.weight_packed"][:, 1:].contiguous()
 
-    edited(copy, cut)
+    edit(copy, cut)
     with pytest.raises(CanvasError, match=f"{name}.weight_packed .* has int32"):
         read(copy, "layers.1.mlp.down.weight")
 
@@ -210,6 +201,6 @@ def test_parts_of_one_product_in_several_formats_are_refused(copy: Path) -> None
         del tensors[f"{name}.weight_packed"], tensors[f"{name}.weight_scale"]
         tensors[f"{name}.weight"] = torch.zeros(shape, dtype=torch.bfloat16)
 
-    edited(copy, widen)
+    edit(copy, widen)
     with pytest.raises(CanvasError, match=f"is int4 and {name}.weight is not"):
         read(copy, "layers.0.attention.qkv.weight")

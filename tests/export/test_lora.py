@@ -154,6 +154,25 @@ def test_another_base_model(base: Path, tmp_path: Path) -> None:
         Adapted(base, [load_adapter(folder)])
 
 
+@pytest.mark.parametrize(("number", "blamed"), [(1e-30, "base"), (1e25, "adapter")])
+def test_numbers_that_overflow_name_their_file(
+    number: float, blamed: str, base: Path, tmp_path: Path
+) -> None:
+    folder = adapter(tmp_path / "adapter", r=2, target_modules=DECODER + r"self_attn\.q_proj")
+    file, name = (
+        folder / "adapter_model.safetensors",
+        "model.decoder.layers.0.self_attn.q_proj.weight",
+    )
+    save_file({k: torch.full_like(v, number) for k, v in load_file(file).items()}, file)
+    checkpoint = Path(shutil.copytree(base, tmp_path / "base")) / "model.safetensors"
+    weights = load_file(checkpoint)
+    if blamed == "base":
+        weights[name][0] = float("inf")
+    save_file(weights, checkpoint, {"format": "pt"})
+    with pytest.raises(CanvasError, match=rf"in {tmp_path / blamed}.* not finite"):
+        Adapted(tmp_path / "base", [load_adapter(folder)]).read(name)
+
+
 def test_embeddings_are_refused(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", r=2, target_modules=["lm_head"])
     with pytest.raises(CanvasError, match="the embedding table cannot be adapted"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from canvasrt.bundle import Bundle, Manifest
 from canvasrt.checkpoints.config import ModelConfig
@@ -33,6 +33,7 @@ from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import (
     NVFP4_EXPERTS,
     base_model,
+    edit,
     modelopt_quantized,
     save_compressed,
     save_modelopt,
@@ -109,12 +110,6 @@ def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(nvfp4: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return Path(shutil.copytree(nvfp4, tmp_path / "checkpoint"))
-
-
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def stacked(tensors: Mapping[str, torch.Tensor], layer: int, kind: str, suffix: str) -> np.ndarray:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.random_models import random_model
@@ -130,3 +131,10 @@ def _prompts() -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         yield torch.randint(6, 512, (2, 24), generator=generator)
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a checkpoint in one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from canvasrt.build import compile
-from canvasrt.build.compile import Compiled, Job
+from canvasrt.build.compile import Job
 from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle
 from canvasrt.pipeline import build_bundle
@@ -31,7 +31,7 @@ def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
     kept = out.with_name(f"{out.name}-graphs")
     kept.mkdir()
 
-    def name_graph(job: Job, children: Any = None) -> Compiled:
+    def name_graph(job: Job, children: Any = None) -> int:
         # The graphs of pieces are gone when the build ends.
         data = job.graph.with_suffix(".bin")
         names = {
@@ -48,7 +48,7 @@ def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
             for sizes in job.profiles.values()
         ]
         job.engine.write_bytes(engine_file(kept / job.graph.name, profiles))
-        return Compiled(ACTIVATIONS)
+        return ACTIVATIONS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "compile_graph", name_graph)

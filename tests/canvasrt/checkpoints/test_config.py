@@ -166,7 +166,8 @@ def test_refuses_images_prepared_in_another_way(file: str, tmp_path: Path) -> No
     nested = file == "processor_config.json"
     (tmp_path / file).write_text(json.dumps({"image_processor": given} if nested else given))
     ModelConfig.from_checkpoint(tmp_path)
-    for name, value in {"do_normalize": True, "rescale_factor": 1 / 127.5, "patch_size": 8}.items():
+    changes = {"rescale_factor": 1 / 127.5, "patch_size": 8, "max_soft_tokens": 140}
+    for name, value in {"do_normalize": True, **changes}.items():
         other = {**given, "image_mean": [0.5] * 3, name: value}
         (tmp_path / file).write_text(json.dumps({"image_processor": other} if nested else other))
         with pytest.raises(CanvasError, match=f"{file}: {name}"):

@@ -127,5 +127,5 @@ def test_what_is_not_known_is_named(
 @pytest.mark.parametrize("text", ["{", "[]", '{"quantization": 4}'])
 def test_broken_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "hf_quant_config.json").write_text(text)
-    with pytest.raises(CanvasError, match=r"hf_quant_config\.json is damaged"):
+    with pytest.raises(CanvasError, match=r"hf_quant_config\.json"):
         quantization_of(tmp_path)

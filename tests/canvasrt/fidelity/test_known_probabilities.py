@@ -6,7 +6,7 @@ import pytest
 
 from canvasrt.bundle import load_bundle
 from canvasrt.demo.odds import CASES
-from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
+from canvasrt.fidelity.decisions import measure_decisions
 from tests.helpers.reference import Pair
 
 pytestmark = pytest.mark.acceptance
@@ -17,7 +17,7 @@ def test_probabilities_are_near_the_stated_ones(
 ) -> None:
     monkeypatch.setattr("canvasrt.fidelity.decisions._DEMO_CASES", 20)
     bundle = load_bundle(demo_vision.bundle)
-    report = measure_decisions(bundle, "demo", ReadSettings(samples=4))
+    report = measure_decisions(bundle, "demo", samples=4)
     groups = {each["name"]: each for each in report["groups"]}
     for task in CASES:
         found = groups[f"{task}, bare"]
@@ -34,5 +34,5 @@ def test_the_other_demo_is_asked_what_it_learned(
     demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("canvasrt.fidelity.decisions._DEMO_CASES", 2)
-    report = measure_decisions(load_bundle(demo.bundle), "demo", ReadSettings())
+    report = measure_decisions(load_bundle(demo.bundle), "demo")
     assert [each["name"] for each in report["groups"]] == ["add, bare", "subtract, bare"]

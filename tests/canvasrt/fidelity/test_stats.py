@@ -79,9 +79,9 @@ def test_divergence_is_that_of_torch() -> None:
 
 def test_a_step_that_is_not_a_number_is_outside_every_limit() -> None:
     series = StepSeries()
-    series.kl.add(np.array([0.0, math.nan]))
-    series.same.add(np.array([True, True]))
-    series.entropy_error.add(np.array([0.0, math.nan]))
+    series.kl.append(np.array([0.0, math.nan]))
+    series.same.append(np.array([True, True]))
+    series.entropy_error.append(np.array([0.0, math.nan]))
     checks = check_limits(FP32, {"steps": {"all": series.to_json()}})
     assert {each.name: each.ok for each in checks if each.measured is not None} == {
         "kl_mean": False,
@@ -105,8 +105,8 @@ def test_limits_are_the_recipes_or_the_precisions() -> None:
 
 def test_what_was_not_measured_does_not_fail_and_says_so() -> None:
     series = StepSeries()
-    series.same.add(np.array([True]))
-    series.entropy_error.add(np.array([0.0]))
+    series.same.append(np.array([True]))
+    series.entropy_error.append(np.array([0.0]))
     report = {"steps": {"all": series.to_json()}, "answers": None, "pace": None}
     (found,) = check_limits({"answers_lost": 1.0}, report)
     assert found.ok

@@ -110,8 +110,7 @@ def programs(bundle: Bundle, segment: str = "body_0") -> dict[str, Sequence[Kern
 
 
 def of_layer(kernels: Sequence[Kernel], layer: int) -> list[tuple[Kernel, group.Place]]:
-    places = group.places(kernels, "body_0", range(3))
-    pairs = zip(kernels, places, strict=True)
+    pairs = [(kernel, group.place_of(kernel, "body_0", range(3))) for kernel in kernels]
     return [(kernel, place) for kernel, place in pairs if place.layer == layer]
 
 
@@ -237,7 +236,7 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
 
 def outside(kernels: Sequence[Kernel]) -> list[Kernel]:
     """Return the kernels of no layer."""
-    found = group.places(kernels, "body_0", range(3))
+    found = [group.place_of(kernel, "body_0", range(3)) for kernel in kernels]
     return [kernel for kernel, place in zip(kernels, found, strict=True) if place.layer is None]
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from bench.synthetic import SHAPES, write_random_checkpoint
 from canvasrt.bundle import Bundle
 from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.errors import CanvasError
+from canvasrt.export.quantize import observed_part
 from canvasrt.export.quantize.network import StreamedNetwork
 from canvasrt.recipes.recipe import CalibrationSettings, load_recipe
 from tests.helpers.quantized import calibrate
@@ -71,19 +73,29 @@ def test_memory_does_not_grow_with_the_model(
     assert int(ran.stdout) < 200e6
 
 
-def test_weights_are_read_as_often_as_planned(
+def test_weights_are_read_and_keys_attended_to_as_often_as_planned(
     plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of 150 tokens takes a sweep more than its steps, because its first chunk ends after 128."""
-    settings = CalibrationSettings(1, max_new_tokens=8, all_steps=1.0)
+    settings = CalibrationSettings(1, max_new_tokens=40, all_steps=1.0)
     recipe, file = replace(load_recipe("nvfp4"), calibration=settings), tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt_ids": [5] * 150}))
     sweep, ran = StreamedNetwork._sweep, []
     monkeypatch.setattr(StreamedNetwork, "_sweep", lambda *each: ran.append(each) or sweep(*each))
+    made, pairs = observed_part.attention_mask, Counter[str]()
+
+    def mask(positions: Any, groups: Any, causal: Any, known: Any, window: Any, dtype: Any) -> Any:
+        keys = int((known >= 0).sum()) + positions.numel()
+        pairs["sliding" if window else "full"] += positions.numel() * keys
+        return made(positions, groups, causal, known, window, dtype)
+
+    monkeypatch.setattr(observed_part, "attention_mask", mask)
     calibrate(plain_graphs, recipe, file)
     about = plain_graphs.manifest
     planned = CalibrationPrompts.of(file, recipe, about.model, about.sampler, {}, {}).check()
     assert len(ran) == planned.sweeps == planned.passes + 1
+    layers = Counter(each.kind for each in about.model.layers)
+    assert pairs == {kind: layers[kind] * count for kind, count in planned.attended.items()}
 
 
 def test_memory_of_a_gpu_is_given_back(

@@ -1,4 +1,4 @@
-"""FP8, NVFP4 and INT4 against an implementation written out here, and against ModelOpt's own quantization."""
+"""FP8, NVFP4 and INT4 against ModelOpt's own quantization; INT4 also against an implementation written out here."""
 
 from __future__ import annotations
 
@@ -17,79 +17,11 @@ from canvasrt.graphs import lowbits
 from tests.helpers import rounding as oracle
 from tests.helpers.quantized import dequantize
 
-# The grids, number by number, in the order of their codes.
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-E4M3 = [m * 2.0**-9 for m in range(8)]
-E4M3 += [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
-
-
-def nearest(x: float, grid: list[float]) -> float:
-    """Return the nearest grid value: ties go to the even code, and values beyond the last saturate."""
-    size = min(abs(x), grid[-1])
-    code = min(range(len(grid)), key=lambda code: (abs(grid[code] - size), code % 2))
-    return math.copysign(grid[code], x)
-
-
-def nvfp4(block: np.ndarray, scale: float) -> np.ndarray:
-    """A block of 16 under a global scale, in float32 as the hardware computes it."""
-    largest = np.float32(np.abs(block).max())
-    step = np.float32(nearest(float(largest / np.float32(6) / np.float32(scale)), E4M3))
-    step = step * np.float32(scale)
-    return np.array([nearest(float(x / step), E2M1) * step if step else 0 for x in block], "f")
-
-
-def numbers() -> np.ndarray:
-    """Return numbers of all magnitudes: ties, their neighbours, subnormals, zeros and saturating ones."""
-    rng = np.random.default_rng(0)
-    grid = np.array(E4M3, np.float32)
-    ties = (grid[1:] + grid[:-1]) / 2
-    near = np.concatenate([np.nextafter(ties, np.float32(s) * np.inf) for s in (-1, 1)])
-    wide = rng.standard_normal(4000) * 10 ** rng.uniform(-4, 4, 4000)
-    ends = [0, 448, 463.9, 464, 465, 1e9, np.inf, 2.0**-10, 2.0**-9, 2.0**-11, 5, 5.01, 6, 7]
-    small = np.arange(-112, 113) / 16
-    half = np.concatenate([grid, ties, near, wide, ends, small]).astype(np.float32)
-    return np.concatenate([half, -half])
-
-
-def test_e4m3_is_the_nearest_code() -> None:
-    x = numbers()
-    expected = [nearest(float(each), E4M3) for each in x]
-    np.testing.assert_array_equal(oracle.from_e4m3(oracle.to_e4m3(x)), expected)
-    assert oracle.to_e4m3([-np.inf, np.nan]).tolist() == [0xFE, 0x7F]
-    every = np.arange(256, dtype=np.uint8)
-    finite = every & 127 != 127
-    assert (oracle.to_e4m3(oracle.from_e4m3(every))[finite] == every[finite]).all()
-
-
-def test_e2m1_is_the_nearest_code() -> None:
-    x = numbers()
-    expected = [nearest(float(each), E2M1) for each in x]
-    np.testing.assert_array_equal(oracle.from_e2m1(oracle.to_e2m1(x)), expected)
-
 
 def test_two_codes_a_byte_the_first_one_low() -> None:
     codes = np.array([[1, 2, 15, 0]], np.uint8)
     assert lowbits.pack(codes).tolist() == [[0x21, 0x0F]]
     assert (oracle.unpack(lowbits.pack(codes)) == codes).all()
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-3])
-def test_nvfp4_activations_are_rounded_block_by_block(scale: float) -> None:
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((4, 5, 64)).astype(np.float32) * scale * 100
-    x[0, 0] = 0
-    x[0, 1] *= 1e-6  # the block's scale is a subnormal of E4M3, or 0
-    x[0, 2] *= 1e-3
-    x[0, 3] *= 1e3  # the block's scale saturates
-    expected = [nvfp4(block, scale) for block in x.reshape(-1, 16)]
-    np.testing.assert_array_equal(oracle.round_nvfp4(x, scale), np.reshape(expected, x.shape))
-
-
-def test_fp8_activations_are_rounded_by_their_scale() -> None:
-    x, scale = numbers(), np.float32(0.013)
-    finite = x[np.isfinite(x)]
-    expected = [np.float32(nearest(float(each / scale), E4M3)) * scale for each in finite]
-    np.testing.assert_array_equal(oracle.round_fp8(finite, 0.013), expected)
 
 
 def weight(*shape: int, seed: int = 0) -> np.ndarray:
@@ -110,9 +42,6 @@ def test_nvfp4_weights_are_modelopt_s() -> None:
     np.testing.assert_array_equal(packed.values, theirs._quantized_data.numpy())
     wide = theirs.dequantize(torch.float32, scale=blocks, double_scale=scale, block_sizes={-1: 16})
     np.testing.assert_allclose(dequantize(packed), wide.numpy(), rtol=1e-6)
-    # The scale is E4M3 of the block's largest magnitude over 6, and values are rounded to nearest, by the implementation above.
-    here = np.concatenate([nvfp4(block, float(packed.scale)) for block in given.reshape(-1, 16)])
-    np.testing.assert_allclose(dequantize(packed), here.reshape(given.shape), rtol=1e-6)
 
 
 def test_activations_are_rounded_as_modelopt_rounds_a_tensor() -> None:
