@@ -42,6 +42,10 @@ class Slots:
     def check(self, target: Target, model: ModelConfig, formats: set[str]) -> None:
         """Raise CanvasError for targets and weight widths that this form does not support."""
 
+    def passes(self, passes: PassPlan) -> PassPlan:
+        """Return the pass plan, given that for slots."""
+        return passes
+
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
         """Return the bytes of the engines' workspace for experts: gathered rows, intermediate results, and outputs."""
         slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
@@ -86,6 +90,9 @@ class SortedRows(Slots):
             form = KernelForm(function, sizes, "bfloat16", format)
             # Raises CanvasError for formats without a kernel, and for rows that the kernel's steps do not divide.
             inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
+
+    def passes(self, passes: PassPlan) -> PassPlan:
+        return passes.without_slots()
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
         return 0

@@ -156,8 +156,8 @@ class Plan:
 
     def passes_when(self, reading: PrefillPlan) -> PassPlan:
         """Return the pass plan for a way to encode prompts. Without images, passes need no expert rows for them."""
-        sizes = self.max_context, self.max_batch, reading.prefill_chunk, self.experts.in_engines
-        return plan_passes(self._seen(reading), *sizes)
+        sizes = self.max_context, self.max_batch, reading.prefill_chunk
+        return self.experts.passes(plan_passes(self._seen(reading), *sizes))
 
     @cached_property
     def passes(self) -> PassPlan:

@@ -86,8 +86,9 @@ def passes_taken(model: ModelConfig, bodies: Sequence[Profiles], max_context: in
 
     canvas, limit = model.canvas_length, in_units(max_context)
     longest = max(canvas, min(PREFILL_CHUNK, most("length")))
-    batch, has_slots = most("batch", length=canvas), all(each.has_slots for each in bodies)
-    plan = plan_passes(model, max(longest, max_context), batch, longest, has_slots)
+    plan = plan_passes(model, max(longest, max_context), most("batch", length=canvas), longest)
+    if not all(each.has_slots for each in bodies):
+        plan = plan.without_slots()
     rows = most("capacity", batch=1, length=plan.prefill_chunk)
     roomy = max((each for each in plan.lengths if each <= rows), default=plan.roomy)
     full, sliding = (OCTET * most(f"octets_{kind}") for kind in ("full", "sliding"))

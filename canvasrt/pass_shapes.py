@@ -110,6 +110,10 @@ class PassPlan:
             return self
         return replace(self, widths=widths(most), window=min(self.window, most))
 
+    def without_slots(self) -> PassPlan:
+        """Return the plan for experts with as many rows as tokens need."""
+        return replace(self, roomy=self.lengths[-1], canvas_rows=(self.canvas,))
+
     def sharing(self) -> PassPlan:
         """Return the plan for requests that share passes."""
         return replace(self, shares=self.batch > 1)
@@ -192,29 +196,23 @@ class PassPlan:
 
 
 def plan_passes(
-    model: ModelConfig,
-    max_context: int,
-    max_batch: int,
-    prefill_chunk: int = PREFILL_CHUNK,
-    has_slots: bool = True,
+    model: ModelConfig, max_context: int, max_batch: int, prefill_chunk: int = PREFILL_CHUNK
 ) -> PassPlan:
-    """Return the plan for up to `max_batch` requests of `max_context` tokens.
+    """Return the plan for up to `max_batch` requests of `max_context` tokens, with slots for experts.
 
-    `prefill_chunk`: maximum tokens of an encoding pass. Without `has_slots`, experts have as many rows as tokens need.
+    `prefill_chunk`: maximum tokens of an encoding pass.
     """
     canvas = model.canvas_length
     longest = max(canvas, min(prefill_chunk, max_context))
     sizes = lengths(longest)
     most = max(usual_capacity(model, longest), roomy_capacity(model, longest))
-    if not has_slots:
-        most = longest
     return PassPlan(
         canvas=canvas,
         batch=max_batch,
         lengths=sizes,
         encode_rows=tuple(encode_capacity(model, length) for length in sizes),
         roomy=max(length for length in sizes if length <= most),
-        canvas_rows=capacities(model) if has_slots else (canvas,),
+        canvas_rows=capacities(model),
         batch_rows=usual_capacity(model, max_batch * canvas),
         widths=widths(in_units(max_context)),
         window=in_units(min(model.sliding_window - 1, max_context)),

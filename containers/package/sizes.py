@@ -159,7 +159,7 @@ def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
     batch = int(max_batch or options.get("max_batch") or MAX_BATCH)
     chunk = int(options.get("prefill_chunk") or PREFILL_CHUNK)
     experts = find_experts(options.get("experts", SLOTTED))
-    return plan_passes(manifest.model, context, batch, chunk, experts.in_engines)
+    return experts.passes(plan_passes(manifest.model, context, batch, chunk))
 
 
 def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> int:

@@ -109,6 +109,6 @@ def test_the_plan_of_engines_that_list_none_is_the_one_they_were_built_from(
 
 
 def test_a_plan_is_the_same_in_a_manifest() -> None:
-    for passes in (plan_passes(SEEING, 33_000, 4), plan_passes(RELEASED, 1000, 1, has_slots=False)):
+    for passes in (plan_passes(SEEING, 33_000, 4), plan_passes(RELEASED, 1000, 1).without_slots()):
         assert PassPlan.from_json(json.loads(json.dumps(passes.to_json()))) == passes
         assert PassPlan.from_json(passes.sharing().to_json()).shares is False
