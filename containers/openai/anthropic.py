@@ -8,18 +8,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import Messages, Sampling, Strict, Strings
+from canvasrt.containers.openai.body import Messages, Sampling, Strict, Strings, translated
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import (
     AnthropicError,
     ApiError,
     bad_request,
-    from_validation,
     in_anthropics_form,
 )
 from canvasrt.containers.openai.fields import ANTHROPIC, Table
@@ -126,12 +125,7 @@ def _chat(body: MessagesRequest) -> ChatRequest:
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"schema": body.output_config.format.get("schema")}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    try:
-        chat = ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
-    except ValidationError as error:
-        raise from_validation(error) from None
-    chat._ignored = body.ignored
-    return chat
+    return translated(ChatRequest, fields, body)
 
 
 def _tools(body: MessagesRequest) -> list[Json] | None:
@@ -259,7 +253,7 @@ class MessageReply(Reply):
         own = {"canvasrt": {**self.own_fields(), **own_parts(final)}}
         return self._message() | self._stop(final) | {"usage": self._usage()} | own
 
-    def begin(self) -> list[Json]:
+    def open(self, index: int) -> list[Json]:
         # The prompt's token count is only known at the end.
         return [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
 
@@ -273,10 +267,6 @@ class MessageReply(Reply):
 
     def failed(self, error: ApiError) -> list[Any]:
         return [in_anthropics_form(error)]
-
-    def encode(self, chunk: Json) -> bytes:
-        data = json.dumps(chunk, ensure_ascii=False)
-        return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def _message(self) -> Json:
         return {

@@ -11,9 +11,8 @@ from typing_extensions import TypedDict
 from canvasrt.containers.openai.body import MAX_MESSAGES, Body, Seed, about, check_parts
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.fields import DECISION, Table
+from canvasrt.containers.openai.fields import DECISION, Table, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
-from canvasrt.containers.openai.ignored import known
 from canvasrt.containers.openai.responses import renamed
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.questions import text_of

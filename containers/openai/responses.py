@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from canvasrt.containers.openai.body import (
     MAX_MESSAGES,
@@ -13,10 +13,11 @@ from canvasrt.containers.openai.body import (
     Messages,
     Sampling,
     Strict,
+    translated,
 )
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
+from canvasrt.containers.openai.errors import ApiError, bad_request, rename
 from canvasrt.containers.openai.fields import RESPONSE, Table
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
@@ -103,12 +104,7 @@ def response_generation(request: ResponsesRequest) -> Generation:
     for name in ("parallel_tool_calls", "enable_thinking", "chat_template_kwargs", "image_tokens"):
         body[name] = getattr(request, name)
     body["response_format"] = _format(request.text)
-    try:
-        chat = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
-    except ValidationError as error:
-        raise from_validation(error) from None
-    chat._ignored = request.ignored
-    return chat_generation(chat)
+    return chat_generation(translated(ChatRequest, body, request))
 
 
 def renamed(error: ApiError) -> ApiError:
