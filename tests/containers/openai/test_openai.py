@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import urllib.request
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from canvasrt.containers.client.triton import Client
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -322,26 +321,6 @@ def test_models(openai: OpenAI):
     assert [model.id for model in openai.models.list()] == ["canvasrt", "alias"]
     assert openai.models.retrieve("alias").owned_by == "canvasrt"
     assert chat(openai, model="alias").model == "alias"
-
-
-def test_the_asynchronous_client(front: FrontEnd, openai: OpenAI):
-    async def ask() -> list[str]:
-        async with AsyncOpenAI(base_url=front.url, api_key="none", max_retries=0) as client:
-
-            async def one(seed: int) -> str:
-                text = ""
-                stream = await client.chat.completions.create(
-                    **{"model": "canvasrt", "messages": QUESTION, **SHORT, "seed": seed},
-                    stream=True,
-                )
-                async for chunk in stream:
-                    text += chunk.choices[0].delta.content or ""
-                return text
-
-            return await asyncio.gather(*(one(seed) for seed in range(8)))
-
-    expected = [chat(openai, seed=seed).choices[0].message.content for seed in range(8)]
-    assert asyncio.run(ask()) == expected
 
 
 def test_the_management_routes(front: FrontEnd):
