@@ -80,6 +80,10 @@ def generate(
     Example: canvasrt generate engines "12+34=" --stream
     """
     _check(n, stream, drafts, infill)
+    for name in ("logprobs", "score_blocks"):
+        if sampling.get(name) and not as_json:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} prints nothing more without --json", "add --json")
     if infill is not None and prompt is None and prompt_ids is None:
         prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)

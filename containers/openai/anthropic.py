@@ -12,7 +12,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import Messages, Sampling, Strict, Strings, translated
+from canvasrt.containers.openai.body import (
+    ImageTokens,
+    Messages,
+    Sampling,
+    Strict,
+    Strings,
+    translated,
+)
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import (
@@ -34,6 +41,8 @@ from canvasrt.containers.openai.messages import has_images
 from canvasrt.containers.openai.parse_answer import Piece
 from canvasrt.containers.openai.tools import MAX_TOOLS
 from canvasrt.containers.tensors import MAX_STOPS
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.sampling_params import check_sampling
 from canvasrt.types import Json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -69,7 +78,7 @@ class MessagesRequest(Sampling):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: OutputConfig | None = None
-    image_tokens: int | None = None
+    image_tokens: ImageTokens = None
 
 
 class Message(TypedDict):
@@ -100,6 +109,10 @@ def count(body: MessagesRequest) -> Generation:
     """Return the generation that only encodes a prompt. Raises ApiError for images, whose token counts depend on their
     sizes."""
     asked = messages_generation(body)
+    try:
+        check_sampling(asked.options, asked.names)
+    except CanvasError as error:
+        raise bad_request(f"{error.message}: {error.hint}.") from None
     if has_images(asked.messages or []):
         raise bad_request("The tokens of images cannot be counted: send text.")
     options = {"tokenize": json.dumps({"spell": False, "add_generation_prompt": True})}

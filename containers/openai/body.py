@@ -33,6 +33,7 @@ from canvasrt.containers.tensors import (
     MAX_STOPS,
 )
 from canvasrt.containers.untrusted import check_json, load_json
+from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # per request: prompts times n
@@ -123,6 +124,10 @@ Seed = Annotated[
     # As in vLLM and Ollama, -1 draws a random seed.
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
     about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
+]
+ImageTokens = Annotated[
+    Literal[BUDGETS] | None,  # type: ignore[valid-type]
+    about("Maximum number of tokens per image."),
 ]
 # A model's name that may be null.
 _MAYBE = BeforeValidator(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from canvasrt.containers.openai.body import (
     MAX_MESSAGES,
     Budget,
+    ImageTokens,
     Messages,
     Sampling,
     Strict,
@@ -73,7 +74,7 @@ class ResponsesRequest(Sampling):
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    image_tokens: int | None = None
+    image_tokens: ImageTokens = None
     text: Text | None = None
 
     @property

@@ -228,6 +228,12 @@ def test_wrong_use_is_refused_by_name(ask: Any, options: dict[str, Any], says: s
         assert error.value.body["error"]["type"] == "invalid_request_error"
 
 
+def test_nothing_is_counted_for_what_is_refused(client: Any) -> None:
+    for fields in ({"top_p": 2}, {"min_p": -0.5}, {"t_min": 3, "t_max": 1}):
+        with pytest.raises(anthropic.BadRequestError, match=r"top_p|min_p|t_max"):
+            client.messages.count_tokens(model="canvasrt", messages=HELLO, extra_body=fields)
+
+
 def test_a_refusal_of_thoughts_names_its_field() -> None:
     error = renamed(bad_request("enable_thinking is not a variable: leave out enable_thinking."))
     assert error.message == "thinking is not a variable: leave out thinking."

@@ -41,6 +41,12 @@ def test_every_operation_is_described_with_its_body() -> None:
     for parameter in OWN:
         assert parameter.about[1:] in json.dumps(chat[parameter.name])
     assert chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
+    for name in ("DecisionRequest", "SystemOneRequest"):
+        of = {each: schemas[name]["properties"][each]["anyOf"][0] for each in ("samples", "steps")}
+        assert [(each["minimum"], each["maximum"]) for each in of.values()] == [(1, 64), (1, 48)]
+    for name in ("ChatRequest", "ResponsesRequest", "MessagesRequest", "SystemOneRequest"):
+        sizes = schemas[name]["properties"]["image_tokens"]["anyOf"][0]["enum"]
+        assert sizes == [70, 140, 280], name
     assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(found)), "not keywords of JSON Schema"
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(found)))
     assert references <= set(schemas)
