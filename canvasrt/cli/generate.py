@@ -110,7 +110,7 @@ def generate(
         _fill(request, model, tokenizer)
         return
     room = model.max_context - len(ids)
-    params = params.fitted(model.config, room, "max_new_tokens" not in sampling)
+    params = params.fitted(model.config, room, model.canvas_sizes, "max_new_tokens" not in sampling)
     requests = [
         Request(ids, replace(params, seed=params.seed + i), pictures, conditions=conditions)
         for i in range(n)

@@ -146,7 +146,8 @@ def test_n_answers_take_seeds_that_count_up(openai: OpenAI):
 
 def test_a_short_context_shortens_the_last_block_or_an_answer_without_a_budget(openai: OpenAI):
     whole = {"ignore_eos": True, "max_denoising_steps": 1}
-    for prompt, given, tokens in ((4056, {"max_tokens": 64}, 32), (3960, {}, 128)):
+    cases = ((4056, {"max_tokens": 64}, 32), (3960, {}, 128), (4075, {"max_tokens": 32}, 16))
+    for prompt, given, tokens in (*cases, (4075, {}, 16), (4075, {"max_tokens": 3}, 3)):
         answer = openai.completions.create(
             model="canvasrt", prompt=[9] * prompt, seed=1, extra_body=whole, **given
         )
