@@ -259,8 +259,7 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Return the parameters for a context with `room` positions left: those of fewer canvases if only the last one
-        does not fit, or if `max_new_tokens` is the default, and of the longest of `sizes` if none does."""
+        """Fit a default budget, or one of which only the last canvas lacks room, to `room` positions."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
