@@ -33,21 +33,19 @@ _QUESTION = ("type", "instructions", "name", "choices", "levels", "value", "labe
 _ROLES = {"user": "user", "developer": "system", "system": "system", "assistant": "assistant"}
 
 
-def _up_to(most: int) -> Any:
-    """Return the type of a number from 1 to `most`, which the model checks."""
-    return Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": most})]
-
-
 class Ask(Body):
     """The fields that both endpoints for questions share."""
 
     table: ClassVar[Table] = DECISION
 
     samples: Annotated[
-        _up_to(MAX_SAMPLES) | None,
+        Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": MAX_SAMPLES})] | None,
         about("Number of noise samples; probabilities are averaged over them."),
     ] = None
-    steps: Annotated[_up_to(MAX_STEPS) | None, about("Denoising steps per read.")] = None
+    steps: Annotated[
+        Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": MAX_STEPS})] | None,
+        about("Denoising steps per read."),
+    ] = None
     layout: Annotated[str | None, about("How questions are laid out: `letters` or `bare`.")] = None
     temperatures: dict[str, float] | None = None
     seed: Seed = None
