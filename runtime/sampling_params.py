@@ -256,14 +256,17 @@ class SamplingParams:
         """Return the maximum number of blocks of this request."""
         return -(-self.max_new_tokens // self.canvas(config))
 
-    def fitted(self, config: ModelConfig, room: int, is_default: bool = False) -> SamplingParams:
-        """Return the parameters for a context with `room` positions left. If only the last canvas does not fit, or if
-        `max_new_tokens` is the checkpoint's default, reduce it to the canvases that fit."""
-        canvas = self.canvas(config)
+    def fitted(
+        self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
+    ) -> SamplingParams:
+        """Fit a default budget, or one of which only the last canvas lacks room, to `room` positions."""
+        canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
+        if fitting <= 0 and not length:
+            length = fitting = max((each for each in sizes if each <= room), default=0)
         if lacking <= 0 or fitting <= 0 or (lacking >= canvas and not is_default):
             return self
-        return replace(self, max_new_tokens=min(self.max_new_tokens, fitting))
+        return replace(self, canvas_length=length, max_new_tokens=min(self.max_new_tokens, fitting))
 
     def check_limits(
         self, config: ModelConfig, answers: int, max_steps: int | None, max_passes: int | None

@@ -80,6 +80,10 @@ def generate(
     Example: canvasrt generate engines "12+34=" --stream
     """
     _check(n, stream, drafts, infill)
+    for name in ("logprobs", "score_blocks"):
+        if sampling.get(name) and not as_json:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} prints nothing more without --json", "add --json")
     if infill is not None and prompt is None and prompt_ids is None:
         from canvasrt.runtime.answers.infill import default_prompt
 
@@ -108,7 +112,7 @@ def generate(
         _fill(request, model, tokenizer)
         return
     room = model.max_context - len(ids)
-    params = params.fitted(model.config, room, "max_new_tokens" not in sampling)
+    params = params.fitted(model.config, room, model.canvas_sizes, "max_new_tokens" not in sampling)
     requests = [
         Request(ids, replace(params, seed=params.seed + i), pictures, conditions=conditions)
         for i in range(n)

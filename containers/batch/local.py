@@ -15,8 +15,8 @@ from canvasrt.containers.batch.run import Reply
 from canvasrt.containers.openai.app import ENDPOINTS
 from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
-from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.upstream import triton_error
 from canvasrt.containers.tensors import ANSWERS, INPUTS, OUTPUTS, StreamEvent

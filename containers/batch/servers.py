@@ -13,7 +13,7 @@ from typing import Any
 
 from canvasrt.containers.batch.lines import Line
 from canvasrt.containers.batch.run import Reply
-from canvasrt.containers.client.openai import KEY_VARIABLE, address
+from canvasrt.containers.client.openai import KEY_VARIABLE, PORT_HINT, address
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
@@ -85,7 +85,7 @@ class Servers:
         """Send a line to the server with the fewest requests, and return the reply. Tries again until a server accepts
         the line.
 
-        Raises CanvasError if a server refuses the key, or if all servers are down for too long.
+        Raises CanvasError if a server refuses the key or is Triton, or if all servers are down for too long.
         """
         while True:
             server = await self._next()
@@ -118,6 +118,8 @@ class Servers:
                     f"{server.root} refused the request: {_message(reply.body)}",
                     f"set {KEY_VARIABLE} to one of the server's keys, and repeat the command",
                 )
+            if reply.status == 404 and reply.body == {"error": "Not Found"}:
+                raise CanvasError(f"what answers at {server.root} is Triton's HTTP API", PORT_HINT)
             return reply
 
     async def _next(self) -> _Server:

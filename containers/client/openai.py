@@ -19,7 +19,7 @@ from canvasrt.errors import CanvasError
 KEY_VARIABLE = "CANVASRT_API_KEY"
 _NAMES = {"max_new_tokens": "max_tokens"}
 _START = "start one with `canvasrt serve`, or give the address of one"
-_PORT = f"give the OpenAI API's port ({API_PORT} by default) with --url"
+PORT_HINT = f"give the OpenAI API's port ({API_PORT} by default) with --url"
 
 
 class OpenAIClient:
@@ -128,7 +128,9 @@ class OpenAIClient:
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
         except (ValueError, LookupError, TypeError) as error:  # a reply in another form
-            raise CanvasError(f"what answers at {self.url} is not an OpenAI API", _PORT) from error
+            raise CanvasError(
+                f"what answers at {self.url} is not an OpenAI API", PORT_HINT
+            ) from error
         finally:
             connection.close()
 
@@ -139,7 +141,7 @@ class OpenAIClient:
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
         if message.startswith("HTTP 404"):  # not OpenAI's error, so another API answers here
-            hint = _PORT
+            hint = PORT_HINT
         return CanvasError(f"the server refused the request: {message}", hint)
 
 

@@ -8,18 +8,24 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import Messages, Sampling, Strict, Strings
+from canvasrt.containers.openai.body import (
+    ImageTokens,
+    Messages,
+    Sampling,
+    Strict,
+    Strings,
+    translated,
+)
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import (
     AnthropicError,
     ApiError,
     bad_request,
-    from_validation,
     in_anthropics_form,
 )
 from canvasrt.containers.openai.fields import ANTHROPIC, Table
@@ -35,6 +41,8 @@ from canvasrt.containers.openai.messages import has_images
 from canvasrt.containers.openai.parse_answer import Piece
 from canvasrt.containers.openai.tools import MAX_TOOLS
 from canvasrt.containers.tensors import MAX_STOPS
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.sampling_params import check_sampling
 from canvasrt.types import Json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -70,7 +78,7 @@ class MessagesRequest(Sampling):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: OutputConfig | None = None
-    image_tokens: int | None = None
+    image_tokens: ImageTokens = None
 
 
 class Message(TypedDict):
@@ -101,6 +109,10 @@ def count(body: MessagesRequest) -> Generation:
     """Return the generation that only encodes a prompt. Raises ApiError for images, whose token counts depend on their
     sizes."""
     asked = messages_generation(body)
+    try:
+        check_sampling(asked.options, asked.names)
+    except CanvasError as error:
+        raise bad_request(f"{error.message}: {error.hint}.") from None
     if has_images(asked.messages or []):
         raise bad_request("The tokens of images cannot be counted: send text.")
     options = {"tokenize": json.dumps({"spell": False, "add_generation_prompt": True})}
@@ -126,12 +138,7 @@ def _chat(body: MessagesRequest) -> ChatRequest:
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"schema": body.output_config.format.get("schema")}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    try:
-        chat = ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
-    except ValidationError as error:
-        raise from_validation(error) from None
-    chat._ignored = body.ignored
-    return chat
+    return translated(ChatRequest, fields, body)
 
 
 def _tools(body: MessagesRequest) -> list[Json] | None:
@@ -259,7 +266,7 @@ class MessageReply(Reply):
         own = {"canvasrt": {**self.own_fields(), **own_parts(final)}}
         return self._message() | self._stop(final) | {"usage": self._usage()} | own
 
-    def begin(self) -> list[Json]:
+    def open(self, index: int) -> list[Json]:
         # The prompt's token count is only known at the end.
         return [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
 
@@ -273,10 +280,6 @@ class MessageReply(Reply):
 
     def failed(self, error: ApiError) -> list[Any]:
         return [in_anthropics_form(error)]
-
-    def encode(self, chunk: Json) -> bytes:
-        data = json.dumps(chunk, ensure_ascii=False)
-        return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def _message(self) -> Json:
         return {

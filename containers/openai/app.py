@@ -23,9 +23,9 @@ from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.decisions import DECISIONS
 from canvasrt.containers.openai.endpoint import Endpoint, add_endpoint
 from canvasrt.containers.openai.errors import ApiError, unavailable
+from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.generation import Run, Served, answer_inputs
 from canvasrt.containers.openai.health import QUIET, ServerState, add_health
-from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.openai.infill import INFILL
 from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics, gpu_text, triton_text
 from canvasrt.containers.openai.middleware import (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -24,8 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import bad_request, from_validation, path_of, unknown_model
-from canvasrt.containers.openai.fields import GENERATION, Table
-from canvasrt.containers.openai.ignored import Ignored, settle
+from canvasrt.containers.openai.fields import GENERATION, Ignored, Table, settle
 from canvasrt.containers.tensors import (
     MAX_BIASED,
     MAX_CANVAS,
@@ -34,6 +33,7 @@ from canvasrt.containers.tensors import (
     MAX_STOPS,
 )
 from canvasrt.containers.untrusted import check_json, load_json
+from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # per request: prompts times n
@@ -125,6 +125,14 @@ Seed = Annotated[
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
     about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
 ]
+ImageTokens = Annotated[
+    Literal[BUDGETS] | None,  # type: ignore[valid-type]
+    about("Maximum number of tokens per image."),
+]
+# A model's name that may be null.
+_MAYBE = BeforeValidator(
+    lambda name: "" if name is None else name, json_schema_input_type=str | None
+)
 
 
 class Strict(BaseModel):
@@ -142,7 +150,11 @@ class Body(Strict):
     # Warnings about ignored fields; None if unknown fields are refused.
     _ignored: Ignored | None = PrivateAttr(default=None)
 
-    model: Annotated[str, about("A name of the served model; the first one if absent.")] = ""
+    model: Annotated[
+        str,
+        _MAYBE,
+        about("A name of the served model; the first one if absent."),
+    ] = ""
 
     @property
     def ignored(self) -> Ignored | None:
@@ -317,6 +329,17 @@ def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> 
         settle(name, value, kind.table, ignored)
     body.check(len(raw))
     return body
+
+
+def translated(kind: type[BodyT], fields: Mapping[str, Any], source: Body) -> BodyT:
+    """Return the equivalent request of another API, with those of its `fields` that are not None. Raises ApiError for a
+    wrong value."""
+    try:
+        made = kind.model_validate({k: v for k, v in fields.items() if v is not None})
+    except ValidationError as error:
+        raise from_validation(error) from None
+    made._ignored = source.ignored
+    return made
 
 
 def _refuse_constant(name: str) -> None:

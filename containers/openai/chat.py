@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -13,6 +13,7 @@ from canvasrt.containers.openai.body import (
     MAX_ANSWERS,
     OWN,
     Budget,
+    ImageTokens,
     Sampling,
     about,
     fail,
@@ -23,7 +24,6 @@ from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_formats import Format, format_of
 from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
 from canvasrt.containers.openai.vllm_fields import canvas_of, read_of, sampling_of
-from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling_params import MAX_INT32
 
 
@@ -33,10 +33,7 @@ class ChatRequest(Conversation):
     table: ClassVar[Table] = CHAT
 
     max_completion_tokens: Budget = None
-    image_tokens: Annotated[
-        Literal[BUDGETS] | None,  # type: ignore[valid-type]
-        Field(description="Maximum number of tokens per image."),
-    ] = None
+    image_tokens: ImageTokens = None
 
     def check(self, size: int) -> None:
         super().check(size)

@@ -131,7 +131,7 @@ class CompletionReply(Reply):
     def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:
         chunks = [chunk for piece in pieces for chunk in self._piece(index, piece)]
         if scores := self.scores(event.logprobs):
-            chunks = chunks or [self._chunk(index, self.delta(""))]
+            chunks = chunks or self._piece(index, Piece("content"))
             chunks[0]["choices"][0]["logprobs"] = scores
         return chunks
 
@@ -160,10 +160,6 @@ class CompletionReply(Reply):
     # The differences between completions and chats.
     delta_name = "text"
     last_delta: ClassVar[Any] = ""
-
-    def delta(self, text: str) -> Any:
-        """Return the fields of a chunk that only has text."""
-        return text
 
     def content(self, pieces: Sequence[Piece]) -> Json:
         """Return the text of a complete answer."""
@@ -234,9 +230,6 @@ class ChatReply(CompletionReply):
 
     def open(self, index: int) -> list[Json]:
         return [self._chunk(index, {"role": "assistant", "content": ""})]
-
-    def delta(self, text: str) -> Any:
-        return {"content": text}
 
     def content(self, pieces: Sequence[Piece]) -> Json:
         text, thought = text_of(pieces, "content"), text_of(pieces, "reasoning")

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
-from canvasrt.containers.openai.body import MAX_MESSAGES, Body, Seed, about, check_parts
+from canvasrt.containers.openai.body import (
+    MAX_MESSAGES,
+    Body,
+    ImageTokens,
+    Seed,
+    about,
+    check_parts,
+)
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.fields import DECISION, Table
+from canvasrt.containers.openai.fields import DECISION, Table, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
-from canvasrt.containers.openai.ignored import known
 from canvasrt.containers.openai.responses import renamed
+from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.questions import text_of
-from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.types import Json
 
 _OWN = ("samples", "steps", "layout", "temperatures")
@@ -32,16 +39,17 @@ class Ask(Body):
     table: ClassVar[Table] = DECISION
 
     samples: Annotated[
-        int | None, about("Number of noise samples; probabilities are averaged over them.")
+        Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": MAX_SAMPLES})] | None,
+        about("Number of noise samples; probabilities are averaged over them."),
     ] = None
-    steps: Annotated[int | None, about("Denoising steps per read.")] = None
+    steps: Annotated[
+        Annotated[int, Field(json_schema_extra={"minimum": 1, "maximum": MAX_STEPS})] | None,
+        about("Denoising steps per read."),
+    ] = None
     layout: Annotated[str | None, about("How questions are laid out: `letters` or `bare`.")] = None
     temperatures: dict[str, float] | None = None
     seed: Seed = None
-    image_tokens: Annotated[
-        Literal[BUDGETS] | None,  # type: ignore[valid-type]
-        about("Maximum number of tokens per image."),
-    ] = None
+    image_tokens: ImageTokens = None
 
     def asking(self, messages: list[Json], questions: list[Any]) -> Generation:
         """Return the generation for OpenAI's questions about a chat."""

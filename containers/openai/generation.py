@@ -19,7 +19,7 @@ from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.body import MAX_ANSWERS
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.ignored import Ignored
+from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
@@ -189,10 +189,6 @@ class Reply(ABC):
     def whole(self, answers: Sequence[Answer]) -> Any:
         """Return the reply to a request that is not streamed."""
 
-    def begin(self) -> list[Any]:
-        """Return the first objects of a stream."""
-        return []
-
     def open(self, index: int) -> list[Any]:
         """Return the objects that begin an answer."""
         return []
@@ -218,8 +214,9 @@ class Reply(ABC):
         return [error.to_json()]
 
     def encode(self, chunk: Any) -> bytes:
-        """Return an object of a stream as bytes."""
-        return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+        """Return an object of a stream as bytes. Those with a type are events of that name."""
+        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+        return f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
 
     def own_fields(self) -> dict[str, Any]:
         """Return our extensions of a reply: the seed, and warnings about ignored parameters."""
@@ -283,11 +280,11 @@ class Run:
         try:
             async with aclosing(self._events()) as events:
                 async for index, event in events:
-                    chunks = [] if begun else reply.begin()
                     size, begun = len(event.logprobs), True
                     if event.event == "draft":
-                        chunks += reply.draft(index, event)
+                        chunks = reply.draft(index, event)
                     else:
+                        chunks = []
                         if index not in parsers:
                             parsers[index] = self._asked.parser()
                             seconds = time.perf_counter() - self._begin

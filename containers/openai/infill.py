@@ -10,7 +10,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from canvasrt.containers.openai.body import Body, Seed
-from canvasrt.containers.openai.chunks import OwnFields, UsageJson
+from canvasrt.containers.openai.chunks import OwnFields, UsageJson, usage_json
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
 from canvasrt.types import Json
@@ -42,16 +42,10 @@ class InfillReply(Reply):
     text_field = "text"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
-        final, usage = answers[0].final, self.usage
         return {
             "model": self.body.model,
-            **json.loads(final.text),
-            "usage": {
-                "prompt_tokens": usage.prompt_tokens,
-                "completion_tokens": usage.completion_tokens,
-                "total_tokens": usage.total_tokens,
-                "denoising_steps": usage.denoising_steps,
-            },
+            **json.loads(answers[0].final.text),
+            "usage": usage_json(self.usage),
             "canvasrt": self.own_fields(),
         }
 

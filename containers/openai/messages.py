@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.fields import MESSAGE
-from canvasrt.containers.openai.ignored import Ignored, settle
+from canvasrt.containers.openai.fields import MESSAGE, Ignored, settle
 from canvasrt.containers.untrusted import MAX_DEPTH, MAX_VALUES, check_json, load_json
 
 # OpenAI's roles → the chat template's roles.

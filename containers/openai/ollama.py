@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, NotRequired
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.body import OWN, Body, MaybeMessages, about, check_parts
+from canvasrt.containers.openai.body import OWN, Body, MaybeMessages, about, check_parts, translated
 from canvasrt.containers.openai.chat import (
     ChatRequest,
     CompletionRequest,
@@ -22,8 +22,8 @@ from canvasrt.containers.openai.chat import (
 )
 from canvasrt.containers.openai.chunks import token_score, visible_scores
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
-from canvasrt.containers.openai.fields import OLLAMA, Table
+from canvasrt.containers.openai.errors import ApiError, bad_request, rename
+from canvasrt.containers.openai.fields import OLLAMA, Table, settle
 from canvasrt.containers.openai.generation import (
     Answer,
     Generation,
@@ -31,7 +31,6 @@ from canvasrt.containers.openai.generation import (
     Served,
     finish_reason,
 )
-from canvasrt.containers.openai.ignored import settle
 from canvasrt.containers.openai.parse_answer import Piece, text_of
 from canvasrt.types import Json
 
@@ -142,12 +141,7 @@ def _scores(body: OllamaRequest) -> Json:
 
 def _read(kind: Any, body: OllamaRequest, fields: Json) -> Any:
     """Return OpenAI's request of type `kind` for these fields and the body's options."""
-    try:
-        request = kind.model_validate(fields | {"model": body.name, **_settings(body)})
-    except ValidationError as error:
-        raise from_validation(error) from None
-    request._ignored = body.ignored
-    return request
+    return translated(kind, fields | {"model": body.name, **_settings(body)}, body)
 
 
 def _settings(body: OllamaRequest) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ class ResponseReply(Reply):
     def whole(self, answers: Sequence[Answer]) -> Any:
         return self.close(0, answers[0])[-1]["response"]
 
-    def begin(self) -> list[ResponseEvent]:
+    def open(self, index: int) -> list[ResponseEvent]:
         return [
             self._event(f"response.{name}", response=self.response("in_progress"))
             for name in ("created", "in_progress")
@@ -82,10 +81,6 @@ class ResponseReply(Reply):
         response = self.response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
         return [self._event("response.failed", response=response)]
-
-    def encode(self, chunk: ResponseEvent) -> bytes:
-        data = json.dumps(chunk, ensure_ascii=False)
-        return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
 
     def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
         """Return the response in its current state."""

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from canvasrt.containers.openai.body import Sampling
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.fields import GENERATION
-from canvasrt.containers.openai.ignored import known
+from canvasrt.containers.openai.fields import GENERATION, known
 from canvasrt.containers.untrusted import load_json
 
 # vLLM's names → types of `response_format`.

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field
 
 from canvasrt.containers.openai.body import (
     MAX_MESSAGES,
     Budget,
+    ImageTokens,
     Messages,
     Sampling,
     Strict,
+    translated,
 )
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation, rename
+from canvasrt.containers.openai.errors import ApiError, bad_request, rename
 from canvasrt.containers.openai.fields import RESPONSE, Table
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
@@ -72,7 +74,7 @@ class ResponsesRequest(Sampling):
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    image_tokens: int | None = None
+    image_tokens: ImageTokens = None
     text: Text | None = None
 
     @property
@@ -103,12 +105,7 @@ def response_generation(request: ResponsesRequest) -> Generation:
     for name in ("parallel_tool_calls", "enable_thinking", "chat_template_kwargs", "image_tokens"):
         body[name] = getattr(request, name)
     body["response_format"] = _format(request.text)
-    try:
-        chat = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
-    except ValidationError as error:
-        raise from_validation(error) from None
-    chat._ignored = request.ignored
-    return chat_generation(chat)
+    return chat_generation(translated(ChatRequest, body, request))
 
 
 def renamed(error: ApiError) -> ApiError:

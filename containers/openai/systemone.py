@@ -13,9 +13,8 @@ from canvasrt.containers.openai.body import about
 from canvasrt.containers.openai.decisions import Ask
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.fields import DECISION
+from canvasrt.containers.openai.fields import DECISION, Ignored, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
-from canvasrt.containers.openai.ignored import Ignored, known
 from canvasrt.types import Json
 
 MAX_OPTIONS = 26  # of a question

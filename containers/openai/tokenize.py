@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -22,20 +22,10 @@ from canvasrt.runtime.sampling_params import MAX_INT32
 from canvasrt.types import Json
 
 
-class _AnyModel(Body):
-    """A body in which `model` is optional."""
+class TokenizeRequest(Body):
+    """The body of `POST /tokenize`: a prompt, or messages for the chat template."""
 
     table: ClassVar[fields.Table] = fields.TOKENIZE
-
-    model: str | None = None  # type: ignore[assignment]
-
-    def check_model(self, served: Collection[str]) -> None:
-        if self.model is not None:
-            super().check_model(served)
-
-
-class TokenizeRequest(_AnyModel):
-    """The body of `POST /tokenize`: a prompt, or messages for the chat template."""
 
     prompt: str | None = None
     messages: Messages | None = None
@@ -46,7 +36,7 @@ class TokenizeRequest(_AnyModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(_AnyModel):
+class DetokenizeRequest(Body):
     """The body of `POST /detokenize`."""
 
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
@@ -99,9 +89,8 @@ def tokenize(body: TokenizeRequest) -> Generation:
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    template = {k: v for k, v in template_inputs(request).items() if k == "template"}
     asked = _encoding(options, messages=messages)
-    asked.options |= template
+    asked.options |= {k: v for k, v in template_inputs(request).items() if k == "template"}
     return asked
 
 

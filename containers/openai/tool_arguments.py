@@ -35,7 +35,8 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
     """
     try:
         whole = load_json(text)
-        if isinstance(whole, dict) and _is_finite(whole):
+        json.dumps(whole, allow_nan=False)
+        if isinstance(whole, dict):
             return whole
     except (ValueError, RecursionError):
         pass  # the usual case: the model does not quote names
@@ -45,15 +46,6 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
     if reader.place != len(text):
         raise CallError(f"text follows the arguments: {text[reader.place :][:20]!r}")
     return arguments
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether all numbers in a JSON value are finite."""
-    if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _Reader:

@@ -179,17 +179,14 @@ def tools_grammar(request: Conversation) -> dict[str, Any] | None:
         return None
     return {
         "type": "tool_calls",
-        "tools": {each.name: _enforced(each, begun) for each in functions},
+        "tools": {
+            each.name: each.parameters or {} if begun != "nothing" or each.strict else {}
+            for each in functions
+        },
         "begun": begun,
         "parallel": request.parallel_tool_calls is not False,
         "strict": strict,
     }
-
-
-def _enforced(function: Function, begun: str) -> dict[str, Any]:
-    if begun == "nothing" and not function.strict:
-        return {}
-    return function.parameters or {}
 
 
 def _plain(tool: Tool) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class _Guard:
             await self._pool.run(json_bytes, _check, body[:json_bytes], len(body))
         except ValueError as error:
             raise bad_request(f"The body cannot be read: {error}.") from None
-        exchange = asyncio.ensure_future(self._exchange(head, body, send))
+        exchange = asyncio.ensure_future(_exchange(self._path, head, body, send))
         try:
             await unless_disconnected(receive, _shielded(exchange))
         except (OSError, h11.RemoteProtocolError):
@@ -99,13 +99,6 @@ class _Guard:
             exchange.exception()
             raise
 
-    async def _exchange(self, head: h11.Request, body: bytes, send: Send) -> None:
-        reader, writer = await asyncio.open_unix_connection(self._path)
-        try:
-            await _exchange(reader, writer, head, body, send)
-        finally:
-            writer.close()
-
     async def _cancel(self, call: str) -> None:
         """Cancel a call in the model, which may not have received it yet."""
         body = json.dumps({CANCEL_PARAMETER: call}).encode()
@@ -116,7 +109,7 @@ class _Guard:
         ]
         head = h11.Request(method="POST", target=_CANCEL_PATH, headers=headers)
         with contextlib.suppress(OSError, h11.RemoteProtocolError):
-            await self._exchange(head, body, _nowhere)
+            await _exchange(self._path, head, body, _nowhere)
 
 
 async def _shielded(exchange: asyncio.Future[None]) -> None:
@@ -190,29 +183,25 @@ def _head(scope: Scope, size: int, owner: bytes) -> tuple[h11.Request, int]:
         raise bad_request("The request's target or headers are malformed.") from None
 
 
-async def _exchange(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    head: h11.Request,
-    body: bytes,
-    send: Send,
-) -> None:
+async def _exchange(path: str, head: h11.Request, body: bytes, send: Send) -> None:
     """Send one request to Triton, and stream the reply to the caller."""
     upstream = h11.Connection(h11.CLIENT)
-    for sent in (head, h11.Data(data=body), h11.EndOfMessage()):
-        writer.write(upstream.send(sent) or b"")
-    await writer.drain()
-    while True:
-        event = upstream.next_event()
-        if event is h11.NEED_DATA:
-            upstream.receive_data(await reader.read(_READ))
-        elif isinstance(event, h11.Response):
-            kept = [(name, value) for name, value in event.headers if name not in _HOP]
-            await send(
-                {"type": "http.response.start", "status": event.status_code, "headers": kept}
-            )
-        elif isinstance(event, h11.Data):
-            await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
-        elif isinstance(event, h11.EndOfMessage):
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return
+    reader, writer = await asyncio.open_unix_connection(path)
+    with contextlib.closing(writer):
+        for sent in (head, h11.Data(data=body), h11.EndOfMessage()):
+            writer.write(upstream.send(sent) or b"")
+        await writer.drain()
+        while True:
+            event = upstream.next_event()
+            if event is h11.NEED_DATA:
+                upstream.receive_data(await reader.read(_READ))
+            elif isinstance(event, h11.Response):
+                kept = [(name, value) for name, value in event.headers if name not in _HOP]
+                start = {"type": "http.response.start", "status": event.status_code}
+                await send({**start, "headers": kept})
+            elif isinstance(event, h11.Data):
+                data = bytes(event.data)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            elif isinstance(event, h11.EndOfMessage):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                return

@@ -120,7 +120,9 @@ class _Reader:
         stops = self._stops()
         prompt, pictures, opening = self._prompt()
         room = self.model.max_context - len(prompt)
-        params = params.fitted(self.model.config, room, "max_new_tokens" not in self.values)
+        params = params.fitted(
+            self.model.config, room, self.model.canvas_sizes, "max_new_tokens" not in self.values
+        )
         echo = bool(self.values.get("echo"))
         wanted = None
         if echo and params.logprobs:

@@ -10,15 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from canvasrt import machine, nvml
 from canvasrt.cli import doctor
 from canvasrt.containers.openai import metrics
-from canvasrt.containers.openai.app import make_app
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.machine import Gpu
+from tests.helpers.alone import lone_front
 
 GPU = Gpu("NVIDIA H100", 80 * 10**9, (9, 0), "580.1", "GPU-1")
 LOST = Gpu("NVIDIA H100", 80 * 10**9, (9, 0), "580.1", "GPU-2")
@@ -65,9 +62,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 def scrape() -> str:
     """The metrics of a front end with nothing behind it."""
-    options = FrontOptions(hosts=("*",))
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
-    with TestClient(make_app(settings, ServerState())) as front:
+    with lone_front() as front:
         reply = front.get("/v1/metrics")
     assert (reply.status_code, "canvasrt_openai_requests_total" in reply.text) == (200, True)
     return reply.text

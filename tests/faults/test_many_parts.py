@@ -10,13 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.testclient import TestClient
 
-from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.body import MAX_PARTS
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.serve.frontend import FrontEnd
+from tests.helpers.alone import lone_front
 from tests.helpers.serving_process import call
 
 pytestmark = pytest.mark.acceptance
@@ -71,9 +68,7 @@ def test_long_bodies_are_processed_beside_the_event_loop(
         module, _, function = each.partition(".")
         found = importlib.import_module(f"canvasrt.containers.openai.{module}")
         watch(monkeypatch, found, function, ran.setdefault(each, set()))
-    options = FrontOptions(hosts=("*",))
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1/metrics", options)
-    with TestClient(make_app(settings, ServerState(phase="serving"))) as client:
+    with lone_front() as client:
         assert client.post(path, json=body).status_code == 503  # nothing is behind it
     for each in functions:
         assert ran[each], each

@@ -16,7 +16,7 @@ from canvasrt.containers.openai.chat import (
     completion_generation,
 )
 from canvasrt.containers.openai.errors import ApiError
-from canvasrt.containers.openai.ignored import Ignored
+from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.ollama import OllamaChat
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest

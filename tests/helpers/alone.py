@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 
+from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.connections import Places
-from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.serve.frontend import FrontEnd
 
 Alone = Callable[..., FrontEnd]
+
+
+def lone_front(**options: Any) -> TestClient:
+    """A client of a front end in this process, with these options, which is ready to serve."""
+    made = FrontOptions(hosts=("*",), **options)
+    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", made)
+    return TestClient(make_app(settings, ServerState(phase="serving")))
 
 
 @contextlib.contextmanager

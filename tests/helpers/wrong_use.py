@@ -86,6 +86,8 @@ WRONG = {
     "generate b x --n 0": "--n",
     "generate b x --device tpu": "unknown device 'tpu'",
     "generate b x --device ''": "unknown device ''",
+    "generate b x --logprobs": "--logprobs prints nothing more without --json",
+    "generate b x --score-blocks": "--score-blocks prints nothing more without --json",
     "generate b x --n 2 --stream": "--n 2 does not allow --stream",
     "generate b x --n 2 --drafts": "--n 2 does not allow --drafts",
     "generate b x --threads 0": "--threads",

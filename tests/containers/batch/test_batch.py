@@ -151,6 +151,15 @@ def test_others_take_over_and_none_ends_it(
 
 
 @needs_triton
+def test_tritons_port_ends_it_before_the_first_line(tmp_path: Path, server: Server) -> None:
+    file = write(tmp_path, *(chat(text) for text in TEXTS))
+    opened = Servers([f"127.0.0.1:{server.ports.http}"], "", 60)
+    with pytest.raises(CanvasError, match="is Triton's HTTP API") as error:
+        asked(file, "out.jsonl", opened)
+    assert "--url" in error.value.hint
+
+
+@needs_triton
 def test_a_key_is_sent_and_a_wrong_one_ends_it(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,19 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.testclient import TestClient
 
 from canvasrt.containers.openai.anthropic import (
     MessagesRequest,
     messages_generation,
     renamed,
 )
-from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.helpers.agents import WEATHER
+from tests.helpers.alone import lone_front
 from tests.helpers.scripted import Script, Served
 from tests.helpers.serving import needs_triton
 
@@ -192,9 +189,7 @@ def test_images_are_a_chats() -> None:
 
 
 def test_its_own_header_has_the_key() -> None:
-    options = FrontOptions(hosts=("*",), keys=("secret",))
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
-    with TestClient(make_app(settings, ServerState(phase="serving"))) as front:
+    with lone_front(keys=("secret",)) as front:
         for key, status in (("secret", 503), ("other", 401)):  # there is no model
             reply = front.post(
                 "/v1/messages", json={**SAME, "messages": HELLO}, headers={"x-api-key": key}
@@ -231,6 +226,12 @@ def test_wrong_use_is_refused_by_name(ask: Any, options: dict[str, Any], says: s
             ask("plain", **options, stream=stream)
         assert error.value.body["type"] == "error"
         assert error.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_nothing_is_counted_for_what_is_refused(client: Any) -> None:
+    for fields in ({"top_p": 2}, {"min_p": -0.5}, {"t_min": 3, "t_max": 1}):
+        with pytest.raises(anthropic.BadRequestError, match=r"top_p|min_p|t_max"):
+            client.messages.count_tokens(model="canvasrt", messages=HELLO, extra_body=fields)
 
 
 def test_a_refusal_of_thoughts_names_its_field() -> None:

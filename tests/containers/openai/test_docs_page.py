@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.body import OWN
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.triton.options import ModelOptions
+from tests.helpers.alone import lone_front
 from tests.helpers.serving import needs_triton
 
 ROUTES = {
@@ -34,15 +32,8 @@ ROUTES = {
 }
 
 
-def client(**options: object) -> TestClient:
-    """A client of the application, with nothing behind it."""
-    made = FrontOptions(hosts=("*",), **options)  # type: ignore[arg-type]
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", made)
-    return TestClient(make_app(settings, ServerState()))
-
-
 def test_every_operation_is_described_with_its_body() -> None:
-    found = client().get("/openapi.json").json()
+    found = lone_front().get("/openapi.json").json()
     described = {(method, path) for path, each in found["paths"].items() for method in each}
     assert described == {(method, path) for method in ROUTES for path in ROUTES[method].split()}
     schemas = found["components"]["schemas"]
@@ -50,6 +41,12 @@ def test_every_operation_is_described_with_its_body() -> None:
     for parameter in OWN:
         assert parameter.about[1:] in json.dumps(chat[parameter.name])
     assert chat["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
+    for name in ("DecisionRequest", "SystemOneRequest"):
+        of = {each: schemas[name]["properties"][each]["anyOf"][0] for each in ("samples", "steps")}
+        assert [(each["minimum"], each["maximum"]) for each in of.values()] == [(1, 64), (1, 48)]
+    for name in ("ChatRequest", "ResponsesRequest", "MessagesRequest", "SystemOneRequest"):
+        sizes = schemas[name]["properties"]["image_tokens"]["anyOf"][0]["enum"]
+        assert sizes == [70, 140, 280], name
     assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(found)), "not keywords of JSON Schema"
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(found)))
     assert references <= set(schemas)
@@ -63,14 +60,14 @@ def test_every_operation_is_described_with_its_body() -> None:
 
 
 def test_keys_are_described_where_there_are_some() -> None:
-    assert "securitySchemes" not in client().get("/openapi.json").json()["components"]
-    found = client(keys=("k",)).get("/openapi.json").json()
+    assert "securitySchemes" not in lone_front().get("/openapi.json").json()["components"]
+    found = lone_front(keys=("k",)).get("/openapi.json").json()
     assert found["paths"]["/v1/chat/completions"]["post"]["security"] == [{"key": []}]
     assert "security" not in found["paths"]["/v1/version"]["get"]
 
 
 def test_the_page_needs_nothing_else() -> None:
-    reply = client().get("/docs")
+    reply = lone_front().get("/docs")
     for path in " ".join(ROUTES.values()).split():
         assert path in reply.text
     assert "<script" not in reply.text

@@ -16,8 +16,8 @@ from canvasrt.containers.openai.chat import (
     completion_generation,
 )
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.generation import Served, answer_inputs
-from canvasrt.containers.openai.ignored import Ignored
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.errors import CanvasError
 

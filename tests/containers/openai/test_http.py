@@ -32,11 +32,6 @@ def ask(
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("log") / "front.log"
-
-
-@pytest.fixture(scope="module")
 def open_front(server: Server) -> Iterator[FrontEnd]:
     """A front end that a page elsewhere may call."""
     with FrontEnd.over(server, FrontOptions(port=0, origins=(PAGE,), keys=("k",))) as running:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from starlette.testclient import TestClient
-
-from canvasrt.containers.openai.app import make_app
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.serve.serve import about_model
 from canvasrt.containers.serve.serving_profiles import choose_profile
 from tests.helpers.agents import SCRIPTS
+from tests.helpers.alone import lone_front
 from tests.helpers.scripted import Script, gemma_template, write_bundle
 
 
 def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "graphs", Script(SCRIPTS), gemma_template())
     about = about_model(bundle, choose_profile(bundle), None)
-    options = FrontOptions(hosts=("*",), names=("one", "two"), about=about)
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
-    with TestClient(make_app(settings, ServerState())) as front:
+    with lone_front(names=("one", "two"), about=about) as front:
         manifest = front.get("/v1/manifest").json()
         assert "files" not in front.get("/v1/metadata").json()
     assert (manifest["model"], manifest["digest"]) == ("one", bundle.manifest.digest)
@@ -36,8 +30,6 @@ def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
 def test_ollama_is_told_what_the_model_can_do() -> None:
     for able in (True, False):
         about = {"vision": able, "thinking": able}
-        options = FrontOptions(hosts=("*",), names=("one",), about=about)
-        settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", options)
-        with TestClient(make_app(settings, ServerState())) as front:
+        with lone_front(names=("one",), about=about) as front:
             shown = front.post("/api/show", json={"model": "one"}).json()
         assert [each in shown["capabilities"] for each in about] == [able, able]

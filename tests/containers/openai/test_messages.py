@@ -6,11 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-from canvasrt.containers.openai.app import make_app
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+from tests.helpers.alone import lone_front
 
 PNG = "data:image/png;base64,AA=="
 
@@ -18,9 +15,7 @@ PNG = "data:image/png;base64,AA=="
 @pytest.fixture(scope="module")
 def ask() -> Any:
     """`ask(path, **fields)` returns the error; None if only the missing model keeps the request from being answered."""
-    options = FrontOptions(hosts=("*",))
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1/metrics", options)
-    with TestClient(make_app(settings, ServerState(phase="serving"))) as client:
+    with lone_front() as client:
 
         def call(path: str, **fields: Any) -> Any:
             reply = client.post(path, json={"model": "canvasrt", **fields})

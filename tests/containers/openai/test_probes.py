@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from canvasrt.containers.openai.app import make_app
-from canvasrt.containers.openai.health import ServerState
-from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+from tests.helpers.alone import lone_front
 
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[TestClient]:
-    """The front end, with no model behind it."""
-    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", FrontOptions(hosts=("*",)))
-    with TestClient(make_app(settings, ServerState(phase="serving"))) as client:
+    with lone_front() as client:
         yield client
 
 
