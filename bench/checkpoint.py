@@ -21,10 +21,9 @@ def measure(
     shape: Shape = "300m",
     layers: Annotated[int | None, typer.Option(help="Default: the shape's own number.")] = None,
     format: Format = "bf16",
-    seed: int = 0,
 ) -> None:
     """Write a random checkpoint in the Hugging Face layout."""
-    write_random_checkpoint(folder, shape, layers, seed, format)
+    write_random_checkpoint(folder, shape, layers, format=format)
 
 
 def write_apart(folder: Path, shape: Shape, layers: int | None) -> ModelConfig:

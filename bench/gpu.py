@@ -62,7 +62,6 @@ def measure(
     contexts: Numbers = None,
     steps: int | None = None,
     repeats: int | None = None,
-    copies: int | None = None,
     out: results.Out = None,
 ) -> None:
     """Measure passes, segments, whole generations and the floor. Results are written after each row."""
@@ -71,7 +70,7 @@ def measure(
         print("no GPU: measuring the reduced shape on the CPU (--small)", file=sys.stderr)
     lists = {"batches": batches, "contexts": contexts}
     chosen: dict[str, Any] = {k: tuple(map(int, v.split(","))) for k, v in lists.items() if v}
-    numbers = {"steps": steps, "repeats": repeats, "copies": copies}
+    numbers = {"steps": steps, "repeats": repeats}
     chosen |= {name: number for name, number in numbers.items() if number}
     wanted = replace(shape.SMALL if small else shape.FULL, **chosen)
     names = sides.split(",") if sides else SMALL_SIDES if small else SIDES

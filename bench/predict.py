@@ -1,8 +1,7 @@
 """Predicts times of the released shape, by recipe, GPU, batch and context, from the builder's kernel lists.
 
 Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a made-up calibration, and
-builds its engines. The second layer stands for the other sliding ones; `--layers 6` builds whole segments instead,
-which takes twice the memory.
+builds its engines. The second layer stands for the other sliding ones.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Annotated
 import typer
 
 from bench import results, shape
+from bench.few_experts import FEW_LAYERS
 from canvasrt.build.fit import released_memory
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.precision import Precision, parse_precision
@@ -33,10 +33,7 @@ from canvasrt.types import Json
 
 # How often each layer counts: every sixth of the released 30 layers is a full one.
 SEGMENTS = 5
-REPEAT = {
-    3: {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS},
-    6: dict.fromkeys((None, *range(6)), SEGMENTS),
-}
+REPEAT: dict[int | None, int] = {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS}
 # All engines are built for one target, which has every format and enough memory for the longest contexts. Its kernels
 # stand for those of the other GPUs.
 BUILT_FOR = "rtx-pro-6000"
@@ -62,7 +59,6 @@ def measure(
     recipes: str = ",".join(PLAN),
     batches: str = "1,4,8",
     contexts: str = "1024,32768,262144",
-    layers: Annotated[int, typer.Option(help="3 or 6.")] = 3,
     experts: Annotated[str, typer.Option(help="As in `canvasrt build`.")] = SLOTTED,
     out: results.Out = None,
 ) -> None:
@@ -76,18 +72,18 @@ def measure(
         for batch in sizes:
             # Engines take one canvas or a full batch, whose number of canvases is fixed.
             full = min((each for each in sizes if each > 1), default=1) if batch == 1 else batch
-            predictor = Predictor(engines(recipe, layers, work, full, experts), REPEAT[layers])
+            predictor = Predictor(engines(recipe, work, full, experts), REPEAT)
             rows += predictions(predictor, recipe, PLAN[recipe], batch, _numbers(contexts))
     results.report({"experts": experts, "passes": rows}, out)
 
 
-def engines(recipe: str, layers: int, work: Path, batch: int, experts: str = SLOTTED) -> Bundle:
+def engines(recipe: str, work: Path, batch: int, experts: str = SLOTTED) -> Bundle:
     """Return a recipe's engines for this number of canvases; build those that `work` lacks."""
     out = work / f"engines-{recipe}-{batch}-{experts}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
     work.mkdir(parents=True, exist_ok=True)
-    made = shape.Shape("released", layers, 1, "bf16", (), (), 0, 0)
+    made = shape.Shape("released", FEW_LAYERS, 1, "bf16", (), (), 0, 0)
     prepared = shape.prepare(made, work)
     if recipe != "bf16":
         prepared = shape.quantized(prepared, recipe, work)

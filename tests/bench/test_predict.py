@@ -46,9 +46,9 @@ def test_engines_over_sorted_rows_are_predicted_too(
     monkeypatch.setattr(predict.shape, "prepare", lambda *given: prepared)
     monkeypatch.setattr(predict.shape, "quantized", lambda *given: prepared)
     monkeypatch.setattr(predict, "build_bundle", lambda graphs, target, *rest: rest)
-    out, options = predict.engines("int4", 3, tmp_path, 4, "sorted")
+    out, options = predict.engines("int4", tmp_path, 4, "sorted")
     assert (out.name, options.experts) == ("engines-int4-4-sorted", "sorted")
-    assert predict.engines("int4", 3, tmp_path, 4)[0] != out
+    assert predict.engines("int4", tmp_path, 4)[0] != out
     predictor: Any = MagicMock(experts="sorted")
     # No expert can overflow, so padded canvases share their pass.
     found = predict.padded_seconds(predictor, find_gpu("h100"), 4, 1024)
