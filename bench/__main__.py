@@ -33,6 +33,7 @@ MEASUREMENTS = {
         "bench.image_demo",
         "no measurement: the demo in a container, `make image-demo`",
     ),
+    "picture": ("bench.picture", "no measurement: the README's picture of the page"),
     "predict": (
         "bench.predict",
         "predicted passes on GPUs that this machine lacks, from the builder's kernels",

@@ -28,7 +28,7 @@ def test_options_are_described(name: str, capsys: pytest.CaptureFixture[str]) ->
     if name == "rows":
         pytest.importorskip("triton", reason="needs canvasrt[sorted]")
     assert main([name, "--help"]) == 0
-    assert "--out" in capsys.readouterr().out or name == "image-demo"
+    assert "--out" in capsys.readouterr().out or name in ("picture", "image-demo")
 
 
 def test_figures_are_shown_as_tables() -> None:
