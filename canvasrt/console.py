@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -124,18 +125,21 @@ def progress(rate: bool = False) -> Iterator[None]:
     # By kind of work, of which several may run concurrently: the first report, and the time of the last line.
     begun: dict[str, tuple[float, int]] = {}
     said: dict[str, float] = {}
+    lock = threading.Lock()
 
     def show_line(what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        start, before = begun.setdefault(what, (now, done))
-        if what not in said:
-            print(what, file=sys.stderr, flush=True)
-        elif before < done < total and now - said[what] >= _SAY_EVERY:
-            left = duration((now - start) * (total - done) / (done - before))
-            print(f"{what}: {done / total:.0%}, {left} left", file=sys.stderr, flush=True)
-        else:
-            return
-        said[what] = now
+        with lock:
+            start, before = begun.setdefault(what, (now, done))
+            if what not in said:
+                line = what
+            elif before < done < total and now - said[what] >= _SAY_EVERY:
+                left = duration((now - start) * (total - done) / (done - before))
+                line = f"{what}: {done / total:.0%}, {left} left"
+            else:
+                return
+            said[what] = now
+            print(line, file=sys.stderr, flush=True)
 
     with listening(show_line):
         yield

@@ -33,6 +33,7 @@ from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.console import emit
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import UsageError
+from canvasrt.runtime.sampling_params import PARAMETERS
 
 if TYPE_CHECKING:
     from canvasrt.runtime.answers.infill import InfillRequest
@@ -80,10 +81,9 @@ def generate(
     Example: canvasrt generate engines "12+34=" --stream
     """
     _check(n, stream, drafts, infill)
-    for name in ("logprobs", "score_blocks"):
-        if sampling.get(name) and not as_json:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} prints nothing more without --json", "add --json")
+    for each in PARAMETERS:
+        if each.beside_text and sampling.get(each.name) and not as_json:
+            raise UsageError(f"{each.option} prints nothing more without --json", "add --json")
     if infill is not None and prompt is None and prompt_ids is None:
         from canvasrt.runtime.answers.infill import default_prompt
 

@@ -114,7 +114,7 @@ def test_checkpoints_that_are_not_whole(here: Command, checkpoint_files: Path) -
     config = checkpoint_files / "config.json"
     good = config.read_bytes()
     config.write_bytes(good[:40])
-    fails(here("build", checkpoint_files, "-t", "cpu", "-o", out), 1, "is damaged")
+    fails(here("build", checkpoint_files, "-t", "cpu", "-o", out), 1, "is not JSON")
     config.write_text('{"model_type": "llama"}')
     fails(here("build", checkpoint_files, "-t", "cpu", "-o", out), 1, "'llama' model")
     assert not out.exists()
