@@ -294,7 +294,7 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ),
     (
         "Triton stops before the front end's requests end",
-        "containers/serve/serve",
+        "containers/serve/supervisor",
         "finished = self.front.drain(grace, force)",
         "finished = self.server.stop(force=_at_once()) and self.front.drain(grace, force)",
         ("tests/containers/serve/test_supervised.py", "-k", "under_load"),
