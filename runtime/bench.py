@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles of a series."""
+    """Percentiles and extremes of a series of values."""
 
     median: float
     p10: float
@@ -68,7 +68,7 @@ class RunSummary:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the spreads, in milliseconds and tokens per second."""
+        """Return all fields as a dictionary."""
         return asdict(self)
 
 

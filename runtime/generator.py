@@ -44,7 +44,7 @@ class Generator:
     def __init__(
         self, model: Model, max_batch: int = MAX_BATCH, prefixes: PrefixCache | None = None
     ) -> None:
-        """With `prefixes`, common prefixes of prompts are encoded once."""
+        """`prefixes` keeps common prefixes of prompts, so that each is encoded only once; None keeps nothing."""
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
@@ -93,7 +93,8 @@ class Generator:
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
-        """Forget the next of the requests that wait for their first pass. Return its id; None if no request waits."""
+        """Remove, of the requests that have had no pass, the one that would run next. Return its id; None if there is
+        none."""
         self._take_arrived()
         untouched = [each for each in self._waiting if not each.passes]
         if not untouched:
@@ -107,7 +108,7 @@ class Generator:
         """Encode one chunk and denoise one step of every running request that is ready; return their events.
 
         A step encodes only one chunk of a long prompt. While other requests can run, the next chunk waits for as many
-        steps as the last one cost.
+        steps as take about as long as the previous chunk.
         """
         self._take_arrived()
         events = self._drop_cancelled()
@@ -226,7 +227,7 @@ class Generator:
         return self._finished_by([event for each in self._running for event in each.collect()])
 
     def _encode(self) -> list[Event]:
-        """Encode one chunk of every request that has tokens to encode. Return the resulting events."""
+        """Encode the next chunk of every request whose chunk is due. Return the resulting events."""
         ready = self._to_encode()
         self.model.encode([each.next_chunk() for each in ready])
         events: list[Event] = []
@@ -241,8 +242,8 @@ class Generator:
         return self._finished_by(events)
 
     def _to_encode(self) -> list[RequestState]:
-        """Return the requests to encode. If several have the same next chunk, only one is returned; the others will
-        take the chunk from the prefix cache."""
+        """Restore saved chunks, then return the requests whose next chunk must be encoded now. If several have the same
+        next chunk, only one is returned; the others will find the chunk in the prefix cache."""
         first: list[RequestState] = []
         taken: set[tuple[str, tuple[bytes, int]]] = set()
         for each in self._running:
@@ -278,6 +279,6 @@ class Generator:
         return self._finished_by(events)
 
     def _finished_by(self, events: list[Event]) -> list[Event]:
-        """Release the finished requests; return the events."""
+        """Release the finished requests; return `events`."""
         self._leave([each for each in self._running if each.finished])
         return events

@@ -22,8 +22,8 @@ _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.w
 class TokenScore:
     """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its position.
 
-    step: the denoising step, from 1, that computed the distribution; 0 for tokens of the prompt, the first of which has
-    no log-probability.
+    step: number of the denoising step that computed the distribution, counted from 1; 0 for tokens of the prompt. The
+    prompt's first token has no log-probability.
     """
 
     token: int
@@ -36,7 +36,7 @@ class HostHead:
     """Final norm, output projection and self-conditioning, in float32, over chosen tokens.
 
     Follows `DiffusionGemmaForBlockDiffusion.forward`. The cost is proportional to the number of scored tokens:
-    negligible for a few labels, a product with the whole table for the vocabulary.
+    a few labels cost next to nothing, the whole vocabulary a product with the whole table.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HostHead:
 
     @classmethod
     def load(cls, bundle: Bundle, table: Table) -> HostHead:
-        """Read the weights from a bundle. Raises CanvasError if it has none."""
+        """Read the weights from a bundle. Raises CanvasError if the bundle has none."""
         entry = bundle.manifest.embedding.get("host_head")
         if not entry:
             raise CanvasError(
@@ -164,7 +164,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _likeliest(row: np.ndarray, count: int) -> np.ndarray:
-    """Return the tokens of the `count` largest values, largest first; of equal ones, the token with the lowest id."""
+    """Return the `count` tokens with the largest values, largest first. Of tokens with equal values, the lowest id
+    comes first."""
     least = np.partition(row, -count)[-count] if count else np.inf
     few = np.flatnonzero(row >= least)  # sorting a whole vocabulary takes over ten times as long
     return few[np.argsort(-row[few], kind="stable")][:count]

@@ -152,7 +152,8 @@ class HostModel(Model):
     ) -> Iterator[OutputT]:
         """Run passes concurrently if there are several workers. Passes share no state. Yields results in order.
 
-        The calling thread is one of the workers, because waking it up at the end took a tenth of a small model's time.
+        The calling thread is one of the workers: otherwise, waking it up at the end took a tenth of a small model's
+        time.
         """
         if self._pool is None or count < 2:
             yield from map(run, batches)
