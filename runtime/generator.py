@@ -93,7 +93,7 @@ class Generator:
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
-        """Remove, of the requests that have had no pass, the one that would run next. Return its id; None if there is
+        """Of the requests that have had no pass, remove the one that would run next. Return its id; None if there is
         none."""
         self._take_arrived()
         untouched = [each for each in self._waiting if not each.passes]

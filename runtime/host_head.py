@@ -91,9 +91,9 @@ class HostHead:
         step: int,
         listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return the tokens' log-probabilities, each with those of the `top` likeliest tokens at its position, or of
-        itself and the `listed` tokens. `hidden` is the last layer's output at these positions, float32 `[n,
-        hidden_size]`."""
+        """Return a score per token. Each also lists the log-probabilities of the `top` likeliest tokens at the
+        position, or those of the token itself and of `listed` tokens. `hidden` is the last layer's output at these
+        positions, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, map(int, tokens), strict=True):

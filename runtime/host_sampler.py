@@ -29,8 +29,9 @@ def host_step(
     Args:
         hidden: the last layer's output, float32 `[canvas, hidden_size]`.
         allowed: for each restricted position, the tokens that it can have, int64 `[k]`; a single token pins the
-        position. Positions that are not listed can have any token. uniforms: float32 `[canvas]` in [0, 1). noise: int64
-        `[canvas]`, the new tokens of positions that are not accepted. Pinned positions keep their token.
+        position. Positions that are not listed can have any token.
+        uniforms: float32 `[canvas]` in [0, 1).
+        noise: int64 `[canvas]`, the new tokens of positions that are not accepted. Pinned positions keep their token.
     """
     (length, size), temperature = hidden.shape, params.temperature_at(step)
     argmax, drawn = np.empty(length, np.int64), np.empty(length, np.int64)

@@ -25,9 +25,7 @@ class EncodeInput:
     tokens: np.ndarray  # int64 [n], n >= 1
     # The tokens' image numbers, int64 [n], -1 for text; None without images.
     groups: np.ndarray | None = None
-    features: np.ndarray | None = (
-        None  # float32 [image tokens, hidden_size], which replace embeddings
-    )
+    features: np.ndarray | None = None  # float32 [image tokens, hidden_size]; replaces embeddings
     # A callback that receives the last layer's output, float32 [n, hidden_size], and decides whether the tokens are
     # kept.
     keep: Callable[[np.ndarray], bool] | None = None

@@ -81,11 +81,9 @@ class RequestState(ABC):
         self._logprobs: list[TokenScore] = []
         self._block_scores: list[BlockScore] = []
         self._steps: list[int] = []  # denoising steps of each earlier block
-        self._step = self._attempt = 0  # their numbers within this block
+        self._step = self._attempt = 0  # numbers of the step and the attempt within this block
         self._hidden: Hidden = None
-        self._allowed: dict[
-            int, np.ndarray
-        ] = {}  # allowed tokens, by restricted position of the canvas
+        self._allowed: dict[int, np.ndarray] = {}  # allowed tokens by canvas position
         self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
 

@@ -74,7 +74,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
         raise CanvasError(
             f"{path} has minItems or maxItems that is not a whole number", "correct it"
         )
-    # With more values than that, even arrays of one element are too many; counting permutations would be slow.
+    # More than MAX_ARRAYS values allow too many arrays even of one element, and counting permutations would be slow.
     few = values[: MAX_ARRAYS + 1]
     sizes = range(max(least, 0), min(most, len(few)) + 1)
     count = sum(math.perm(len(few), size) for size in sizes)

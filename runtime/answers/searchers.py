@@ -34,7 +34,7 @@ class Searchers:
         self._running: list[_Job] = []
 
     def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
-        """Run `work` when it is its caller's turn."""
+        """Run `work` once its caller's turn has come."""
         job = _Job(owner, work)
         with self._lock:
             self._schedule.join(job, [*self._waiting, *self._running])

@@ -13,7 +13,7 @@ _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
 # Characters that formats such as dates, addresses and URLs need come first.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # added to the rank of closing tokens for every consecutive closing token
+_PATIENCE = 0.5  # added to closing tokens' rank for each closing token so far in a row
 _LETTERS = 3.0
 _WORDS = {16: 12, 8: 4, 4: 2}  # how many words to keep, by length
 
@@ -26,7 +26,7 @@ class Spelling(NamedTuple):
     rank: np.ndarray
 
     def with_special(self, tokens: Collection[int]) -> Spelling:
-        """Return the spelling with special tokens added at rank 0, that of closing tokens."""
+        """Return the spelling with special tokens added at rank 0, the rank of closing tokens."""
         special = np.array(sorted(tokens), np.int64)
         return Spelling(
             np.concatenate([special, self.tokens]),
@@ -37,8 +37,8 @@ class Spelling(NamedTuple):
 def spelling_of(found: Sequence[bytes]) -> Spelling:
     """Return the spelling of a vocabulary. `found` has every token's bytes, which are empty for special tokens.
 
-    It contains all single-byte tokens, a few long words, which shorten answers, and, for a byte without a single-byte
-    token, all tokens with that byte.
+    It contains all single-byte tokens; a few long words, which shorten answers; and for every byte that no single-byte
+    token spells, all tokens that contain the byte.
     """
     single = {text[0] for text in found if len(text) == 1}
     missing = bytes(set(range(256)) - single)
@@ -101,7 +101,7 @@ class Speller:
         self._bound.closed = 0
 
     def next(self, allows: Callable[[int], bool]) -> int | None:
-        """Return the first allowed token, None if no token of the spelling is allowed."""
+        """Return the first allowed token; None if no token of the spelling is allowed."""
         rank, used = self._rank, self._bound
         if all(map(allows, self._probes)):
             # In free text, brackets close nothing.

@@ -24,7 +24,7 @@ _SHARED = 48 << 10
 _NO_GPU = f"see `nvidia-smi`, whose driver must be {OLDEST_DRIVER} or newer; in a container, start it with --gpus all"
 
 
-# The current device of every thread; 0 by default.
+# The number of each thread's current device; 0 by default.
 _current = threading.local()
 
 
@@ -117,8 +117,8 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            # End the capture, or it would record all further calls. Its own error is less informative than that of
-            # `work`.
+            # End the capture, or it would record all further calls. An error from ending it is less informative than
+            # the error of `work`.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:
                 self._runtime.cudaGraphDestroy(graph)
@@ -161,8 +161,7 @@ class CudaDevice:
         return self._checked(getattr(self._driver, name)(*arguments), name, self._as_runtime_s)
 
     def clock(self) -> int:
-        """Return an event recorded after all queued work. `elapsed` measures the time between two
-        of them."""
+        """Return an event recorded after all queued work. `elapsed` measures the time between two events."""
         event = self._call("cudaEventCreate")
         self._call("cudaEventRecord", event, self.stream)
         return int(event)

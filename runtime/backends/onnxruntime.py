@@ -18,7 +18,8 @@ import onnxruntime as ort
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Arrays
 
-# Multiply-adds per pass. Such a pass takes a few milliseconds on one thread, mostly outside of matrix products.
+# Passes with fewer multiply-adds are small: they take a few milliseconds on one thread, mostly outside of matrix
+# products.
 SMALL_PASS = 500_000_000
 _PAGEOUT = 21  # Linux's MADV_PAGEOUT. Unlike MADV_DONTNEED, it keeps modified pages.
 
@@ -31,8 +32,8 @@ def available_cores() -> int:
 class OrtBackend:
     """ONNX Runtime sessions on a CPU.
 
-    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. Above a limit, all
-    threads work on one product; below it, every thread runs a different request's pass.
+    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. From SMALL_PASS on, all
+    threads work on the same matrix product; below it, every thread runs a different request's pass.
     """
 
     rows_apart = True

@@ -32,7 +32,8 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# Operators on large tensors. On the CPU, every pass would copy their tensors; operators on shapes may stay on the CPU.
+# Operators on large tensors, which every pass would copy if the operators ran on the CPU. Operators on shapes may stay
+# on the CPU.
 HEAVY = {
     "ArgMax",
     "Attention",
@@ -60,7 +61,7 @@ class OrtCudaBackend:
     def __init__(self, rows_apart: bool = True, max_batch: int = MAX_BATCH) -> None:
         """Open the GPU. Reserve memory for `max_batch` requests.
 
-        Passes are not captured as CUDA graphs: ONNX Runtime computes shapes on the CPU, and then refuses to.
+        Passes are not captured as CUDA graphs: ONNX Runtime computes shapes on the CPU, and therefore refuses capture.
 
         Raises CanvasError if there is no GPU, or if this ONNX Runtime has no CUDA provider.
         """

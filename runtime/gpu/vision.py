@@ -1,4 +1,4 @@
-"""The vision tower on a device: patches in, soft tokens out."""
+"""Runs the vision tower on a device: turns an image's patches into soft tokens."""
 
 from __future__ import annotations
 
