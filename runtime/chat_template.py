@@ -155,7 +155,7 @@ class _MarkOwnText(NodeTransformer):
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
         if isinstance(node.node, nodes.Const) and isinstance(node.node.value, str):
-            # '<|turn>{}'.format(role)
+            # for example '<|turn>{}'.format(role)
             marked = nodes.Const(self._control.mark(node.node.value), lineno=node.lineno)
             return nodes.Getattr(marked, node.attr, node.ctx, lineno=node.lineno)
         self.generic_visit(node)

@@ -142,7 +142,7 @@ class Generator:
         return [results[id] for id in ids]
 
     def probe(self) -> None:
-        """Run the shortest possible request, to test the engines. Raises what its passes raise."""
+        """Run the shortest possible request, to test the engines. Raises the errors of its passes."""
         params = SamplingParams.from_defaults(self.model.sampler, self.model.config, **LEAST_WORK)
         self.run([Request([0], params)])
 

@@ -108,7 +108,7 @@ def redrawn(
     rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
     open_ones = (uniforms <= rest) | (uniforms >= 1 - rest) | (output.canvas != output.argmax)
     places = np.flatnonzero(output.accepted & open_ones)
-    if not places.size:  # the usual case, which avoids reading the whole vocabulary's table
+    if not places.size:  # usually, so the whole vocabulary's table is rarely read
         return output, places, np.empty((0, output.hidden.shape[1]), np.float32)
     logits = head.logits(output.hidden[places]) / temperature
     tokens = draw(logits, uniforms[places], params)

@@ -133,7 +133,7 @@ class Result:
     seed: int
     steps: list[int]  # denoising steps per block
     timings: Timings
-    cached_tokens: int = 0  # of the prompt, from the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
     logprobs: list[TokenScore] = field(default_factory=list)  # one per token, if requested
     block_scores: list[BlockScore] = field(default_factory=list)  # one per block, if requested
 
@@ -153,7 +153,7 @@ class Draft:
     accepted: np.ndarray = field(repr=False)  # bool [canvas]
     canvas: np.ndarray | None = field(default=None, repr=False)  # int64 [canvas]
     settled: int = 0
-    cached_tokens: int = 0  # of the prompt, from the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
 
 
 @dataclass(frozen=True)

@@ -259,8 +259,7 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Reduce the token budget to canvases that fit `room` positions, if it is a default or lacks less than a
-        canvas."""
+        """Reduce a budget that is a default, or lacks room for less than a canvas, to what fits `room` positions."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
@@ -349,8 +348,7 @@ _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
 def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
-    """Raise CanvasError for the first parameter that is out of range or contradicts another. `values` are keyed by
-    name.
+    """Raise CanvasError for the first of `values`, keyed by name, that is out of range or contradicts another.
 
     `labels` replace parameters' names in error messages.
     """

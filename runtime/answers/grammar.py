@@ -163,7 +163,7 @@ class GrammarState:
         """Return at most `most` tokens after which the answer may end; None if the search finds none.
 
         The ending may not be the shortest: the search only tries a few tokens, first closing ones, then the least
-        used. Raises SlowGrammarError if it takes too long.
+        used. Raises SlowGrammarError if the search takes too long.
         """
         wrong: dict[
             tuple[int, ...], set[int]

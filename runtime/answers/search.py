@@ -65,8 +65,8 @@ def search(
         the answer, including the one that ends the answer. near: with at most this many tokens left, check that the
         answer can still end. end, pad: the token that ends the answer, and the padding token.
 
-    Returns None if the answer cannot end within `room`. Raises SlowGrammarError when the allowance is used up, to which
-    every position adds.
+    Returns None if the answer cannot end within `room`. Every position adds to the allowance; raises SlowGrammarError
+    when it is used up.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
     paths = [_Path(0.0, (), (start,), _close(start, (), room, near, allowance))]

@@ -51,7 +51,7 @@ class Searchers:
         if job.future.set_running_or_notify_cancel():
             try:
                 job.future.set_result(job.work())
-            except BaseException as error:  # as an executor does
+            except BaseException as error:  # an executor catches all errors, too
                 job.future.set_exception(error)
         with self._lock:
             self._running.remove(job)

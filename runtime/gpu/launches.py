@@ -35,7 +35,7 @@ class Pass:
     length: int
     width: int
     rows: tuple[DeviceRow, ...]
-    pictured: bool = False  # some tokens belong to images
+    pictured: bool = False  # whether some tokens belong to images
     canvas: int = 0  # number of tokens per request for the head; the rest of `length` is padding
     head: bool = True  # whether a denoising pass runs the head
 

@@ -73,7 +73,7 @@ class WorkspaceSizes:
     batch: int
     encode_tokens: int  # maximum tokens of an encoding pass, which has one request
     past: Mapping[str, int]  # maximum cached tokens per request, by kind of layer
-    widths: tuple[int, ...]  # the widths of a full layer's past
+    widths: tuple[int, ...]  # possible widths of a full layer's past
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
