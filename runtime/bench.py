@@ -49,7 +49,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The results of one bundle over all of its rounds."""
+    """The results of all rounds of one bundle."""
 
     forward_ms: Spread
     tokens_per_second: Spread

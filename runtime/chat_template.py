@@ -178,7 +178,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def own(self, text: str) -> str:
-        """Return a template's string, as `_OwnText` if it has control tokens."""
+        """Return a template's string, as `_OwnText` if it contains control tokens."""
         own: str = _OwnText(text, self._control.mark(text))
         return own
 

@@ -68,8 +68,8 @@ class Device(Protocol):
         ...
 
     def host(self, size: int) -> np.ndarray:
-        """Return `size` bytes of host memory. Copies between it and the device are fast: for a GPU, it is
-        page-locked."""
+        """Return `size` bytes of host memory. Copies between this memory and the device are fast: for a GPU, the memory
+        is page-locked."""
         ...
 
     def upload(self, address: int, array: np.ndarray) -> None:
@@ -87,7 +87,7 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for all queued work. Raises CanvasError if any of it failed."""
+        """Wait for all queued work. Raises CanvasError if any of the work failed."""
         ...
 
     def memory(self) -> tuple[int, int]:

@@ -31,13 +31,13 @@ STATES: dict[type[Request], Any] = {
     DecisionRequest: DecisionState,
 }
 _SEARCH_WAIT = 0.004  # seconds to wait for a search when no pass can run
-_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can have the place
+_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can take the place
 
 
 class Generator:
     """Runs requests on one model, at most `max_batch` at a time, or fewer if the engines' limit is lower.
 
-    Other requests wait; `Schedule` decides which run. `add` and `cancel` may be called from other threads while one
+    The rest wait; `Schedule` decides which requests run. `add` and `cancel` may be called from other threads while one
     thread calls `step`.
     """
 

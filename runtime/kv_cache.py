@@ -32,7 +32,7 @@ class RequestCache:
         self.values = list(empty)
 
     def kept(self, kind: str) -> int:
-        """Return the number of tokens that a layer of this kind holds."""
+        """Return the number of tokens in a layer of this kind."""
         return min(self.length, self._window - 1) if kind == "sliding" else self.length
 
     def positions(self, kind: str) -> np.ndarray:
@@ -82,7 +82,7 @@ class RequestCache:
         self.advance(count)
 
     def advance(self, count: int) -> None:
-        """Count `count` tokens as cached. Call it after appending them to all layers."""
+        """Count `count` tokens as cached. Call this after these tokens were appended to all layers."""
         self.length += count
 
     def _most(self, layer: int) -> int:

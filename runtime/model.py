@@ -144,8 +144,8 @@ class Model(ABC):
     def _see(self, picture: Picture) -> np.ndarray: ...
 
     def park(self, row: Row, hidden: Hidden) -> tuple[Hidden, bool]:
-        """Release a request's place in the batch. Return the hidden states with which it continues later, and whether
-        the request's tokens must be encoded again."""
+        """Release a request's place in the batch. Return the hidden states with which the request continues later, and
+        whether its tokens must be encoded again."""
         return hidden, False
 
     def revise(
@@ -222,8 +222,8 @@ class Model(ABC):
         """Run one denoising step of `count` requests; yield the outputs in order. Close the generator before you run
         other passes.
 
-        Implementations may start passes before all inputs are known: they may iterate over `inputs` on any thread, and
-        yield outputs while other passes run.
+        Some models start passes before all inputs are known: they iterate over `inputs` on any thread, and yield
+        outputs while other passes run.
         """
         given = list(inputs)
         start = time.perf_counter()

@@ -58,13 +58,13 @@ class DenoiseOutput:
     argmax: np.ndarray = field(default_factory=_none)  # int64
     entropy: np.ndarray = field(default_factory=_none)  # float32, nats
     accepted: np.ndarray = field(default_factory=_none)  # bool
-    next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle if it stays on a device
+    next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle to states on a device
     # float32 [canvas, hidden_size], the last layer's output if requested
     hidden: np.ndarray | None = None
 
 
 def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:
-    """Return the input of a pass whose tokens the host samples: it runs only the layers."""
+    """Return the input of a pass that runs only the layers, because the host samples the tokens."""
     length = len(hidden)
     blank = np.zeros(length, np.float32), np.zeros(length, np.int64)
     return DenoiseInput(row, hidden, np.float32(1), 0.0, *blank, outputs="hidden")

@@ -164,8 +164,8 @@ def groups_of(
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
     """Return the size of a prompt's next chunk. `groups` are the image numbers of the tokens that remain. The chunk has
-    `size` tokens, unless that would cut an image. In that case it includes the image if it then has at most `most`
-    tokens, and otherwise ends before the image. An image of more than `most` tokens is one chunk."""
+    `size` tokens, unless that would cut an image. In that case the chunk includes the image if at most `most` tokens
+    result, and otherwise ends before the image. An image of more than `most` tokens is one chunk."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])
@@ -183,7 +183,7 @@ def see_groups(
 
 
 def _size(data: bytes) -> int:
-    """Return an image file's number of pixels, from its header."""
+    """Return the number of pixels that an image file's header states."""
     with _opened(data) as image:
         return int(image.size[0] * image.size[1])
 
@@ -203,7 +203,7 @@ def _decode(data: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image file. Raises CanvasError if it cannot be read, even later, inside the `with` block."""
+    """Open an image file. Raises CanvasError if the file cannot be read, even later, inside the `with` block."""
     image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:

@@ -67,8 +67,8 @@ class PrefillQueue:
         return self.next.key, id(self._scores)
 
     def cacheable(self) -> list[Chunk]:
-        """Return the next chunks that the prefix cache may have. Chunks with `keep` need the outputs of a pass, which
-        the cache does not store, unless their tokens' scores are known."""
+        """Return the next chunks that the prefix cache may have. A chunk with `keep` is returned only if its tokens'
+        scores are known: the callback needs outputs, which the cache lacks."""
         found: list[Chunk] = []
         end = self.begin
         for chunk in self._chunks[self._next :]:
@@ -79,7 +79,8 @@ class PrefillQueue:
         return found
 
     def is_scored(self, end: int) -> bool:
-        """Whether the scores are known for all prompt tokens whose predecessor is before `end`."""
+        """Whether scores are known for all prompt tokens up to position `end`, including the token at `end` if there is
+        one."""
         known = len(self._scores or ())
         return known > end or known == self._size
 
@@ -92,8 +93,8 @@ class PrefillQueue:
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
     def watch_prompt(self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]) -> None:
-        """Set `watch` as the `EncodeInput.keep` of all chunks of the prompt. It adds to `scores`, which several
-        requests can share. Chunks whose scores are missing do not come from the prefix cache."""
+        """Set `watch` as the `EncodeInput.keep` of all chunks of the prompt. The callback adds to `scores`, which
+        several requests can share. Chunks whose scores are missing do not come from the prefix cache."""
         self._scores = scores
         self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
 

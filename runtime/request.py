@@ -106,7 +106,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BlockScore:
-    """The model's score of its own block.
+    """The model's score of a block that it generated.
 
     score: mean log-probability of the block's tokens, in nats. redone: how often the block was redone.
     """

@@ -323,7 +323,7 @@ class SamplingParams:
 
     def check_fits(self, config: ModelConfig, labels: Mapping[str, str] | None = None) -> None:
         """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or a token of `logit_bias` or
-        `logprob_token_ids` is not in its vocabulary."""
+        `logprob_token_ids` is not in the vocabulary."""
         biased = [token for token, _ in self.logit_bias]
         for name, tokens in (("logit_bias", biased), ("logprob_token_ids", self.logprob_token_ids)):
             foreign = [each for each in tokens if not 0 <= each < config.vocab_size]

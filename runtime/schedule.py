@@ -64,8 +64,8 @@ class Schedule:
         self._turns[request.owner] += 1
 
     def count(self, ran: Sequence[Scheduled], cost: int = 1) -> None:
-        """Count one pass per request, which takes as long as `cost` steps. A request that continues after its turn,
-        because no other waits, begins another turn."""
+        """Count one pass for each request in `ran`; the pass takes as long as `cost` steps. A request that continues
+        after its turn, because no other request waits, begins another turn."""
         for each in ran:
             begun = max(1, -(-each.turn // self._quantum))
             each.passes += 1

@@ -20,7 +20,7 @@ def pass_work(config: ModelConfig) -> int:
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
     for layer in config.layers:
-        # Full layers have no value projection: their keys are also the values.
+        # Full layers have no value projection: their values are the keys.
         projections = 1 if layer.kind == "full" else 2
         heads = 2 * config.num_attention_heads + projections * layer.num_kv_heads
         weights += size * layer.head_dim * heads

@@ -101,7 +101,7 @@ class Tokenizer:
     ) -> str:
         """Render `messages` with the chat template, to which `variables` (tools, …) are passed.
 
-        Raises CanvasError if there is no template, or if it refuses the messages.
+        Raises CanvasError if there is no template, or if the template refuses the messages.
         """
         return self._control.unmark(self._render(messages, add_generation_prompt, variables))
 
@@ -265,7 +265,7 @@ class StreamDecoder:
         return text + self._ordinary(self._put(ids[begin:], final))
 
     def _ordinary(self, piece: str) -> str:
-        """Return the text of ordinary tokens. Where they spell a control token, FORGED is inserted before the last
+        """Return the text of ordinary tokens. Where these spell a control token, FORGED is inserted before the last
         character, because the earlier characters may already have been returned."""
         text, before, begin = self._tail + piece, len(self._tail), 0
         parts = []

@@ -33,7 +33,7 @@ class Allowance:
     ) -> None:
         self._seconds, self._stopped, self._eager = seconds, stopped, eager
         self._begin: float | None = None
-        # When the clock is read next; reading it takes longer than many checks.
+        # The time at which `check` next reads the thread's clock, because reading it takes longer than many checks.
         self._next = 0.0
 
     @property

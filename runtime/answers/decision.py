@@ -1,4 +1,4 @@
-"""Decisions: the probabilities of labels, from one or a few denoising steps over a template."""
+"""Decisions: the probabilities of labels, computed by one or a few denoising steps over a template."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Template:
 
 
 def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
-    """Pad labels to equal length. If their lengths differ, append `end` to every label, then `filler`.
+    """Pad labels to equal length. If the lengths differ, append `end` to every label, then fill up with `filler`.
 
     Raises CanvasError, which names `path`, for an empty label or two labels with the same tokens.
     """

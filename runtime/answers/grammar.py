@@ -38,8 +38,7 @@ MAX_PATTERN_KEYS = 64  # maximum number of `patternProperties`, each of which ex
 # Limit on the least common multiple of all `multipleOf`, without decimal points. The automaton has this number of
 # states.
 MAX_MULTIPLE = 10_000
-# Maximum tokens of a grammar's shortest answer. If it is longer, the grammar cannot be distinguished from one without a
-# finite answer.
+# Maximum tokens of a grammar's shortest answer. With a longer one, a grammar looks like one without a finite answer.
 MAX_SHORTEST = 2048
 MAX_SECONDS = 1.0  # of CPU time, to find the shortest answer of a grammar
 
@@ -189,7 +188,8 @@ class GrammarState:
         most: int,
         allowance: Allowance,
     ) -> list[int] | None:
-        """Extend `path` to an ending and return it. Add the indices of free choices to `chosen`."""
+        """Extend `path` to an ending and return the path; None if it exceeds `most`. Add the indices of free choices to
+        `chosen`."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         speller = Speller(self._vocabulary.spelling)
@@ -336,7 +336,7 @@ def _check_schemas(source: Any, path: str) -> None:
 
 
 def _schemas_in(text: str) -> list[Any]:
-    """Return the JSON schemas in a Lark grammar. Skips unreadable ones, which llguidance reports."""
+    """Return the JSON schemas in a Lark grammar. Skips unreadable schemas, about which llguidance complains."""
     found, decoder = [], json.JSONDecoder()
     for match in re.finditer(r"%json\s*", text):
         with contextlib.suppress(ValueError, RecursionError):

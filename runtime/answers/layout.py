@@ -198,7 +198,7 @@ def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None
 
 
 def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
-    """Return the token that ends an answer: preferably the one that closes a turn.
+    """Return the token that ends an answer: the token that closes a turn, if possible.
 
     Raises CanvasError if the model has no token that ends an answer.
     """

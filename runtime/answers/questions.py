@@ -46,8 +46,8 @@ class Question:
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
         """Return the answer in the form of OpenAI's API, from probabilities `[samples, options]`.
 
-        Probabilities are means over the samples. `standard_error` belongs to the number next to it; null for a single
-        sample.
+        Probabilities are means over the samples. Every `standard_error` is that of the number before it, and null for a
+        single sample.
         """
         mean = draws.mean(axis=0)
         best = int(mean.argmax())

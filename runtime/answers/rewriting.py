@@ -10,7 +10,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-# Limits for one `uniqueItems`: how many arrays it may expand to, and how many bytes of JSON these may take.
+# Limits for one `uniqueItems`: the number of arrays that it expands to, and the bytes of all these arrays as JSON.
 MAX_ARRAYS, MAX_BYTES = 400, 32_768
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")

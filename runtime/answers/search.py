@@ -14,7 +14,7 @@ BEAM, CHOICES = 4, 4
 # CPU seconds that each token adds to a search's allowance. Ordinary grammars take up to 4 ms with a vocabulary of
 # 262,144 tokens.
 TOKEN_SECONDS = 0.01
-_TOP = 64  # most likely tokens of a position, which are tried first
+_TOP = 64  # number of likeliest tokens per position that are tried first
 # The search checks whether the answer can still end only if few tokens are left: a number from _NEAR to _FARTHEST.
 _NEAR, _FARTHEST = 32, 192
 
@@ -163,7 +163,7 @@ def _kept(
 def _close(
     state: GrammarState, before: tuple[int, ...], room: int, near: int, allowance: Allowance
 ) -> tuple[int, ...] | None:
-    """Return tokens that end the answer. `before` is the previous ending, from one token earlier."""
+    """Return tokens that end the answer. `before` is the ending that was found one token earlier."""
     if room > near:
         return None
     # Checking the previous ending takes a hundredth of the time of a new search.

@@ -58,7 +58,7 @@ def spelling_of(found: Sequence[bytes]) -> Spelling:
 
 
 def _words(found: Sequence[bytes]) -> set[int]:
-    """Return some long tokens of lower-case letters, which shorten answers."""
+    """Return some long tokens of lower-case letters, because long tokens shorten answers."""
     kept: dict[int, list[int]] = {length: [] for length in _WORDS}
     for token, text in enumerate(found):
         size = len(text)
@@ -90,7 +90,7 @@ class Speller:
 
     def __init__(self, spelling: Spelling) -> None:
         self._tokens, self._rank = spelling
-        # If all of these are allowed, the grammar allows free text here.
+        # A sample of letters: if all are allowed, the grammar allows free text here.
         self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
         self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
         self._last = self._bound

@@ -50,7 +50,7 @@ class CudaDevice:
         properties = self._call("cudaGetDeviceProperties", number)
         self.name: str = properties.name.decode().strip("\0")
         self.capability: tuple[int, int] = (properties.major, properties.minor)
-        # A stream that does not synchronize with the default one.
+        # A stream that does not synchronize with the default stream.
         flags = self._runtime.cudaStreamNonBlocking
         self.stream = int(self._call("cudaStreamCreateWithFlags", flags))
         self._kinds = self._runtime.cudaMemcpyKind
@@ -167,7 +167,7 @@ class CudaDevice:
         return int(event)
 
     def elapsed(self, begin: int, end: int) -> float:
-        """Return the seconds between two events and free both. Call it after `synchronize`."""
+        """Return the seconds between two events and free both. Call this after `synchronize`."""
         took = self._call("cudaEventElapsedTime", begin, end)
         for event in (begin, end):
             self._call("cudaEventDestroy", event)

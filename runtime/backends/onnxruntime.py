@@ -67,8 +67,8 @@ class OrtBackend:
             options.add_session_config_entry("session.use_env_allocators", "1")
             # A memory pattern would allocate a pass's memory as one block, in addition to the memory of the first pass.
             options.enable_mem_pattern = False
-            # The planner that reuses buffers takes time quadratic in the number of nodes. Even without it, tensors are
-            # freed after their last use.
+            # The planner that reuses buffers takes time quadratic in the number of nodes. Tensors are freed after their
+            # last use even without the planner.
             options.enable_mem_reuse = False
         return options
 

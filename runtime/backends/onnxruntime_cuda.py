@@ -86,7 +86,7 @@ class OrtCudaBackend:
             "user_compute_stream": str(self.device.stream),
             # Otherwise products of float32 are rounded to 10 bits, and tokens differ from the CPU's.
             "use_tf32": "0",
-            # Otherwise the arena doubles what it reserves.
+            # Otherwise the arena doubles its size whenever it grows.
             "arena_extend_strategy": "kSameAsRequested",
         }
         options.add_session_config_entry(
@@ -205,7 +205,7 @@ class OrtCudaEngine:
 
 
 def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
-    """Return, by name, the dtypes of inputs or outputs and ONNX's numbers for them."""
+    """Return the dtypes of inputs or outputs, and ONNX's numbers for these dtypes, both by name."""
     found = {value.name: ELEMENTS[value.type] for value in values}
     dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
     return dtypes, {name: number for name, (_, number) in found.items()}

@@ -90,7 +90,7 @@ class SharedBuffers:
 
 
 class SortedEngine:
-    """The pieces of a body segment as one engine. It ignores expert slots; no expert can overflow, so its output `load`
+    """The pieces of a body segment as one engine. It ignores expert slots: no expert can overflow, so the output `load`
     stays 0."""
 
     def __init__(
@@ -265,5 +265,5 @@ def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tup
 
 
 def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:
-    """Return the pieces' tensors, by name, without those that are internal to the segment."""
+    """Return the pieces' tensors, by name, except for tensors that are internal to the segment."""
     return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

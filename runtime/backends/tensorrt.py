@@ -138,8 +138,8 @@ class TensorRTBackend:
 
 class TensorRTEngine:
     """One engine. Calls of one profile share an execution context, except for repeated calls: for these, every place in
-    the batch has a separate context, which replays its latest call as a CUDA graph. TensorRT-RTX captures the graphs
-    itself.
+    the batch has a separate context, which replays the place's latest call as a CUDA graph. TensorRT-RTX captures the
+    graphs itself.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class DeviceRow:
 
     kv_slot: int | None = None
     length: int = 0  # clean tokens in the cache
-    width: int = 0  # current capacity of its full layers' caches, in tokens
+    width: int = 0  # current capacity of the request's caches in full layers, in tokens
     # Number of the newest hidden states, counted from 1. None if the device has no hidden states of the request.
     hidden: int | None = None
     # Rows per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
@@ -78,7 +78,7 @@ class Past:
     """Data that all layers of one kind share."""
 
     most: int  # capacity of a slot in tokens
-    positions: int  # address of int64 `[slots, most]`, of which a pass reads `[batch, width]`
+    positions: int  # address of int64 `[slots, most]`
     shown: list[tuple[int, int]]  # by slot: the width and length for which positions were written
 
 
@@ -176,8 +176,8 @@ class DeviceCache:
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int
     ) -> None:
-        """Append `count` tokens to one layer. `keys` and `values` are addresses of new ones, `[kv_heads, length,
-        head_dim]`.
+        """Append `count` tokens to one layer. Their keys and values are at the addresses `keys` and `values`, both
+        `[kv_heads, length, head_dim]`.
 
         Call `make_room` before the first layer, and update the row's `length` after the last.
         """

@@ -104,8 +104,8 @@ class DeviceModel(Model):
         return tuple(each for each in sizes if pick({"batch": 1, "length": each}) is not None)
 
     def _plan_of(self, bundle: Bundle | None) -> PassPlan:
-        """Return the bundle's pass plan for requests of `max_context` tokens. Without one, derive it from the engines'
-        profiles."""
+        """Return the bundle's pass plan for requests of `max_context` tokens. If the bundle has no plan, derive it from
+        the engines' profiles."""
         if bundle is not None and (listed := bundle.manifest.passes) is not None:
             return PassPlan.from_json(listed).within(self.max_context)
         bodies = [segment.engine.profiles for segment in self.segments[:-1]]
@@ -316,7 +316,7 @@ class DeviceModel(Model):
                 raise too_full()
             self.counters.overflows += 1
             begin, load = over, int(self.workspace.load(over).max())
-            # Padding is routed in the same way in all segments, so later ones would overflow too.
+            # Padding is routed in the same way in all segments, so later segments would overflow too.
             for number in range(begin, len(capacities)):
                 row.overload(number, max(load, row.load(number)))
 

@@ -165,8 +165,9 @@ class _Trial:
 
 
 def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
-    """Fill a request's caches. Only the beginning of the prompt, which cannot overflow an expert, is encoded; it is
-    then appended until the cache is long enough. Encoding 262,144 tokens at every start would take minutes."""
+    """Fill a request's caches. Only the beginning of the prompt, which cannot overflow an expert, is encoded; the
+    resulting keys and values are then appended until the cache is long enough. Encoding 262,144 tokens at every start
+    would take minutes."""
     first = prompt[: min(ROOMY, model.prefill_chunk)]
     model.encode([EncodeInput(row, first)])
     length = model.shapes.encode(len(first), model.shapes.widths[0]).length

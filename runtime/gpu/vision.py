@@ -82,7 +82,7 @@ class VisionTower:
 
 
 def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:
-    """Insert the soft tokens of a pass's images into its embeddings `hidden`, `[batch, length, hidden_size]`. Queue the
+    """Insert the soft tokens of a pass's images into the embeddings `hidden`, `[batch, length, hidden_size]`. Queue the
     upload of every token's image number."""
     groups = space.pictures.view("groups", this.batch, this.length)
     groups[:] = -1

@@ -80,7 +80,7 @@ class WorkspaceSizes:
 
 
 class Workspace:
-    """Every buffer of a model. `bytes` lists their sizes by purpose."""
+    """Every buffer of a model. `bytes` lists the buffers' sizes by purpose."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class Workspace:
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
         """Return the offsets of new keys and values, and their total size in bytes.
 
-        An encoding pass needs them for all layers at its end. A denoising pass does not need them, so its segments
-        share memory.
+        At the end of an encoding pass, those of all layers are needed. Those of a denoising pass are not needed, so its
+        segments share memory.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
