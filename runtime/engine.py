@@ -53,8 +53,8 @@ class Backend(Protocol):
 class Device(Protocol):
     """Memory that engines read and write, and one work queue.
 
-    All calls except `allocate`, `host` and `synchronize` are queued, and run in order. The host array that is passed to
-    `download` has the data after the next `synchronize`.
+    `upload`, `download` and `copy` are queued, and run in order. The host array that is passed to `download` has the
+    data after the next `synchronize`.
     """
 
     @property

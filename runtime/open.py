@@ -54,7 +54,7 @@ def open_model(
 
 
 def _check_memory(bundle: Bundle) -> None:
-    """Raise CanvasError if the weights exceed this machine's memory. ONNX Runtime copies all of them to its own
+    """Raise CanvasError if the weights exceed this machine's memory. ONNX Runtime copies all weights to its own
     format."""
     names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
     files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]

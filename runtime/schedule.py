@@ -40,7 +40,7 @@ class Schedule:
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._turns: dict[str, float] = {}  # number of turns by caller
-        self._now = 0.0  # the turns of a permanently active caller
+        self._now = 0.0  # number of turns of a caller that was always active
         self._callers = 1
         self._places = count()
 

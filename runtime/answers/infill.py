@@ -25,7 +25,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 MAX_VARIANTS = 16
 _DIGITS = 4  # maximum digits of a gap's length
-_GAP_LENGTH = 2 * _DIGITS + 3  # characters
+_GAP_LENGTH = 2 * _DIGITS + 3  # maximum characters of a gap like {2-4}
 _GAP = re.compile(r"\{(\d+)(?:-(\d+))?\}")
 
 

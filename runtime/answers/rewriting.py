@@ -21,7 +21,7 @@ def lark_of(text: str, path: str) -> str:
     """Return a grammar in Lark. GBNF, whose rules are `name ::= …`, is translated; raises CanvasError if that fails."""
     if "::=" not in text:
         return text
-    from llguidance.gbnf_to_lark import any_to_lark  # installed with the extra `serve` only
+    from llguidance.gbnf_to_lark import any_to_lark  # only the extra `serve` installs it
 
     try:
         return any_to_lark(text)

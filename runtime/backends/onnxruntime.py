@@ -119,7 +119,7 @@ def drop_pages(file: Path) -> None:
 
 @cache
 def _make_arena() -> None:
-    """Create the memory arena that all sessions share. Segments run one after another; with separate arenas, every
+    """Create the memory arena that all sessions share. Segments run one after another; if each had an arena, every
     session would keep its peak memory."""
     info = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT

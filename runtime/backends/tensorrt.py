@@ -126,7 +126,8 @@ class TensorRTBackend:
         return opened
 
     def activations(self) -> tuple[int, int]:
-        """Return address and size of the activation memory. Engines can share it because they run one after another."""
+        """Return address and size of the activation memory. Engines can share this memory because they run one after
+        another."""
         if self._activations is None:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
