@@ -123,8 +123,8 @@ class HostHead:
     def mean_embedding(
         self, probabilities: np.ndarray, tokens: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the scaled expected embedding `[n, hidden_size]` under `probabilities` `[n, k]` of `tokens` `[k]`, by
-        default of the whole vocabulary."""
+        """Return the scaled mean embeddings `[n, hidden_size]` of `tokens` `[k]`, weighted by `probabilities` `[n, k]`.
+        By default, `tokens` is the whole vocabulary."""
         tokens = np.arange(self.vocab_size) if tokens is None else tokens
         out = np.zeros((len(probabilities), self._size), np.float32)
         for begin in range(0, len(tokens), _ROWS):

@@ -52,7 +52,7 @@ class RequestCache:
         return list(self.keys), list(self.values)
 
     def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:
-        """Undo all `append`s since `mark`. `advance` must not have been called since."""
+        """Undo all `append`s since `mark` was called. `advance` must not have been called since."""
         self.keys, self.values = list(mark[0]), list(mark[1])
 
     def saved_bytes(self, count: int) -> int:

@@ -91,8 +91,8 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Append saved chunks to a request's cache: the first of `chunks`, up to one not saved for its owner. Return
-        their number."""
+        """Append saved chunks to a request's cache: those of `chunks` before the first that is not saved for its owner.
+        Return their number."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:

@@ -10,12 +10,12 @@ import numpy as np
 TURNS = 2.0  # from this rank on, the search alternates between ranks
 _QUOTE = 0.5
 _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
-# Characters that formats such as dates, addresses and URLs need come first.
+# These characters come first, because formats such as dates, addresses and URLs need them.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
 _PATIENCE = 0.5  # added to closing tokens' rank for each closing token so far in a row
 _LETTERS = 3.0
-_WORDS = {16: 12, 8: 4, 4: 2}  # how many words to keep, by length
+_WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
 
 
 class Spelling(NamedTuple):

@@ -75,7 +75,7 @@ class LayerCache:
 
 @dataclass
 class Past:
-    """Data that all layers of one kind share."""
+    """Data that all sliding layers share, or all full layers."""
 
     most: int  # capacity of a slot in tokens
     positions: int  # address of int64 `[slots, most]`
