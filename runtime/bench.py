@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles of a series."""
+    """Percentiles and extremes of a series of values."""
 
     median: float
     p10: float
@@ -49,7 +49,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The results of one bundle over all of its rounds."""
+    """The results of all rounds of one bundle."""
 
     forward_ms: Spread
     tokens_per_second: Spread
@@ -68,7 +68,7 @@ class RunSummary:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the spreads, in milliseconds and tokens per second."""
+        """Return all fields as a dictionary."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""Builds the inputs of body graphs: cached tokens in octets, expert slots, masks and rotations."""
+"""Builds the inputs of body graphs: cached tokens in octets (groups of eight), expert slots, masks and rotations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from canvasrt.defaults import CALL_LENGTH, OCTET, octets
 from canvasrt.runtime.engine import Arrays, Segment
 
 MULTIPLE = 4
-# Slack over the largest load. An overflow repeats a whole segment, which costs more than a few empty slots.
+# The capacity is the largest load times SLACK, plus SPARE. An overflow repeats a whole segment, which costs more than a
+# few empty slots.
 SLACK, SPARE = 1.15, 4
 
 
 def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
-    """Reshape the axis of cached tokens to `[octets, 8]`, padded with `empty`."""
+    """Reshape the axis `axis`, of cached tokens, to `[octets, 8]`. Pad the last octet with `empty`."""
     tokens = array.shape[axis]
     missing = octets(tokens) * OCTET - tokens
     if missing:
@@ -28,7 +29,7 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
 
 @cache
 def expert_slots(capacity: int, experts: int) -> Arrays:
-    """Return the inputs that set `capacity` slots per expert for both products."""
+    """Return the inputs that set `capacity` slots per expert for both of its matrix products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
 
@@ -41,7 +42,7 @@ class Geometry:
         self._segment = segment
 
     def complete(self, feeds: Arrays) -> Arrays:
-        """Return `feeds` with masks, rotations and sizes, and with cached keys and values as `[B, kv_heads, O * 8,
+        """Return `feeds` plus masks, rotations and sizes, with cached keys and values reshaped to `[B, kv_heads, O * 8,
         head_dim]`."""
         if self._segment is None:
             return feeds

@@ -19,7 +19,7 @@ from canvasrt.errors import CanvasError
 
 # Marks are surrogates. Valid text cannot contain any, so callers cannot forge marks.
 _FIRST, _LAST = 0xD800, 0xDFFF
-_MOST_CUTS = 1 << 16  # per text, whose pieces are encoded one by one
+_MOST_CUTS = 1 << 16  # maximum number of cuts in a text; every piece is encoded separately
 _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 
@@ -46,7 +46,7 @@ class ControlTexts:
     def pieces(self, marked: str) -> list[str]:
         """Split marked text inside every control token that a caller's characters would otherwise form.
 
-        The concatenated pieces are the unmarked text. Raises CanvasError if there are too many.
+        The concatenated pieces are the unmarked text. Raises CanvasError if there are too many pieces.
         """
         text = self.unmark(marked)
         cuts, at = [0], 0
@@ -128,7 +128,7 @@ def _as_written(name: str) -> Any:
     return method
 
 
-# All methods except `format`, which the sandbox must intercept.
+# `format` is not listed, because the sandbox must intercept it.
 for _name in ("__add__", "__format__", "__mod__", "__mul__", "join", "lstrip", "rstrip", "strip"):
     setattr(_OwnText, _name, _as_written(_name))
 
@@ -138,8 +138,8 @@ def _written(value: Any) -> Any:
 
 
 class _MarkOwnText(NodeTransformer):
-    """Marks control tokens in a template's string literals. Only at run time is it known whether a string is rendered
-    or compared."""
+    """Marks control tokens in a template's string literals. Whether a string is rendered or compared is known only at
+    run time."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
@@ -155,7 +155,7 @@ class _MarkOwnText(NodeTransformer):
 
     def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
         if isinstance(node.node, nodes.Const) and isinstance(node.node.value, str):
-            # '<|turn>{}'.format(role)
+            # for example '<|turn>{}'.format(role)
             marked = nodes.Const(self._control.mark(node.node.value), lineno=node.lineno)
             return nodes.Getattr(marked, node.attr, node.ctx, lineno=node.lineno)
         self.generic_visit(node)
@@ -178,7 +178,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def own(self, text: str) -> str:
-        """Return a template's string, as `_OwnText` if it has control tokens."""
+        """Return a template's string, as `_OwnText` if it contains control tokens."""
         own: str = _OwnText(text, self._control.mark(text))
         return own
 

@@ -18,13 +18,13 @@ _EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions by position of the answer, counted from 0 across canvases.
+    """Conditions on the answer's positions, which are counted from 0 across canvases.
 
     seed: tokens that replace noise in a block's first canvas. pin: fixed tokens, in every step and in the answer.
     allow: the permitted tokens, ascending. least: minimum number of tokens before the end.
 
-    The answer ends neither before the last pin nor before `least`: earlier positions cannot take a token that ends the
-    sequence, unless their `allow` lists it.
+    The answer ends neither before the last pin nor before `least`: at earlier positions, tokens that end the sequence
+    are not allowed, unless the position's `allow` lists them.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class Conditions:
         return bool(self.pin or self.allow or self.least)
 
     def check(self, config: ModelConfig, budget: int, room: int, ends: Sequence[int]) -> None:
-        """Raise CanvasError, which names the path, for positions beyond the canvases, unknown tokens, and contradictory
-        conditions.
+        """Raise CanvasError, with the path of the mistake, for positions beyond the canvases, unknown tokens, and
+        contradictory conditions.
 
-        budget: maximum number of tokens of the answer. room: positions of its canvases. ends: the tokens that end the
-        sequence.
+        budget: maximum number of tokens of the answer. room: number of positions in all its canvases. ends: the tokens
+        that end the sequence.
         """
         for name, given in (("seed", self.seed), ("pin", self.pin), ("allow", self.allow)):
             for position, value in given.items():
@@ -95,8 +95,8 @@ class Conditions:
     def allowed(
         self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """Return the allowed tokens, int64 `[k]`, by restricted position of the canvas that starts at position `begin`
-        of the answer."""
+        """Return, for each restricted position of the canvas that starts at position `begin` of the answer, its allowed
+        tokens, int64 `[k]`."""
         last = max(max(self.pin, default=-1), self.least)
         others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
         found = {}
@@ -118,7 +118,7 @@ class Conditions:
 
 
 def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int) -> np.ndarray:
-    """Map uniform tokens of the vocabulary `[length]` to uniform tokens among the allowed ones."""
+    """Map tokens `[length]` that are uniform over the vocabulary to tokens that are uniform over the allowed ones."""
     if not allowed:
         return tokens
     tokens = tokens.copy()

@@ -12,11 +12,11 @@ from canvasrt.runtime.sampling_params import SamplingParams
 
 
 class EarlyStopping:
-    """The rule of `early_stop` for one block: stable and confident (transformers'
-    `StableAndConfidentStoppingCriteria`).
+    """The rule of `early_stop` for one block, which must be stable and confident, as in transformers'
+    `StableAndConfidentStoppingCriteria`.
 
-    A block may end once its argmax has equalled the `stability_threshold` previous ones, and the mean entropy is below
-    `confidence_threshold`, in nats.
+    A block may end once its likeliest tokens equal those of the `stability_threshold` previous steps, and their mean
+    entropy is below `confidence_threshold`, in nats.
     """
 
     def __init__(self, params: SamplingParams, when_certain: bool = False) -> None:
@@ -48,19 +48,19 @@ class EarlyStopping:
 
 
 class SettledPrefix:
-    """The settled prefix of one block's canvas, which no later step changes.
+    """The settled prefix of one block's canvas: tokens at its beginning that no later step changes.
 
     The sampler itself makes no token final: every step accepts a new set of positions, so any token may change until
-    the block's last step. With `settle_steps`, a position settles once all positions before it have settled, and its
-    argmax has stayed the same, with an entropy below `confidence_threshold`, for this number of steps. Then its token
-    is fixed.
+    the block's last step. With `settle_steps`, a position settles once all positions before it have settled, and for
+    this number of steps its likeliest token has stayed the same and its entropy has been below `confidence_threshold`.
+    Then that token is fixed.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self._wanted = params.settle_steps
         self._threshold = np.float32(params.confidence_threshold)
         self._argmax: np.ndarray | None = None
-        # By position: number of steps that it has been stable and confident.
+        # For every position, the number of steps for which it has been stable and confident.
         self._calm: np.ndarray | None = None
         self.tokens: list[int] = []
 
@@ -82,7 +82,7 @@ class SettledPrefix:
         return new
 
     def over(self, argmax: np.ndarray) -> np.ndarray:
-        """Return a canvas with the settled tokens inserted."""
+        """Return `argmax` with the settled tokens at its beginning."""
         if not self.tokens:
             return argmax
         return np.concatenate([np.array(self.tokens, argmax.dtype), argmax[len(self.tokens) :]])

@@ -27,8 +27,8 @@ class Segment(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
 
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
-        """Run the graph on `feeds`, which must have every input. Return the outputs named by `wanted`; None returns
-        all.
+        """Run the graph on `feeds`, which must have every input. Return the outputs that `wanted` names, or all outputs
+        if it is None.
 
         Arrays are C-contiguous and have the graph's dtypes.
         """
@@ -38,7 +38,7 @@ class Segment(Protocol):
 class Backend(Protocol):
     """Opens segments. The bundle's target determines the backend."""
 
-    # True runs one request per pass, so that its tokens cannot depend on other requests.
+    # True: every pass has one request, so that a request's tokens cannot depend on other requests.
     rows_apart: bool
     # maximum number of concurrent passes
     max_workers: int
@@ -53,8 +53,8 @@ class Backend(Protocol):
 class Device(Protocol):
     """Memory that engines read and write, and one work queue.
 
-    All calls except `allocate`, `host` and `synchronize` are queued, and run in order. A host array passed to
-    `download` has its data after the next `synchronize`.
+    `upload`, `download` and `copy` are queued, and run in order. The host array that is passed to `download` has the
+    data after the next `synchronize`.
     """
 
     @property
@@ -68,7 +68,8 @@ class Device(Protocol):
         ...
 
     def host(self, size: int) -> np.ndarray:
-        """Return `size` bytes of host memory with fast copies to and from the device (page-locked on a GPU)."""
+        """Return `size` bytes of host memory. Copies between this memory and the device are fast: for a GPU, the memory
+        is page-locked."""
         ...
 
     def upload(self, address: int, array: np.ndarray) -> None:
@@ -81,12 +82,12 @@ class Device(Protocol):
         ...
 
     def copy(self, to: Pitched, source: Pitched, width: int, height: int) -> None:
-        """Queue a 2D copy inside the device: `height` pieces of `width` bytes. Source and destination must not
+        """Queue a copy of `height` pieces of `width` bytes inside the device. Source and destination must not
         overlap."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all queued work. Raises CanvasError if any of it failed."""
+        """Wait for all queued work. Raises CanvasError if any of the work failed."""
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -106,9 +107,9 @@ class Pitched:
 class EngineCall:
     """One launch of an engine: its tensors' shapes and addresses, by name.
 
-    `dims` are the sizes that determine the shapes, named as in profiles. `repeats`: the same call is likely to run
-    again. `place` is the place in the batch whose captured graph the call uses. Every place has one graph; None if
-    capturing the call gains little.
+    `dims` are the sizes that determine the shapes, named as in profiles. `repeats`: whether the same call is likely to
+    run again. `place`: the place in the batch whose captured graph runs the call; every place has one graph. None if
+    capturing the call would gain little.
     """
 
     dims: Mapping[str, int]
@@ -125,7 +126,8 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of our own kernel: programs per axis, threads per program, bytes of shared memory, arguments."""
+    """One launch of one of our own kernels: programs per axis, threads per program, bytes of shared memory, and
+    arguments."""
 
     kernel: int
     grid: tuple[int, int, int]
@@ -160,7 +162,7 @@ class Engine(Protocol):
         ...
 
     def launch(self, call: EngineCall) -> None:
-        """Queue one run. Raises CanvasError if the engine refuses it."""
+        """Queue one run. Raises CanvasError if the engine refuses the call."""
         ...
 
 
@@ -174,7 +176,7 @@ class DeviceBackend(Protocol):
     def device(self) -> Device: ...
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> Engine:
-        """Load the engine in `file`. `profiles` are the manifest's; None if the engine takes any size.
+        """Load the engine in `file`. `profiles` come from the manifest; None means that the engine supports any size.
 
         Raises CanvasError if that fails.
         """

@@ -31,20 +31,20 @@ STATES: dict[type[Request], Any] = {
     DecisionRequest: DecisionState,
 }
 _SEARCH_WAIT = 0.004  # seconds to wait for a search when no pass can run
-_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can have the place
+_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can take the place
 
 
 class Generator:
     """Runs requests on one model, at most `max_batch` at a time, or fewer if the engines' limit is lower.
 
-    Other requests wait; `Schedule` decides which run. `add` and `cancel` may be called from other threads while one
+    The rest wait; `Schedule` decides which requests run. `add` and `cancel` may be called from other threads while one
     thread calls `step`.
     """
 
     def __init__(
         self, model: Model, max_batch: int = MAX_BATCH, prefixes: PrefixCache | None = None
     ) -> None:
-        """With `prefixes`, common prefixes of prompts are encoded once."""
+        """`prefixes` keeps common prefixes of prompts, so that each is encoded only once; None keeps nothing."""
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
@@ -93,7 +93,8 @@ class Generator:
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
-        """Forget the next of the requests that wait for their first pass. Return its id; None if no request waits."""
+        """Of the requests that have had no pass, remove the one that would run next. Return its id; None if there is
+        none."""
         self._take_arrived()
         untouched = [each for each in self._waiting if not each.passes]
         if not untouched:
@@ -107,7 +108,7 @@ class Generator:
         """Encode one chunk and denoise one step of every running request that is ready; return their events.
 
         A step encodes only one chunk of a long prompt. While other requests can run, the next chunk waits for as many
-        steps as the last one cost.
+        steps as take about as long as the previous chunk.
         """
         self._take_arrived()
         events = self._drop_cancelled()
@@ -141,7 +142,7 @@ class Generator:
         return [results[id] for id in ids]
 
     def probe(self) -> None:
-        """Run the shortest possible request, to test the engines. Raises what its passes raise."""
+        """Run the shortest possible request, to test the engines. Raises the errors of its passes."""
         params = SamplingParams.from_defaults(self.model.sampler, self.model.config, **LEAST_WORK)
         self.run([Request([0], params)])
 
@@ -226,7 +227,7 @@ class Generator:
         return self._finished_by([event for each in self._running for event in each.collect()])
 
     def _encode(self) -> list[Event]:
-        """Encode one chunk of every request that has tokens to encode. Return the resulting events."""
+        """Encode the next chunk of every request whose chunk is due. Return the resulting events."""
         ready = self._to_encode()
         self.model.encode([each.next_chunk() for each in ready])
         events: list[Event] = []
@@ -241,8 +242,8 @@ class Generator:
         return self._finished_by(events)
 
     def _to_encode(self) -> list[RequestState]:
-        """Return the requests to encode. If several have the same next chunk, only one is returned; the others will
-        take the chunk from the prefix cache."""
+        """Restore saved chunks, then return the requests whose next chunk must be encoded now. If several have the same
+        next chunk, only one is returned; the others will find the chunk in the prefix cache."""
         first: list[RequestState] = []
         taken: set[tuple[str, tuple[bytes, int]]] = set()
         for each in self._running:
@@ -278,6 +279,6 @@ class Generator:
         return self._finished_by(events)
 
     def _finished_by(self, events: list[Event]) -> list[Event]:
-        """Release the finished requests; return the events."""
+        """Release the finished requests; return `events`."""
         self._leave([each for each in self._running if each.finished])
         return events

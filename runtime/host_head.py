@@ -22,8 +22,8 @@ _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.w
 class TokenScore:
     """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its position.
 
-    step: the denoising step, from 1, that computed the distribution; 0 for tokens of the prompt, the first of which has
-    no log-probability.
+    step: number of the denoising step that computed the distribution, counted from 1; 0 for tokens of the prompt. The
+    prompt's first token has no log-probability.
     """
 
     token: int
@@ -36,7 +36,7 @@ class HostHead:
     """Final norm, output projection and self-conditioning, in float32, over chosen tokens.
 
     Follows `DiffusionGemmaForBlockDiffusion.forward`. The cost is proportional to the number of scored tokens:
-    negligible for a few labels, a product with the whole table for the vocabulary.
+    a few labels cost next to nothing, the whole vocabulary a product with the whole table.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class HostHead:
 
     @classmethod
     def load(cls, bundle: Bundle, table: Table) -> HostHead:
-        """Read the weights from a bundle. Raises CanvasError if it has none."""
+        """Read the weights from a bundle. Raises CanvasError if the bundle has none."""
         entry = bundle.manifest.embedding.get("host_head")
         if not entry:
             raise CanvasError(
@@ -91,9 +91,9 @@ class HostHead:
         step: int,
         listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return the tokens' log-probabilities, each with those of the `top` likeliest tokens at its position, or of
-        itself and the `listed` tokens. `hidden` is the last layer's output at these positions, float32 `[n,
-        hidden_size]`."""
+        """Return a score per token. Each also lists the log-probabilities of the `top` likeliest tokens at the
+        position, or those of the token itself and of `listed` tokens. `hidden` is the last layer's output at these
+        positions, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, map(int, tokens), strict=True):
@@ -123,8 +123,8 @@ class HostHead:
     def mean_embedding(
         self, probabilities: np.ndarray, tokens: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the scaled expected embedding `[n, hidden_size]` under `probabilities` `[n, k]` of `tokens` `[k]`, by
-        default of the whole vocabulary."""
+        """Return the scaled mean embeddings `[n, hidden_size]` of `tokens` `[k]`, weighted by `probabilities` `[n, k]`.
+        By default, `tokens` is the whole vocabulary."""
         tokens = np.arange(self.vocab_size) if tokens is None else tokens
         out = np.zeros((len(probabilities), self._size), np.float32)
         for begin in range(0, len(tokens), _ROWS):
@@ -164,7 +164,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _likeliest(row: np.ndarray, count: int) -> np.ndarray:
-    """Return the tokens of the `count` largest values, largest first; of equal ones, the token with the lowest id."""
+    """Return the `count` tokens with the largest values, largest first. Of tokens with equal values, the lowest id
+    comes first."""
     least = np.partition(row, -count)[-count] if count else np.inf
     few = np.flatnonzero(row >= least)  # sorting a whole vocabulary takes over ten times as long
     return few[np.argsort(-row[few], kind="stable")][:count]

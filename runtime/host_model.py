@@ -34,7 +34,7 @@ class HostRow:
 
 @dataclass(frozen=True)
 class BodySegment:
-    """One body segment, and the model's layers that it runs."""
+    """One body segment, and the model's layers that the segment runs."""
 
     segment: Segment
     layers: tuple[int, ...]
@@ -152,7 +152,8 @@ class HostModel(Model):
     ) -> Iterator[OutputT]:
         """Run passes concurrently if there are several workers. Passes share no state. Yields results in order.
 
-        The calling thread is one of the workers, because waking it up at the end took a tenth of a small model's time.
+        The calling thread is one of the workers: otherwise, waking it up at the end took a tenth of a small model's
+        time.
         """
         if self._pool is None or count < 2:
             yield from map(run, batches)
@@ -258,7 +259,7 @@ class HostModel(Model):
     def _run_body(
         self, body: BodySegment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
     ) -> Arrays:
-        """Run a segment. If it has expert slots, repeat it with more slots as long as an expert overflows."""
+        """Run a segment. If the segment has expert slots, repeat it with more slots as long as an expert overflows."""
         segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         if "load" not in segment.outputs:

@@ -1,4 +1,4 @@
-"""The sampler on the host: whole steps, and draws from restricted candidates."""
+"""The sampler on the host: runs whole steps, and redraws tokens from restricted candidates."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def host_step(
 
     Args:
         hidden: the last layer's output, float32 `[canvas, hidden_size]`.
-        allowed: tokens, int64 `[k]`, by restricted position; a single token pins the position. Other positions may have
-        any token.
+        allowed: for each restricted position, the tokens that it can have, int64 `[k]`; a single token pins the
+        position. Positions that are not listed can have any token.
         uniforms: float32 `[canvas]` in [0, 1).
         noise: int64 `[canvas]`, the new tokens of positions that are not accepted. Pinned positions keep their token.
     """
@@ -60,7 +60,7 @@ def host_step(
 
 
 def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
-    """Group positions that share an array of several allowed tokens."""
+    """Group the positions that have several allowed tokens by their array of tokens."""
     groups: dict[int, tuple[np.ndarray, list[int]]] = {}
     for position, tokens in allowed.items():
         if len(tokens) > 1:
@@ -81,7 +81,8 @@ def accept(entropy: np.ndarray, bound: float) -> np.ndarray:
 def _draw(
     logits: np.ndarray, uniforms: np.ndarray, params: SamplingParams
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return argmax, draw, entropy (each `[n]`) and probabilities `[n, k]`."""
+    """Return the columns of the likeliest and of the drawn tokens, the entropies (each `[n]`), and the probabilities
+    `[n, k]`."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     mass = np.exp(shifted)
     total = mass.sum(axis=-1, keepdims=True)
@@ -100,14 +101,14 @@ def redrawn(
     changed, and their next hidden states `[n, hidden_size]`.
 
     Acceptance and self-conditioning still use the whole distribution. The host only scores positions where the
-    restriction may matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −
-    e⁻ᴴ and e⁻ᴴ draws it from any set of candidates.
+    restriction can matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −
+    e⁻ᴴ and e⁻ᴴ draws that token from any set of candidates.
     """
     assert output.hidden is not None
     rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
     open_ones = (uniforms <= rest) | (uniforms >= 1 - rest) | (output.canvas != output.argmax)
     places = np.flatnonzero(output.accepted & open_ones)
-    if not places.size:  # the usual case, which avoids reading the whole vocabulary's table
+    if not places.size:  # usually, so the whole vocabulary's table is rarely read
         return output, places, np.empty((0, output.hidden.shape[1]), np.float32)
     logits = head.logits(output.hidden[places]) / temperature
     tokens = draw(logits, uniforms[places], params)
@@ -125,8 +126,8 @@ def redrawn(
 def biased(
     logits: np.ndarray, params: SamplingParams, tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Add `logit_bias` in place to raw logits `[n, k]` of `tokens` int64 `[k]`, ascending; by default of the whole
-    vocabulary."""
+    """Add `logit_bias` in place to raw logits `[n, k]`. Their columns are `tokens`, int64 `[k]`, ascending; by default
+    the whole vocabulary."""
     if params.logit_bias:
         ids, values = (np.array(each) for each in zip(*params.logit_bias, strict=True))
         if tokens is not None:
@@ -137,7 +138,7 @@ def biased(
 
 
 def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Return which tokens may be drawn, bool `[n, k]`, from logits `[n, k]` after the temperature.
+    """Return which tokens can be drawn, bool `[n, k]`. `logits` `[n, k]` are already divided by the temperature.
 
     `top_k`, `top_p` and `min_p` are applied in this order, as in `TopKLogitsWarper`, `TopPLogitsWarper` and
     `MinPLogitsWarper` of transformers.
@@ -160,7 +161,7 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, uniforms: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Draw a token `[n]` per row by inverse CDF, from the candidates of logits `[n, k]`."""
+    """Draw one of the candidates per row of `logits` `[n, k]`, by inverse CDF. Return their columns `[n]`."""
     mass = np.exp(logits - logits.max(axis=-1, keepdims=True), dtype=np.float64)
     if params.restricts:
         mass[~candidates(logits, params)] = 0

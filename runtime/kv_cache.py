@@ -32,7 +32,7 @@ class RequestCache:
         self.values = list(empty)
 
     def kept(self, kind: str) -> int:
-        """Return the number of tokens that a layer of this kind holds."""
+        """Return the number of tokens in a layer of this kind."""
         return min(self.length, self._window - 1) if kind == "sliding" else self.length
 
     def positions(self, kind: str) -> np.ndarray:
@@ -40,7 +40,8 @@ class RequestCache:
         return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Add one layer's keys and values of new tokens, `[1, kv_heads, n, head_dim]`. Call `advance` after the last layer."""
+        """Add one layer's keys and values of new tokens, `[1, kv_heads, n, head_dim]`. After the last layer, call
+        `advance`."""
         kept = self.kept(self._kinds[layer])
         keep = min(kept + keys.shape[2], self._most(layer))
         self.keys[layer] = _joined(self.keys[layer], kept, keys, keep)
@@ -51,11 +52,11 @@ class RequestCache:
         return list(self.keys), list(self.values)
 
     def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:
-        """Undo all `append`s since `mark`. `advance` must not have been called since."""
+        """Undo all `append`s since `mark` was called. `advance` must not have been called since."""
         self.keys, self.values = list(mark[0]), list(mark[1])
 
     def saved_bytes(self, count: int) -> int:
-        """Return the bytes of a saved copy of this many tokens."""
+        """Return the size of a saved copy of `count` tokens, in bytes."""
         sizes = [
             each.shape[1] * each.shape[4] * min(count, self._most(layer))
             for layer, each in enumerate(self.keys)
@@ -63,8 +64,8 @@ class RequestCache:
         return 2 * np.dtype(np.float32).itemsize * sum(sizes)
 
     def save(self, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return copies of every layer's keys and values of the last `count` tokens, `[1, kv_heads, n, head_dim]`, as
-        far as the layer keeps them."""
+        """Return copies of every layer's keys and values of the last `count` tokens, `[1, kv_heads, n, head_dim]`;
+        fewer if the layer keeps fewer."""
         saved = []
         for kind, keys, values in zip(self._kinds, self.keys, self.values, strict=True):
             kept = self.kept(kind)
@@ -73,15 +74,15 @@ class RequestCache:
         return saved
 
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
-        """Append copies that `save` made; together they have `count` tokens."""
+        """Append copies that `save` returned. In total, they have `count` tokens."""
         for layer in range(len(self.keys)):
-            # In sliding layers, copies may lack old tokens, but not those in the window.
+            # In sliding layers, copies may lack old tokens, but have all tokens in the window.
             keys, values = zip(*(each[layer] for each in saved), strict=True)
             self.append(layer, np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
         self.advance(count)
 
     def advance(self, count: int) -> None:
-        """Count `count` tokens as cached. Call it after appending them to all layers."""
+        """Count `count` tokens as cached. Call this after these tokens were appended to all layers."""
         self.length += count
 
     def _most(self, layer: int) -> int:
@@ -90,7 +91,7 @@ class RequestCache:
 
 
 class CanvasFeeds:
-    """The inputs of shared denoising passes except hidden states, padded to the longest past.
+    """The inputs of denoising passes, except for hidden states. Cached tokens are padded to the longest request.
 
     They are the same in all steps of a block, so they are cached until the requests or their lengths change.
     """
@@ -102,8 +103,8 @@ class CanvasFeeds:
         self._feeds: Arrays = {}
 
     def of(self, caches: Sequence[RequestCache], length: int) -> Arrays:
-        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`, with
-        masks and rotations."""
+        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`, plus
+        those that `Geometry` adds."""
         key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
             # Keeps references to the caches, so that their ids are not reused.
@@ -122,7 +123,7 @@ class CanvasFeeds:
 
 
 def token_feeds(positions: np.ndarray, causal: bool) -> Arrays:
-    """Return the inputs for a pass's own tokens, which are text, at int64 `positions` `[B, L]`."""
+    """Return the inputs that describe a pass's new tokens, as text, at the int64 `positions` `[B, L]`."""
     return {
         "positions": positions,
         "groups": np.full(positions.shape, -1, np.int64),
@@ -131,8 +132,8 @@ def token_feeds(positions: np.ndarray, causal: bool) -> Arrays:
 
 
 def past_feeds(caches: Sequence[RequestCache]) -> Arrays:
-    """Return the inputs for a pass's past: `past_positions_sliding|full` int64 `[B, O, 8]` (-1 is padding), and
-    `past_key_i`, `past_value_i` float32 `[B, kv_heads, O, 8, head_dim]` for every layer i.
+    """Return the inputs that describe cached tokens: `past_positions_sliding` and `past_positions_full`, int64 `[B, O,
+    8]` (-1 is padding), and for every layer i `past_key_i` and `past_value_i`, float32 `[B, kv_heads, O, 8, head_dim]`.
 
     For a single request, these are the arrays of its cache, not copies.
     """
@@ -155,8 +156,8 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _joined(old: np.ndarray, kept: int, new: np.ndarray, keep: int) -> np.ndarray:
-    """Return octets with the last `keep` tokens of `old` and `new` together. `old` holds `kept` tokens; `new` is
-    `[1, kv_heads, n, head_dim]`."""
+    """Return octets with the last `keep` tokens of `old` followed by `new`. `old` holds `kept` tokens; `new` is `[1,
+    kv_heads, n, head_dim]`."""
     joined = np.empty((1, old.shape[1], octets(keep), OCTET, old.shape[4]), np.float32)
     tokens = _flat(joined)
     fresh = min(new.shape[2], keep)

@@ -39,7 +39,7 @@ class Model(ABC):
     # maximum number of requests per pass; None means no limit
     max_batch: int | None = None
     device_name = "cpu"
-    # The number of passes in a request's turn, after which it may be parked.
+    # The number of passes in a request's turn. A request whose turn is over can be parked.
     quantum = 8
     # The number of denoising steps that take about as long as encoding `prefill_chunk` tokens.
     chunk_steps = 1
@@ -94,13 +94,13 @@ class Model(ABC):
 
     @cached_property
     def host_head(self) -> HostHead:
-        """The head on the host. Raises CanvasError if the bundle lacks its weights."""
+        """The head, computed on the host. Raises CanvasError if the bundle lacks the head's weights."""
         if self.bundle is None:
             raise CanvasError("the model was not opened from a bundle", "open a bundle")
         return HostHead.load(self.bundle, self._table)
 
     def warm_up(self) -> None:  # noqa: B027 - optional
-        """Prepare every kind of pass, so that no request has to wait for it."""
+        """Prepare all kinds of passes, so that no request waits for preparations."""
 
     @abstractmethod
     def new_row(self) -> Row:
@@ -124,7 +124,7 @@ class Model(ABC):
             )
 
     def check_pictures(self, pictures: Sequence[Picture]) -> None:
-        """Raise CanvasError for images that the model cannot take."""
+        """Raise CanvasError if the model has no vision tower, or if an image takes too many tokens."""
         self.check_vision()
         for picture in pictures:
             if picture.tokens > self.prefill_chunk:
@@ -144,14 +144,15 @@ class Model(ABC):
     def _see(self, picture: Picture) -> np.ndarray: ...
 
     def park(self, row: Row, hidden: Hidden) -> tuple[Hidden, bool]:
-        """Release a request's place in the batch. Return the hidden states to continue with, and whether its tokens
-        must be encoded again."""
+        """Release a request's place in the batch. Return the hidden states with which the request continues later, and
+        whether its tokens must be encoded again."""
         return hidden, False
 
     def revise(
         self, row: Row, hidden: Hidden, places: np.ndarray, states: np.ndarray
     ) -> np.ndarray:
-        """Return a step's `next_hidden` with `states` `[n, hidden_size]` at the positions `places` `[n]`."""
+        """Return `hidden`, a step's `next_hidden`, in which `states` `[n, hidden_size]` replace the positions `places`
+        `[n]`."""
         revised = np.array(self._fetch(row, hidden))
         revised[places] = states
         return revised
@@ -161,19 +162,19 @@ class Model(ABC):
         return np.asarray(hidden)
 
     def check_device(self) -> None:  # noqa: B027 - only devices can fail
-        """Wait for the device. Raises EngineError if it is no longer usable."""
+        """Wait for the device. Raises EngineError if the device is no longer usable."""
 
     def reserve(self, limit: int) -> int:
-        """Reserve up to `limit` bytes of memory for saved chunks. Return the reserved bytes."""
+        """Reserve up to `limit` bytes of memory for saved chunks. Return how many were reserved."""
         return limit
 
     @abstractmethod
     def saved_bytes(self, tokens: int) -> int:
-        """Return the bytes of a saved chunk of this many tokens."""
+        """Return the size of a saved chunk of `tokens` tokens, in bytes."""
 
     def save(self, row: Row, tokens: int) -> Saved:
-        """Save a copy of the last `tokens` cached tokens of a request. They must have been encoded by its latest
-        pass."""
+        """Save a copy of the last `tokens` cached tokens of a request. The request's latest pass must have encoded
+        them."""
         encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
         return Saved(tokens, self._save(row, tokens), encode)
 
@@ -218,11 +219,11 @@ class Model(ABC):
     def denoise_each(
         self, inputs: Iterable[DenoiseInput], count: int
     ) -> Generator[DenoiseOutput, None, None]:
-        """Run one denoising step of `count` requests; yield the outputs in order. Close the generator before other
-        passes.
+        """Run one denoising step of `count` requests; yield the outputs in order. Close the generator before you run
+        other passes.
 
-        Implementations may start passes before all inputs are known: they may iterate over `inputs` on any thread, and
-        yield outputs while other passes run.
+        Some models start passes before all inputs are known: they iterate over `inputs` on any thread, and yield
+        outputs while other passes run.
         """
         given = list(inputs)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A request's noise, from a counter-based generator, so that tokens only depend on the seed."""
+"""A request's noise, from a counter-based generator, so that tokens depend only on the seed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def step_noise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the uniforms and the random tokens of one denoising step of a block.
 
-    The tokens of step 0 are the block's first canvas. Steps 1, 2, … draw candidates with their uniforms, and renoise
-    with their tokens. Every `attempt` at a block has different noise.
+    The tokens of step 0 are the block's first canvas. Every later step draws candidates with its uniforms, and puts its
+    tokens at the positions that are not accepted. Every `attempt` at a block has different noise.
 
-    Shapes: float32 `[length]` in [0, 1) on a grid of 2**-24, and int64 `[length]` in [0,
+    The uniforms are float32 `[length]`, multiples of 2**-24 in [0, 1). The tokens are int64 `[length]` in [0,
     vocab_size).
     """
     # Key and counter determine the numbers, so any backend can reproduce any step.

@@ -33,9 +33,9 @@ def open_model(
     - threads: CPU threads; None uses every core.
     - check: verify the files' hashes first.
     - backend: replaces the backend that `device` selects.
-    - device: `cpu` or `cuda`; None takes the device that the bundle was built for.
-    - share_passes: let requests share passes on a GPU, whose passes then always have the shape of a full batch.
-    - max_context: maximum tokens of a request, prompt plus answer; None is the bundle's limit.
+    - device: `cpu` or `cuda`; None selects the device that the bundle was built for.
+    - share_passes: let requests share passes on a GPU. Every pass then has the shape of a full batch.
+    - max_context: maximum tokens of a request, prompt plus answer; None means the bundle's limit.
     - gpu: the number of the GPU among those that CUDA_VISIBLE_DEVICES names.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
@@ -54,7 +54,7 @@ def open_model(
 
 
 def _check_memory(bundle: Bundle) -> None:
-    """Raise CanvasError if the weights exceed this machine's memory, since ONNX Runtime copies them to its own
+    """Raise CanvasError if the weights exceed this machine's memory. ONNX Runtime copies all weights to its own
     format."""
     names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
     files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]
@@ -88,10 +88,10 @@ def choose_backend(
     share_passes: bool = False,
     gpu: int = 0,
 ) -> Backend | DeviceBackend:
-    """Return the backend for a bundle. Raises CanvasError if this machine lacks a requirement.
+    """Return the backend for a bundle. Raises CanvasError if this machine cannot run the bundle.
 
-    device: None takes the device that the bundle was built for; for plain graphs, the CPU. share_passes: let requests
-    share passes on a GPU; ignored on a CPU, where it gains nothing.
+    device: None selects the device that the bundle was built for, or the CPU for plain graphs. share_passes: let
+    requests share passes on a GPU; ignored on a CPU, where it gains nothing.
     """
     check_device(device)
     target = manifest.target or {}
@@ -138,7 +138,7 @@ def _compiled_kernels(manifest: Manifest, gpu: str) -> Path:
 
 
 def _check_graphs(precision: str, device: str | None) -> None:
-    """Raise CanvasError for graphs that ONNX Runtime has no kernels for."""
+    """Raise CanvasError for graphs of a precision that ONNX Runtime cannot run on this device."""
     if precision not in ("fp32", "bf16"):
         raise CanvasError(
             f"the graphs are quantized to {precision} and only run as engines",

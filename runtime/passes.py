@@ -13,7 +13,7 @@ from canvasrt.errors import EngineError
 # A row is a request's state, from `Model.new_row`. Hidden states are an array, or the `next_hidden` of an earlier step.
 Row = Any
 Hidden = Any
-# `tokens` runs layers and head; `hidden` runs only the layers; `both` also returns the layers' output.
+# `tokens`: the head's outputs. `hidden`: the last layer's output, without running the head. `both`: all of these.
 Outputs = Literal["tokens", "hidden", "both"]
 
 
@@ -25,7 +25,7 @@ class EncodeInput:
     tokens: np.ndarray  # int64 [n], n >= 1
     # The tokens' image numbers, int64 [n], -1 for text; None without images.
     groups: np.ndarray | None = None
-    features: np.ndarray | None = None  # float32 [image tokens, hidden_size], instead of embeddings
+    features: np.ndarray | None = None  # float32 [image tokens, hidden_size]; replaces embeddings
     # A callback that receives the last layer's output, float32 [n, hidden_size], and decides whether the tokens are
     # kept.
     keep: Callable[[np.ndarray], bool] | None = None
@@ -54,24 +54,24 @@ class DenoiseOutput:
     """One request's result of a denoising pass. Arrays are `[canvas]`, except for hidden states. Without the head, only
     `hidden` is set."""
 
-    canvas: np.ndarray = field(default_factory=_none)  # int64, renoised
+    canvas: np.ndarray = field(default_factory=_none)  # int64, the next step's tokens
     argmax: np.ndarray = field(default_factory=_none)  # int64
     entropy: np.ndarray = field(default_factory=_none)  # float32, nats
     accepted: np.ndarray = field(default_factory=_none)  # bool
-    next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle if it stays on a device
+    next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle to states on a device
     # float32 [canvas, hidden_size], the last layer's output if requested
     hidden: np.ndarray | None = None
 
 
 def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:
-    """Return the input of a pass whose tokens the host samples: it runs only the layers."""
+    """Return the input of a pass that runs only the layers, because the host samples the tokens."""
     length = len(hidden)
     blank = np.zeros(length, np.float32), np.zeros(length, np.int64)
     return DenoiseInput(row, hidden, np.float32(1), 0.0, *blank, outputs="hidden")
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise EngineError if values are not finite, because tokens would be arbitrary."""
+    """Raise EngineError if values are not finite: tokens that depend on them would be arbitrary."""
     if not np.isfinite(values).all():
         bad = np.count_nonzero(~np.isfinite(values))
         raise EngineError(
@@ -87,7 +87,7 @@ class Saved:
 
     tokens: int
     data: Any  # the model's own representation
-    # Expert capacities learned so far.
+    # Expert capacities that the request had learned when it was saved.
     capacities: dict[tuple[str, str], Any]
 
 
@@ -97,7 +97,7 @@ class Counters:
 
     encode_passes: int = 0
     encode_tokens: int = 0
-    cached_tokens: int = 0  # tokens taken from the prefix cache instead
+    cached_tokens: int = 0  # tokens that came from the prefix cache instead of a pass
     encode_seconds: float = 0.0
     denoise_passes: int = 0
     denoise_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Preprocesses images for the vision tower: resizes them to a budget of soft tokens and cuts them into patches.
+"""Preprocesses images for the vision tower: resizes them to fit a budget of soft tokens, and cuts them into patches.
 
 Follows `transformers.models.gemma4.image_processing_pil_gemma4`.
 """
@@ -20,7 +20,7 @@ from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
-# Maximum soft tokens of an image. The checkpoint supports larger budgets, but engines do not.
+# The possible budgets: maximum soft tokens of an image. The checkpoint supports larger ones, but engines do not.
 BUDGETS = (70, 140, SOFT_TOKENS)
 MAX_PIXELS = 64_000_000  # maximum pixels of an image file; decoding takes three bytes per pixel
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -92,8 +92,8 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
 
 
 def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
-    """Return the largest height and width with about these proportions within `budget` soft tokens. Both are multiples
-    of `patch · pool`. Raises CanvasError if there are none."""
+    """Return the largest height and width that keep about these proportions and need at most `budget` soft tokens. Both
+    are multiples of `patch · pool`. Raises CanvasError if there are none."""
     side = patch * pool
     factor = math.sqrt(budget * side**2 / (height * width))
     rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
@@ -120,8 +120,8 @@ def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
 
 
 def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> list[int]:
-    """Expand every image token of a prompt to the picture's number of image tokens, between the tokens that begin and
-    end an image.
+    """Replace every image token of a prompt by as many image tokens as the picture has soft tokens, between the tokens
+    that begin and end an image.
 
     Raises CanvasError if the numbers of image tokens and pictures differ: some templates do not support images.
     """
@@ -163,9 +163,9 @@ def groups_of(
 
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
-    """Return the size of the next chunk of tokens with these image numbers: `size`, unless that would cut an image. In
-    that case the chunk includes the image if it then has at most `most` tokens, and otherwise ends before the image. An
-    image of more than `most` tokens is one chunk."""
+    """Return the size of a prompt's next chunk. `groups` are the image numbers of the tokens that remain. The chunk has
+    `size` tokens, unless that would cut an image. In that case the chunk includes the image if at most `most` tokens
+    result, and otherwise ends before the image. An image of more than `most` tokens is one chunk."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])
@@ -176,14 +176,14 @@ def uncut(groups: np.ndarray, size: int, most: int) -> int:
 def see_groups(
     groups: np.ndarray, pictures: Sequence[Picture], see: Callable[[Picture], np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the image numbers `groups` of tokens to encode, and the soft tokens of these images. Returns None twice
-    without images."""
+    """Return the image numbers `groups` of tokens to encode, and the soft tokens of these images. Returns None for both
+    if there are no images."""
     seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
     return (groups, np.concatenate(seen)) if seen else (None, None)
 
 
 def _size(data: bytes) -> int:
-    """Return an image file's number of pixels, from its header."""
+    """Return the number of pixels that an image file's header states."""
     with _opened(data) as image:
         return int(image.size[0] * image.size[1])
 
@@ -203,7 +203,7 @@ def _decode(data: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image file. Raises CanvasError if it cannot be read, even later, inside the `with` block."""
+    """Open an image file. Raises CanvasError if the file cannot be read, even later, inside the `with` block."""
     image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:

@@ -14,8 +14,7 @@ from canvasrt.runtime.prefix import Chunk, chunks_of
 
 
 class PrefillQueue:
-    """A list of chunks, and a cursor on the next one to encode: the prompt's chunks, then those of every block but the
-    last.
+    """The chunks of the prompt, then those of every block but the last, and a cursor on the chunk to encode next.
 
     A request that lost its cache rewinds the cursor, so that the same chunks are encoded again.
     """
@@ -27,7 +26,7 @@ class PrefillQueue:
         model: Model,
         watch: Callable[[np.ndarray], bool] | None = None,
     ) -> None:
-        """`watch` is the `EncodeInput.keep` of the last chunk of the prompt and of every block."""
+        """`watch` is the `EncodeInput.keep` of the prompt's last chunk and of every block's last chunk."""
         self._model, self._pictures, self._watch = model, pictures, watch
         tokens = np.array(prompt, np.int64)
         self._size = len(tokens)
@@ -61,14 +60,15 @@ class PrefillQueue:
 
     @property
     def sharing(self) -> tuple[bytes, int] | None:
-        """What identifies the next chunk, if another request may encode and score it; else None."""
+        """A key of the next chunk. If requests have equal keys, one of them can encode and score the chunk for all.
+        None if the request must encode the chunk itself."""
         if self.empty or not self.next.key or (self.next.keep and self._scores is None):
             return None
         return self.next.key, id(self._scores)
 
     def cacheable(self) -> list[Chunk]:
-        """Return the next chunks that the prefix cache may have. Chunks with `keep` must be encoded, because the cache
-        stores no outputs, unless their tokens' scores are known."""
+        """Return the next chunks that the prefix cache may have. A chunk with `keep` is returned only if its tokens'
+        scores are known: the callback needs outputs, which the cache lacks."""
         found: list[Chunk] = []
         end = self.begin
         for chunk in self._chunks[self._next :]:
@@ -79,7 +79,8 @@ class PrefillQueue:
         return found
 
     def is_scored(self, end: int) -> bool:
-        """Whether the scores are known for all prompt tokens whose predecessor is before `end`."""
+        """Whether scores are known for all prompt tokens up to position `end`, including the token at `end` if there is
+        one."""
         known = len(self._scores or ())
         return known > end or known == self._size
 
@@ -92,8 +93,8 @@ class PrefillQueue:
         return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
 
     def watch_prompt(self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]) -> None:
-        """Set the `EncodeInput.keep` of all of the prompt's chunks. It adds to `scores`, which several requests may
-        share. Chunks whose scores are missing do not come from the prefix cache."""
+        """Set `watch` as the `EncodeInput.keep` of all chunks of the prompt. The callback adds to `scores`, which
+        several requests can share. Chunks whose scores are missing do not come from the prefix cache."""
         self._scores = scores
         self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
 

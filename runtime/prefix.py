@@ -13,8 +13,8 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
-FIRST = 128  # tokens of a prompt's first chunk
-# The prefix of the names of callers without a key. Every request has its own name, but all of them share one cache.
+FIRST = 128  # number of tokens in a prompt's first chunk
+# Names of callers without a key begin with this. Each of their requests has a different name, but all share one cache.
 ANYBODY = "~"
 
 
@@ -33,7 +33,8 @@ class Chunk(NamedTuple):
 
 
 def share_of(owner: str) -> str:
-    """Return the name under which a caller's prompts are cached. Callers with a different key cannot probe them."""
+    """Return the name under which a caller's prompts are cached. Callers with different keys cannot probe each other's
+    prompts."""
     return "" if owner.startswith(ANYBODY) else owner
 
 
@@ -46,8 +47,8 @@ def chunks_of(
     independent of what follows: 128, 256, 512 and so on up to `most`, then every multiple of `most`. Prompts with the
     same prefix then have the same chunks, and a saved chunk equals what the request's own pass would compute.
 
-    An image's tokens attend to each other, so images are not cut (`pictures.uncut`). `groups` `[tokens]` has the image
-    numbers of tokens, -1 for text; `digests` identify the images.
+    An image's tokens attend to each other, so images are not cut (`pictures.uncut`). `groups` `[tokens]` has every
+    token's image number, -1 for text; `digests` identify the images.
     """
     of_text = np.full(len(tokens), -1) if groups is None else groups
     found: list[Chunk] = []
@@ -75,10 +76,10 @@ def _next_end(position: int, most: int) -> int:
 
 
 class PrefixCache:
-    """Saved chunks of prompts, the least recently used dropped first. Not thread-safe.
+    """Saved chunks of prompts. When memory is full, the least recently used are dropped first. Not thread-safe.
 
-    model: saves and restores chunks in its own memory. limit: maximum bytes of all chunks. A device reserves them at
-    load, or fewer if it has less free memory.
+    model: saves and restores chunks in its own memory. limit: maximum bytes of all chunks. A device reserves these
+    bytes at load, or fewer if it has less free memory.
     """
 
     def __init__(self, model: Model, limit: int) -> None:
@@ -90,7 +91,8 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Append to a request's cache the leading `chunks` that are saved for its owner; return their number."""
+        """Append saved chunks to a request's cache: those of `chunks` before the first that is not saved for its owner.
+        Return their number."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:

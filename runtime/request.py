@@ -1,4 +1,4 @@
-"""Requests to the generator, and its events and results."""
+"""Requests to the generator, and the events and results that it returns."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Request:
 
     prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
-    # one per run of image tokens in the prompt
+    # one for each run of image tokens in the prompt
     pictures: Sequence[Picture] = ()
     owner: str = ""  # the caller's name, for fair scheduling
     conditions: Conditions | None = None  # conditions on positions of the answer
-    # Receives the log-probabilities of the prompt's tokens, if it is a list. Requests with the same prompt and parameters
-    # may share a list, so that each of its tokens is scored once.
+    # A list to which the log-probabilities of the prompt's tokens are written; None if they are not requested. Requests
+    # with the same prompt and parameters can share a list, so that every token is scored only once.
     prompt_scores: list[TokenScore] | None = None
 
     @property
@@ -55,7 +55,8 @@ class Request:
             model.host_head.check_signal(f"leave out {' and '.join(self.params.on_host)}")
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
-        """Raise CanvasError for a prompt that is empty, has unknown tokens, or does not fit the context."""
+        """Raise CanvasError if the prompt is empty, has unknown tokens or does not fit the context, or if parameters or
+        conditions do not fit the model."""
         self.params.check_fits(config)
         canvas = self.params.canvas(config)
         room = self.params.blocks(config) * canvas
@@ -71,7 +72,7 @@ class Request:
     ) -> None:
         """Raise CanvasError unless the prompt is valid and leaves room for `room` more tokens.
 
-        For messages: `taken` describes these tokens, and `fitting` is the number of new tokens that would fit."""
+        For error messages: `taken` describes these tokens, and `fitting` is the number of new tokens that would fit."""
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")
@@ -95,7 +96,7 @@ class Request:
             )
 
     def refuse(self, names: Sequence[str], what: str) -> None:
-        """Raise CanvasError if one of the parameters is set, which cannot be combined with `what`."""
+        """Raise CanvasError if one of the parameters `names` is set: they cannot be combined with `what`."""
         for name in names:
             if getattr(self.params, name):
                 raise CanvasError(
@@ -105,7 +106,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BlockScore:
-    """The model's score of its own block.
+    """The model's score of a block that it generated.
 
     score: mean log-probability of the block's tokens, in nats. redone: how often the block was redone.
     """
@@ -132,7 +133,7 @@ class Result:
     seed: int
     steps: list[int]  # denoising steps per block
     timings: Timings
-    cached_tokens: int = 0  # of the prompt, from the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
     logprobs: list[TokenScore] = field(default_factory=list)  # one per token, if requested
     block_scores: list[BlockScore] = field(default_factory=list)  # one per block, if requested
 
@@ -141,8 +142,8 @@ class Result:
 class Draft:
     """A block's state after one denoising step; `step` counts from 1.
 
-    `tokens` is the argmax, whose first `settled` tokens are final. `canvas` is the next step's input: candidates where
-    accepted, noise elsewhere.
+    `tokens` are the likeliest tokens, of which the first `settled` are final. `canvas` is the next step's input: the
+    drawn tokens at accepted positions, and noise at all others.
     """
 
     id: int
@@ -152,12 +153,13 @@ class Draft:
     accepted: np.ndarray = field(repr=False)  # bool [canvas]
     canvas: np.ndarray | None = field(default=None, repr=False)  # int64 [canvas]
     settled: int = 0
-    cached_tokens: int = 0  # of the prompt, from the prefix cache
+    cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Tokens that became final before their block. They follow the tokens of earlier Settled events."""
+    """Tokens that became final before their block ended. They continue the tokens of the block's earlier Settled
+    events."""
 
     id: int
     block: int
@@ -168,7 +170,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Block:
-    """A finished block: its final tokens, cut at the end of sequence or the token limit.
+    """A finished block: its final tokens, cut after an end-of-sequence token or at the token limit.
 
     The first `settled` tokens were already in Settled events.
     """

@@ -67,8 +67,8 @@ class RequestState(ABC):
         self.prompt = [int(token) for token in request.prompt_token_ids]
         self.row = model.new_row()
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
-        self.passes = self.turn = self.place = 0  # counted by `Schedule`
-        self.next_encoding = 0  # the generator's clock from which the next chunk may be encoded
+        self.passes = self.turn = self.place = 0  # set by `Schedule`
+        self.next_encoding = 0  # until the generator's clock shows this, no chunk is encoded
         self.finished = self.cancelled = False
         # A search on another thread, whose result the next step needs.
         self.job: Future[Any] | None = None
@@ -80,10 +80,10 @@ class RequestState(ABC):
         self._tokens: list[int] = []
         self._logprobs: list[TokenScore] = []
         self._block_scores: list[BlockScore] = []
-        self._steps: list[int] = []  # steps of earlier blocks
-        self._step = self._attempt = 0  # within this block
+        self._steps: list[int] = []  # denoising steps of each earlier block
+        self._step = self._attempt = 0  # numbers of the step and the attempt within this block
         self._hidden: Hidden = None
-        self._allowed: dict[int, np.ndarray] = {}  # tokens by position of the canvas
+        self._allowed: dict[int, np.ndarray] = {}  # allowed tokens by canvas position
         self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
 
@@ -91,12 +91,12 @@ class RequestState(ABC):
 
     @property
     def waits(self) -> bool:
-        """Whether no step is possible yet: tokens must be encoded, or a search is running."""
+        """Whether no step is possible yet, because tokens must be encoded or a search's result is missing."""
         return not self.queue.empty or self.job is not None
 
     @property
     def parks(self) -> bool:
-        """Whether the request may be parked: not while its tokens are encoded again after an earlier park."""
+        """Whether the request can be parked: always, except while its tokens are encoded again after it was parked."""
         return not self.queue.returning
 
     @property
@@ -105,14 +105,14 @@ class RequestState(ABC):
         return self.job is not None and not self.job.done()
 
     def park(self) -> None:
-        """Release the place in the batch. If the model drops the tokens from its cache, they are encoded again
-        later."""
+        """Release the request's place in the batch. If the model then drops the request's tokens from the cache, they
+        are encoded again later."""
         self._hidden, lost = self._model.park(self.row, self._hidden)
         if lost:
             self.queue.rewind()
 
     def skip(self, count: int) -> None:
-        """Count the next `count` chunks as encoded: they came from the prefix cache."""
+        """Count the next `count` chunks as encoded, because they came from the prefix cache."""
         returning = self.queue.returning
         self.queue.skip(count)
         self._came_back(returning)
@@ -148,16 +148,17 @@ class RequestState(ABC):
         )
 
     def take(self, output: DenoiseOutput) -> list[Event]:
-        """Apply the step's result. Return the draft, and the events of a finished block or request."""
+        """Apply a step's output. Return the resulting events: the draft, settled tokens, and the end of a block or
+        request."""
         step = self._sample(output)
         return [] if step is None else self._advance(step)
 
     def collect(self) -> list[Event]:
-        """Return the events of a finished search."""
+        """Return the events of the request's search, if it has finished."""
         return []
 
     def cancel(self) -> Result:
-        """Stop a search. Return the result so far."""
+        """Stop the request's search, if one is running. Return the result so far."""
         self.cancelled = True
         if self.job is not None:
             self.job.cancel()
@@ -177,10 +178,10 @@ class RequestState(ABC):
             block_scores=self._block_scores,
         )
 
-    # Methods that kinds of request override.
+    # Methods that subclasses override.
 
     def _allowed_tokens(self) -> dict[int, np.ndarray]:
-        """Return the allowed tokens, int64 `[k]`, by restricted position of the block."""
+        """Return, for each restricted position of the block, its allowed tokens, int64 `[k]`."""
         return {}
 
     def _first_canvas(self) -> np.ndarray:
@@ -189,14 +190,14 @@ class RequestState(ABC):
 
     @property
     def _outputs(self) -> Outputs:
-        """The outputs that a pass must return. The host samples from `hidden` where tokens are restricted, which
-        engines cannot do."""
+        """The outputs that a pass must return. If tokens are restricted or biased, which engines do not support, the
+        host samples from `hidden`."""
         if self._params.logit_bias or self._allowed:
             return "hidden"
         return "both" if self._params.logprobs or self._params.on_host else "tokens"
 
     def _sample(self, output: DenoiseOutput) -> DenoiseOutput | None:
-        """Return the sampled step; None if a search must finish first, after which `collect` continues."""
+        """Return the step after sampling; None if a search must finish first: `collect` then continues."""
         if self._outputs != "hidden" and not self._params.on_host:
             return output
         assert output.hidden is not None
@@ -216,10 +217,10 @@ class RequestState(ABC):
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:
         """Return the events of a block that ends with `step`. The block's first `settled` tokens were already sent."""
 
-    # The methods below are the same for all kinds of requests.
+    # The methods below are the same for all subclasses, except for `_noise`.
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a step's uniforms, and its random tokens among the allowed ones."""
+        """Return a step's uniforms, and its random tokens, which are among the allowed ones."""
         size, block = self._model.config.vocab_size, len(self._steps)
         uniforms, tokens = step_noise(
             self._params.seed, block, step, self._length, size, self._attempt
@@ -227,7 +228,7 @@ class RequestState(ABC):
         return uniforms, among(tokens, self._allowed, size)
 
     def _advance(self, step: DenoiseOutput) -> list[Event]:
-        """Continue with the canvas after a step, or end its block."""
+        """Apply a sampled step: continue with its canvas, or end the block. Return the events."""
         self._hidden = step.next_hidden
         before = len(self._settled.tokens)
         new = self._settled.take(step)
@@ -260,7 +261,8 @@ class RequestState(ABC):
     def _scores_of(
         self, step: DenoiseOutput, begin: int, tokens: Sequence[int]
     ) -> list[TokenScore]:
-        """Return the log-probabilities, if requested, of tokens that become final in this step."""
+        """Return the log-probabilities, if requested, of `tokens`, which begin at position `begin` and become final in
+        this step."""
         if not (self._params.logprobs and tokens):
             return []
         assert step.hidden is not None
@@ -273,7 +275,8 @@ class RequestState(ABC):
         return self._model.host_head.scores(hidden, tokens, top, step, listed)
 
     def _commit_block(self, block: Block, canvas: np.ndarray, encoded: bool = False) -> list[Event]:
-        """Append a finished block to the answer; return its events. encoded: the block is already in the cache."""
+        """Append a finished block to the answer; return its events. encoded: whether the block is already in the
+        cache."""
         self._steps.append(block.steps)
         self._step = 0
         if self._first_block is None and block.tokens:

@@ -1,7 +1,7 @@
 """A request's sampling parameters. Triton's inputs, the OpenAI API and the command line are derived
 from this table.
 
-Free of numpy at import: the command line reads it for its help.
+Does not import NumPy when it is loaded, because the command line reads this module for its help.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 # Dividing logits by a much lower temperature overflows, and the entropy becomes NaN.
 COLDEST = 1e-6
 MAX_BIAS = 100  # as in OpenAI's API; exceeds all differences of soft-capped logits
-MAX_SCORE = 1000  # nats; soft-capped logits give every token a higher log-probability
+MAX_SCORE = 1000  # nats; no log-probability is below -MAX_SCORE, because logits are soft-capped
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 LEAST_WORK: dict[str, Any] = {"max_new_tokens": 1, "max_denoising_steps": 1}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One sampling parameter, as callers set it. Without `most`, the limit of integers is 32 bits, and floats must be
-    finite."""
+    """One sampling parameter, as callers set it. If `most` is None, integers are at most MAX_INT32, and floats can have
+    any finite size."""
 
     name: str
     datatype: str  # Triton's type: BOOL, FP32, INT32 or UINT64
     about: str
     least: int = 0
     most: int | None = None
-    above_least: bool = False  # `least` itself is excluded
+    above_least: bool = False  # values must exceed `least`
     flag: str = ""  # the command line's option, if it differs from the name
-    beside_text: bool = False  # requests additional output
+    beside_text: bool = False  # requests output in addition to the text
 
     @property
     def kind(self) -> type:
@@ -58,12 +58,12 @@ class Parameter:
 
     @property
     def option(self) -> str:
-        """The option of the command line."""
+        """The command line's option."""
         return self.flag or f"--{self.name.replace('_', '-')}"
 
     @property
     def from_checkpoint(self) -> bool:
-        """Whether the checkpoint has a default for it."""
+        """Whether the checkpoint has a default for the parameter."""
         return self.name in {each.name for each in fields(SamplerDefaults)}
 
     def check(self, value: Any, label: str = "") -> None:
@@ -216,7 +216,7 @@ class SamplingParams:
         labels: Mapping[str, str] | None = None,
         **overrides: Any,
     ) -> SamplingParams:
-        """Return the checkpoint's defaults with `overrides`; overrides that are None are ignored.
+        """Return the checkpoint's defaults, replaced by those of `overrides` that are not None.
 
         `labels` replace parameters' names in error messages.
         """
@@ -236,8 +236,8 @@ class SamplingParams:
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
-        """Return the length of a canvas. For `canvas_length` -1, that is the smallest that holds `tokens`, by default
-        `max_new_tokens`. Raises CanvasError for a length that the model does not support."""
+        """Return the length of a canvas. If `canvas_length` is -1, this is the smallest length that holds `tokens`, by
+        default `max_new_tokens`. Raises CanvasError for a length that the model does not support."""
         sizes = canvas_sizes(config.canvas_length)
         if self.canvas_length == 0:
             return config.canvas_length
@@ -259,7 +259,7 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Fit a default budget, or one of which only the last canvas lacks room, to `room` positions."""
+        """Reduce a budget that is a default, or lacks room for less than a canvas, to what fits `room` positions."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
@@ -323,7 +323,7 @@ class SamplingParams:
 
     def check_fits(self, config: ModelConfig, labels: Mapping[str, str] | None = None) -> None:
         """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or a token of `logit_bias` or
-        `logprob_token_ids` is not in its vocabulary."""
+        `logprob_token_ids` is not in the vocabulary."""
         biased = [token for token, _ in self.logit_bias]
         for name, tokens in (("logit_bias", biased), ("logprob_token_ids", self.logprob_token_ids)):
             foreign = [each for each in tokens if not 0 <= each < config.vocab_size]
@@ -348,7 +348,7 @@ _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
 def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
-    """Raise CanvasError for the first of `values`, by parameter name, that is out of range or contradicts another one.
+    """Raise CanvasError for the first of `values`, keyed by name, that is out of range or contradicts another.
 
     `labels` replace parameters' names in error messages.
     """

@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 
 
 class Scheduled(Protocol):
-    """A request. passes: number of passes so far. turn: passes since its turn began. place: its place in the queue."""
+    """A request. passes: number of passes so far. turn: passes since its turn began. place: orders the requests of one
+    caller."""
 
     owner: str
     passes: int
@@ -17,11 +18,11 @@ class Scheduled(Protocol):
 
     @property
     def parks(self) -> bool:
-        """Whether the request may be parked for another one."""
+        """Whether the request can be parked for another one."""
 
     @property
     def searches(self) -> bool:
-        """Whether it needs no pass until a search ends."""
+        """Whether the request needs no pass until a search ends."""
 
 
 Each = TypeVar("Each", bound=Scheduled)
@@ -30,16 +31,16 @@ Each = TypeVar("Each", bound=Scheduled)
 class Schedule:
     """Weighted fair queueing (Demers, Keshav and Shenker 1989) over turns of at most `quantum` passes.
 
-    The caller with the fewest turns comes first. A caller's requests run in order of arrival; a request whose turn is used
-    up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of turns of a caller
-    that was always active. This number grows with every turn. So a request waits for at most one turn of every earlier
-    request, whatever arrives later.
+    The caller with the fewest turns so far comes first. A caller's requests run in order of arrival; a request whose
+    turn is used up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of
+    turns of a caller that was always active. This number grows with every turn. So a request waits for at most one turn
+    of every earlier request, whatever arrives later.
     """
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
         self._turns: dict[str, float] = {}  # number of turns by caller
-        self._now = 0.0  # the turns of a permanently active caller
+        self._now = 0.0  # number of turns of a caller that was always active
         self._callers = 1
         self._places = count()
 
@@ -58,13 +59,13 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # One less than the caller will have after this turn, so that a new caller goes before this one.
+        # Stays below the caller's number of turns after this one, so that a new caller goes before this one.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
     def count(self, ran: Sequence[Scheduled], cost: int = 1) -> None:
-        """Count one pass per request, which takes as long as `cost` steps. A request that continues after its turn,
-        because no other waits, begins another turn."""
+        """Count one pass for each request in `ran`; the pass takes as long as `cost` steps. A request that continues
+        after its turn, because no other request waits, begins another turn."""
         for each in ran:
             begun = max(1, -(-each.turn // self._quantum))
             each.passes += 1
@@ -73,7 +74,7 @@ class Schedule:
                 self.begin(each)
 
     def tire(self, request: Scheduled) -> None:
-        """End a request's turn early, because it needs no passes for now."""
+        """End a request's turn early, because it needs no passes until its search ends."""
         request.turn = max(request.turn, self._quantum)
 
     def next(self, waiting: Sequence[Each]) -> Each:

@@ -1,4 +1,4 @@
-"""The stage after a block: scores it, and redoes it if the score is low."""
+"""The stage after a block: scores the block, and decides whether to redo it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Scoring:
     - from the block's causal encoding pass, in which each token follows those before it; or
     - with `score_by_denoising`, from one more denoising pass over the finished block.
 
-    If no attempt reaches `redo_below`, the best one is taken.
+    If no attempt reaches `redo_below`, the one with the highest score becomes the block.
     """
 
     def __init__(self, params: SamplingParams, model: Model) -> None:

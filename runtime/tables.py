@@ -15,12 +15,12 @@ from canvasrt.extras import require
 
 
 def pass_work(config: ModelConfig) -> int:
-    """Return the multiply-adds of one request's denoising pass, in products with weights only."""
+    """Return the number of multiply-adds in one request's denoising pass. Only matrix products with weights count."""
     size, experts = config.hidden_size, config.top_k_experts
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
     for layer in config.layers:
-        # Full layers have no value projection: values are the keys.
+        # Full layers have no value projection: their values are the keys.
         projections = 1 if layer.kind == "full" else 2
         heads = 2 * config.num_attention_heads + projections * layer.num_kv_heads
         weights += size * layer.head_dim * heads
@@ -76,7 +76,7 @@ def map_table(bundle: Bundle) -> Table:
 
 
 def host_dtype(name: str) -> np.dtype:
-    """Return NumPy's dtype of that name, or ml_dtypes' for bfloat16, float8_e4m3fn and the like."""
+    """Return the dtype of this name from NumPy, or from ml_dtypes for bfloat16, float8_e4m3fn and the like."""
     try:
         return np.dtype(name).newbyteorder("<")
     except TypeError:

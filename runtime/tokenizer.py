@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> Tokenizer:
-        """Create a tokenizer from its files' contents by name, which include `tokenizer.json`."""
+        """Create a tokenizer from its files. `files` are paths by name, and include `tokenizer.json`."""
         config = {}
         if "tokenizer_config.json" in files:
             config = json.loads(files["tokenizer_config.json"].read_text("utf-8"))
@@ -101,7 +101,7 @@ class Tokenizer:
     ) -> str:
         """Render `messages` with the chat template, to which `variables` (tools, …) are passed.
 
-        Raises CanvasError if there is no template, or if it refuses the messages.
+        Raises CanvasError if there is no template, or if the template refuses the messages.
         """
         return self._control.unmark(self._render(messages, add_generation_prompt, variables))
 
@@ -127,9 +127,9 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """Return the token ids of a chat whose answer begins with `prefix`, and the beginning of the answer as text.
 
-        The template may begin the answer as well: some open a thought after a tool's result. `prefix` may begin with
-        the control token of a thought or a call; other control tokens in it are encoded as text. Raises CanvasError for
-        one of `variables` that the template does not have, unless its value is false or empty.
+        The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` may
+        begin with the control token of a thought or a call; further control tokens in `prefix` are encoded as text.
+        Raises CanvasError if the template lacks one of the `variables`, unless the variable's value is false or empty.
         """
         self._check(messages, variables)
         check_characters(prefix)
@@ -169,9 +169,9 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a raw prompt, which may contain control tokens, with the tokenizer's own special
-        tokens (usually bos)."""
-        # A batch of one, which releases the interpreter's lock. Long texts take seconds.
+        """Return the token ids of a raw prompt, which may contain control tokens. `add_special_tokens` adds the
+        tokenizer's own special tokens, usually bos."""
+        # Encoding a batch, here of one text, releases the interpreter's lock. Long texts take seconds.
         (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
@@ -247,7 +247,7 @@ class StreamDecoder:
         # The tokens of the last complete piece, which are decoded again as context, and the tokens after it.
         self._before: list[int] = []
         self._open: list[int] = []
-        self._given = 0  # number of returned characters of the open tokens
+        self._given = 0  # number of characters that were already returned for the open tokens
         self._tail = ""  # the last characters, in which a control token's spelling may begin
 
     def put(self, ids: Sequence[int], final: bool = False) -> str:
@@ -265,7 +265,7 @@ class StreamDecoder:
         return text + self._ordinary(self._put(ids[begin:], final))
 
     def _ordinary(self, piece: str) -> str:
-        """Return the text of ordinary tokens. Where they spell a control token, FORGED is inserted before the last
+        """Return the text of ordinary tokens. Where these spell a control token, FORGED is inserted before the last
         character, because the earlier characters may already have been returned."""
         text, before, begin = self._tail + piece, len(self._tail), 0
         parts = []

@@ -1,1 +1,1 @@
-"""Structured answers: probabilities of labels, and text under a grammar or with gaps to fill."""
+"""Structured answers: probabilities of labels, text that follows a grammar, and text whose gaps are filled."""

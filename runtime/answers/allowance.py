@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from canvasrt.errors import CanvasError
 
-EAGER = 0.1  # CPU seconds before slow work gives way
-# llguidance holds the interpreter's lock during a call, and other threads hardly get it between calls. So after each
-# millisecond, slow work rests for three.
+EAGER = 0.1  # CPU seconds after which slow work gives way to other threads
+# llguidance holds the interpreter's lock during a call, and other threads hardly get the lock between calls. So after
+# each millisecond, slow work rests for three.
 _SLICE, _REST = 0.001, 3.0
 
 
@@ -19,10 +19,10 @@ class SlowGrammarError(CanvasError):
 
 
 class Allowance:
-    """A limit on the CPU time of the thread that first checks it, unless `stopped` ends it earlier.
+    """A limit on the CPU time of the thread that calls `check`. It is reached early if `stopped` returns True.
 
-    It does not count waiting, so a busy machine refuses no more than an idle one. A thread that used
-    up `eager` seconds gives way to others: from then on it runs a quarter of the time.
+    Waiting does not count, so a busy machine refuses no more work than an idle one. A thread that used up `eager`
+    seconds gives way to others: from then on it runs a quarter of the time.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Allowance:
     ) -> None:
         self._seconds, self._stopped, self._eager = seconds, stopped, eager
         self._begin: float | None = None
-        # When the clock is read next; reading it takes longer than many checks.
+        # The time at which `check` next reads the thread's clock, because reading it takes longer than many checks.
         self._next = 0.0
 
     @property
     def left(self) -> float:
-        """The seconds that are left, for the thread that checked."""
+        """The seconds that are left. Only the thread that calls `check` may read this."""
         return self._seconds - (0.0 if self._begin is None else time.thread_time() - self._begin)
 
     def earn(self, seconds: float) -> None:

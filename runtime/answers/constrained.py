@@ -26,9 +26,10 @@ from canvasrt.runtime.request_state import RequestState
 log = logging.getLogger(__name__)
 
 # Searches run on separate threads, so that one request's grammar does not delay other requests' steps. Grammars that
-# have proved slow have a thread of their own, which yields to all others.
+# proved to be slow share one separate thread, which yields to all other threads.
 _QUICK, _SLOW = Searchers(2), Searchers(1)
-# CPU seconds in addition to those per token: those of one search before it counts as slow, and those of a request.
+# CPU seconds in addition to TOKEN_SECONDS per token: for one search before it counts as slow, and for all searches of a
+# request.
 QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0
 
 
@@ -44,7 +45,7 @@ class ConstrainedRequest(Request):
 
     def check(self, model: Model) -> None:
         super().check(model)
-        _ = model.host_head  # raises if an early version wrote the bundle, without weights for it
+        _ = model.host_head  # raises for bundles of early versions, which lack the head's weights
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
@@ -107,14 +108,14 @@ class ConstrainedState(RequestState):
 
     def _begin_search(self) -> None:
         self._slow = self._start.slow
-        # A slow search uses up its turn at once, so that another request may have its place meanwhile.
+        # A slow search uses up its turn at once, so that another request can take its place meanwhile.
         self.job_began = 0.0 if self._slow else time.monotonic()
         searchers = _SLOW if self._slow else _QUICK
         self.job = searchers.submit(self.owner, partial(self._search, self._pass, self._slow))
 
     def _search(self, hidden: np.ndarray, slow: bool) -> tuple[Found, DenoiseOutput] | None:
-        """Search for the best string, and run the sampler over the tokens that the grammar allows. None if no answer
-        fits the budget."""
+        """Search for the best string, and run the sampler over the tokens that the grammar allows. Return None if no
+        answer fits the budget."""
         head, config, params = self._model.host_head, self._model.config, self._params
         length, pad = len(hidden), config.pad_token_id
         logits = biased(head.logits(hidden), params)

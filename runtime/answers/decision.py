@@ -1,4 +1,4 @@
-"""Decisions: the probabilities of labels, from one or a few denoising steps over a template."""
+"""Decisions: the probabilities of labels, computed by one or a few denoising steps over a template."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ class Template:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds: the largest number of forks in a blank's labels. Every round is a pass per sample and
+        """Number of rounds: the largest number of forks in a blank's labels. Every round takes one pass per sample and
         step."""
         return max(len(blank.labels.forks) for blank in self.blanks)
 
 
 def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
-    """Pad labels to equal length. If their lengths differ, append `end` to every label, then `filler`.
+    """Pad labels to equal length. If the lengths differ, append `end` to every label, then fill up with `filler`.
 
     Raises CanvasError, which names `path`, for an empty label or two labels with the same tokens.
     """
@@ -122,8 +122,8 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 class DecisionRequest(Request):
     """A prompt, and the templates whose labels are read after it.
 
-    samples: number of noise samples; every sample reads all templates. params: only the seed, the temperatures, the
-    entropy bound and `max_denoising_steps`, the number of steps per read, apply.
+    samples: number of noise samples; every sample reads all templates. params: only these apply: seed, temperatures,
+    entropy bound, and `max_denoising_steps`, which is the number of steps per canvas.
     """
 
     templates: tuple[Template, ...]
@@ -158,7 +158,7 @@ class DecisionRequest(Request):
 
 @dataclass(frozen=True)
 class DecisionResult(Result):
-    """Probabilities per question, in the questions' order, float64 `[samples, labels]`."""
+    """The probabilities of every question's labels, float64 `[samples, labels]`, in the order of the questions."""
 
     draws: list[np.ndarray] = field(default_factory=list)
 

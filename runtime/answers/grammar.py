@@ -34,12 +34,11 @@ LIMITS = {
 }
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; the cost is quadratic
-MAX_PATTERN_KEYS = 64  # number of `patternProperties`, each of which excludes the others
+MAX_PATTERN_KEYS = 64  # maximum number of `patternProperties`, each of which excludes all others
 # Limit on the least common multiple of all `multipleOf`, without decimal points. The automaton has this number of
 # states.
 MAX_MULTIPLE = 10_000
-# Maximum tokens of a grammar's shortest answer. Longer ones cannot be distinguished from grammars without a finite
-# answer.
+# Maximum tokens of a grammar's shortest answer. With a longer one, a grammar looks like one without a finite answer.
 MAX_SHORTEST = 2048
 MAX_SECONDS = 1.0  # of CPU time, to find the shortest answer of a grammar
 
@@ -68,7 +67,7 @@ class Vocabulary:
         wrapped = _Wrapped(ends[0], names, self.special, tokenizer)
         inner = llguidance.TokenizerWrapper(wrapped)
         self.tokenizer = llguidance.LLTokenizer(inner, n_vocab=size)
-        # The few tokens that `shortest` tries: searching all tokens would take milliseconds per token.
+        # The few tokens that `shortest` tries: trying all tokens would take milliseconds per position.
         self._spelling = spelling_of(
             [b"" if token in ends else text for token, text in enumerate(found)]
         )
@@ -100,7 +99,7 @@ class _Wrapped:
 
 
 class GrammarState:
-    """A place in a grammar. Immutable, except for `slow`: `advanced` returns another state.
+    """A position in a grammar, after some tokens. Immutable except for `slow`: `advanced` returns another state.
 
     slow: whether a search under this grammar took long; only set on the grammar's first state.
     """
@@ -163,7 +162,7 @@ class GrammarState:
         """Return at most `most` tokens after which the answer may end; None if the search finds none.
 
         The ending may not be the shortest: the search only tries a few tokens, first closing ones, then the least
-        used. Raises SlowGrammarError if it takes too long.
+        used. Raises SlowGrammarError if the search takes too long.
         """
         wrong: dict[
             tuple[int, ...], set[int]
@@ -189,7 +188,8 @@ class GrammarState:
         most: int,
         allowance: Allowance,
     ) -> list[int] | None:
-        """Extend `path` to an ending and return it. Add the indices of free choices to `chosen`."""
+        """Extend `path` to an ending and return the path; None if it exceeds `most`. Add the indices of free choices to
+        `chosen`."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         speller = Speller(self._vocabulary.spelling)
@@ -236,7 +236,7 @@ def _follows(matcher: Any, bad: Collection[int], allowance: Allowance, token: in
 
 
 def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> GrammarState:
-    """Return the initial state of a grammar: `{"type": …}` with `schema`, `regex` or `grammar`.
+    """Return the initial state of the grammar `spec`, which has a `type` and may have `schema`, `regex` or `grammar`.
 
     Raises CanvasError, which names `path`, for a grammar that is wrong, too large, unsatisfiable or without finite
     answers.
@@ -305,7 +305,8 @@ def _check_size(source: Any, path: str, kind: str) -> None:
 
 
 def _check_schemas(source: Any, path: str) -> None:
-    """Raise CanvasError for many patterns or large divisors, which are slow to compile even in a short schema."""
+    """Raise CanvasError for too many patterns or too large divisors, which are slow to compile even in a short
+    schema."""
     patterns = keys = 0
     multiple = 1
     left: list[Any] = [source] if isinstance(source, dict) else _schemas_in(source)
@@ -335,7 +336,7 @@ def _check_schemas(source: Any, path: str) -> None:
 
 
 def _schemas_in(text: str) -> list[Any]:
-    """Return the JSON schemas in a Lark grammar. Skips unreadable ones, which llguidance reports."""
+    """Return the JSON schemas in a Lark grammar. Skips unreadable schemas, about which llguidance complains."""
     found, decoder = [], json.JSONDecoder()
     for match in re.finditer(r"%json\s*", text):
         with contextlib.suppress(ValueError, RecursionError):
@@ -344,7 +345,7 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point; 1 for other values, which llguidance refuses."""
+    """Return a number without its decimal point; 1 for anything else, which llguidance refuses."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

@@ -25,7 +25,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 MAX_VARIANTS = 16
 _DIGITS = 4  # maximum digits of a gap's length
-_GAP_LENGTH = 2 * _DIGITS + 3  # characters
+_GAP_LENGTH = 2 * _DIGITS + 3  # maximum characters of a gap like {2-4}
 _GAP = re.compile(r"\{(\d+)(?:-(\d+))?\}")
 
 
@@ -77,7 +77,7 @@ class InfillRequest(Request):
 
     canvases: tuple[tuple[int, ...], ...]
     words: np.ndarray
-    end: int  # the last token ends the text
+    end: int  # the token that ends the text
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
@@ -135,7 +135,8 @@ def _words(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> np.ndarray
 
 
 def _check_length(tokens: int, room: int) -> None:
-    """Raise CanvasError if the text with its longest gaps exceeds a canvas of `room` positions."""
+    """Raise CanvasError if a text of `tokens` tokens, and the token that ends it, exceed a canvas of `room`
+    positions."""
     if tokens + 1 > room:
         raise CanvasError(
             f"infill has {tokens} tokens",

@@ -31,7 +31,7 @@ class Ask:
 
     The layout `letters` lists all questions with lettered options in the prompt, and reads several letters from one
     canvas. `bare` leaves the prompt unchanged, and reads whole options from one canvas per question. `temperatures`,
-    by type of question, divide the log-probabilities of options."""
+    one per type of question, divide the log-probabilities of options."""
 
     questions: tuple[Question, ...]
     samples: int = 1
@@ -81,7 +81,7 @@ class Ask:
         return DecisionRequest(ids, params, pictures, templates=templates, samples=self.samples)
 
     def answers(self, draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-        """Return the questions' answers in order. Every result has probabilities `[samples, options]`."""
+        """Return the questions' answers in order. `draws` are each question's probabilities, `[samples, options]`."""
         return [
             question.answer(tempered(each, self.temperatures.get(question.type, 1.0)))
             for question, each in zip(self.questions, draws, strict=True)
@@ -89,7 +89,7 @@ class Ask:
 
 
 def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -> list[Message]:
-    """Append the questions to the chat's last user message, or add one with them."""
+    """Append the questions to the chat's last message if a user wrote it; otherwise add a user message."""
     text = "\n".join([_ASK, *(_asked(n, q) for n, q in enumerate(questions, 1))])
     *before, last = messages
     if last["role"] != "user":
@@ -144,7 +144,7 @@ def letters(count: int) -> list[str]:
 def _letters(
     questions: Sequence[Question], model: Model, tokenizer: Tokenizer
 ) -> tuple[Template, ...]:
-    """Return templates with a line per question. Lines are numbered if one canvas can hold all of them."""
+    """Return templates with a line per question. Lines are numbered if all of them fit one canvas."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     newline = tuple(tokenizer.encode_text("\n"))
     _check_distinct(questions, tokenizer)
@@ -172,7 +172,7 @@ def _letters(
 def _bare(
     questions: Sequence[Question], model: Model, tokenizer: Tokenizer
 ) -> tuple[Template, ...]:
-    """Return a template per question, whose whole answer is one of the options."""
+    """Return a template per question. The whole answer is one of the options."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     made = []
     for number, question in enumerate(questions):
@@ -198,7 +198,7 @@ def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None
 
 
 def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
-    """Return the token that ends an answer: preferably the one that closes a turn.
+    """Return the token that ends an answer: the token that closes a turn, if possible.
 
     Raises CanvasError if the model has no token that ends an answer.
     """
@@ -242,7 +242,7 @@ def _template(
     filler: int,
     model: Model,
 ) -> Template:
-    """Return a template of `parts`: questions' numbers, the text before the label, and the labels."""
+    """Return a template of `parts`: each is a question's number, the tokens before its label, and its labels."""
     tokens: list[int] = []
     blanks = []
     for question, lead, labels in parts:

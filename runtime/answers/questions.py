@@ -41,13 +41,13 @@ class Question:
     instructions: str
     options: tuple[Option, ...]
     name: str | None = None
-    options_path: str = ""  # the options' path in the request, for messages
+    options_path: str = ""  # the options' path in the request, for error messages
 
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
         """Return the answer in the form of OpenAI's API, from probabilities `[samples, options]`.
 
-        Probabilities are means over the samples. `standard_error` belongs to the number next to it; null for a single
-        sample.
+        Probabilities are means over the samples. Every `standard_error` is that of the number before it, and null for a
+        single sample.
         """
         mean = draws.mean(axis=0)
         best = int(mean.argmax())
@@ -148,13 +148,13 @@ def _part(part: Any, path: str) -> str:
 
 
 def _error(draws: np.ndarray) -> float | None:
-    """Return the standard error of the mean over the samples."""
+    """Return the standard error of the mean over the samples; None for a single sample."""
     count = len(draws)
     return None if count < 2 else float(draws.std(ddof=1) / count**0.5)
 
 
 def tempered(draws: np.ndarray, temperature: float) -> np.ndarray:
-    """Apply a temperature to probabilities `[..., options]`: divide their logarithms, and normalize."""
+    """Apply a temperature to probabilities `[..., options]`: divide their logarithms by it, and normalize."""
     if temperature == 1:
         return draws
     # Probabilities of zero stay zero.

@@ -10,7 +10,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-# Limits for one `uniqueItems`: how many arrays it may expand to, and how many bytes of JSON these may take.
+# Limits for one `uniqueItems`: the number of arrays that it expands to, and the bytes of all these arrays as JSON.
 MAX_ARRAYS, MAX_BYTES = 400, 32_768
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
@@ -21,7 +21,7 @@ def lark_of(text: str, path: str) -> str:
     """Return a grammar in Lark. GBNF, whose rules are `name ::= …`, is translated; raises CanvasError if that fails."""
     if "::=" not in text:
         return text
-    from llguidance.gbnf_to_lark import any_to_lark  # installed with the extra `serve` only
+    from llguidance.gbnf_to_lark import any_to_lark  # only the extra `serve` installs it
 
     try:
         return any_to_lark(text)
@@ -74,7 +74,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
         raise CanvasError(
             f"{path} has minItems or maxItems that is not a whole number", "correct it"
         )
-    # With more values than that, even arrays of one element are too many; counting permutations would be slow.
+    # More than MAX_ARRAYS values allow too many arrays even of one element, and counting permutations would be slow.
     few = values[: MAX_ARRAYS + 1]
     sizes = range(max(least, 0), min(most, len(few)) + 1)
     count = sum(math.perm(len(few), size) for size in sizes)

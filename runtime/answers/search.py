@@ -1,4 +1,4 @@
-"""Finds the likeliest string of a canvas that a grammar allows."""
+"""Finds the likeliest tokens for a canvas that a grammar allows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from canvasrt.runtime.answers.allowance import Allowance, SlowGrammarError
 from canvasrt.runtime.answers.grammar import GrammarState
 
 BEAM, CHOICES = 4, 4
-# CPU seconds that each token adds to a search's allowance. Ordinary grammars take up to 4 ms over 262,144 tokens.
+# CPU seconds that each token adds to a search's allowance. Ordinary grammars take up to 4 ms with a vocabulary of
+# 262,144 tokens.
 TOKEN_SECONDS = 0.01
-_TOP = 64  # most likely tokens of a position, which are tried first
+_TOP = 64  # number of likeliest tokens per position that are tried first
 # The search checks whether the answer can still end only if few tokens are left: a number from _NEAR to _FARTHEST.
 _NEAR, _FARTHEST = 32, 192
 
@@ -42,8 +43,8 @@ class _Path:
 
 
 def near(start: GrammarState) -> int:
-    """Return how many tokens remain when the search begins to check that the answer can end: twice the length of the
-    shortest answer, within limits. `start` is the grammar's initial state."""
+    """Return the number of remaining tokens at which the search begins to check that the answer can end: twice the
+    length of the shortest answer, within limits. `start` is the grammar's initial state."""
     return min(_FARTHEST, max(_NEAR, 2 * start.least))
 
 
@@ -60,12 +61,12 @@ def search(
     """Return the best string of at most `length` tokens, by beam search from left to right.
 
     Args:
-        scores: log-probabilities `[canvas, V]` of every token at every position. room: the number of tokens left for the
-        answer, including the one that ends it. near: with at most this many tokens left, check that the answer can still
-        end. end, pad: the token that ends the answer, and the padding token.
+        scores: log-probabilities `[canvas, V]` of every token at every position. room: the number of tokens left for
+        the answer, including the one that ends the answer. near: with at most this many tokens left, check that the
+        answer can still end. end, pad: the token that ends the answer, and the padding token.
 
-    Returns None if the answer cannot end within `room`. Raises SlowGrammarError when the allowance, to which every position
-    adds, is used up.
+    Returns None if the answer cannot end within `room`. Every position adds to the allowance; raises SlowGrammarError
+    when it is used up.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
     paths = [_Path(0.0, (), (start,), _close(start, (), room, near, allowance))]
@@ -94,7 +95,7 @@ def _grown(
     pad: int,
     allowance: Allowance,
 ) -> list[tuple[float, _Path, int | None]]:
-    """Return the continuations as score, path and token, best first. A finished path continues with padding."""
+    """Return the continuations, best first: score, path, and next token. A finished path continues with padding."""
     ways: list[tuple[float, _Path, int | None]] = []
     for path in paths:
         if path.ended:
@@ -116,7 +117,7 @@ def _grown(
 
 
 def _common(few: np.ndarray, many: np.ndarray) -> np.ndarray:
-    """Return the tokens of `few`, sorted, that are in the sorted `many`."""
+    """Return, sorted, the tokens of `few` that are also in `many`, which must be sorted."""
     few = np.sort(few)
     return few[many.take(np.searchsorted(many, few), mode="clip") == few]
 
@@ -162,7 +163,7 @@ def _kept(
 def _close(
     state: GrammarState, before: tuple[int, ...], room: int, near: int, allowance: Allowance
 ) -> tuple[int, ...] | None:
-    """Return tokens that end the answer. `before` is the previous ending, from one token earlier."""
+    """Return tokens that end the answer. `before` is the ending that was found one token earlier."""
     if room > near:
         return None
     # Checking the previous ending takes a hundredth of the time of a new search.

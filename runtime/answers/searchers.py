@@ -34,7 +34,7 @@ class Searchers:
         self._running: list[_Job] = []
 
     def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
-        """Run `work` when it is its caller's turn."""
+        """Run `work` once its caller's turn has come."""
         job = _Job(owner, work)
         with self._lock:
             self._schedule.join(job, [*self._waiting, *self._running])
@@ -51,7 +51,7 @@ class Searchers:
         if job.future.set_running_or_notify_cancel():
             try:
                 job.future.set_result(job.work())
-            except BaseException as error:  # as an executor does
+            except BaseException as error:  # an executor catches all errors, too
                 job.future.set_exception(error)
         with self._lock:
             self._running.remove(job)

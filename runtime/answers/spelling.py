@@ -10,12 +10,12 @@ import numpy as np
 TURNS = 2.0  # from this rank on, the search alternates between ranks
 _QUOTE = 0.5
 _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
-# Characters that formats such as dates, addresses and URLs need come first.
+# These characters come first, because formats such as dates, addresses and URLs need them.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # added to the rank of closing tokens for every consecutive closing token
+_PATIENCE = 0.5  # added to closing tokens' rank for each closing token so far in a row
 _LETTERS = 3.0
-_WORDS = {16: 12, 8: 4, 4: 2}  # how many words to keep, by length
+_WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
 
 
 class Spelling(NamedTuple):
@@ -26,7 +26,7 @@ class Spelling(NamedTuple):
     rank: np.ndarray
 
     def with_special(self, tokens: Collection[int]) -> Spelling:
-        """Return the spelling with special tokens added at rank 0, that of closing tokens."""
+        """Return the spelling with special tokens added at rank 0, the rank of closing tokens."""
         special = np.array(sorted(tokens), np.int64)
         return Spelling(
             np.concatenate([special, self.tokens]),
@@ -37,8 +37,8 @@ class Spelling(NamedTuple):
 def spelling_of(found: Sequence[bytes]) -> Spelling:
     """Return the spelling of a vocabulary. `found` has every token's bytes, which are empty for special tokens.
 
-    It contains all single-byte tokens, a few long words, which shorten answers, and, for a byte without a single-byte
-    token, all tokens with that byte.
+    It contains all single-byte tokens; a few long words, which shorten answers; and for every byte that no single-byte
+    token spells, all tokens that contain the byte.
     """
     single = {text[0] for text in found if len(text) == 1}
     missing = bytes(set(range(256)) - single)
@@ -58,7 +58,7 @@ def spelling_of(found: Sequence[bytes]) -> Spelling:
 
 
 def _words(found: Sequence[bytes]) -> set[int]:
-    """Return some long tokens of lower-case letters, which shorten answers."""
+    """Return some long tokens of lower-case letters, because long tokens shorten answers."""
     kept: dict[int, list[int]] = {length: [] for length in _WORDS}
     for token, text in enumerate(found):
         size = len(text)
@@ -90,7 +90,7 @@ class Speller:
 
     def __init__(self, spelling: Spelling) -> None:
         self._tokens, self._rank = spelling
-        # If all of these are allowed, the grammar allows free text here.
+        # A sample of letters: if all are allowed, the grammar allows free text here.
         self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
         self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
         self._last = self._bound
@@ -101,7 +101,7 @@ class Speller:
         self._bound.closed = 0
 
     def next(self, allows: Callable[[int], bool]) -> int | None:
-        """Return the first allowed token, None if no token of the spelling is allowed."""
+        """Return the first allowed token; None if no token of the spelling is allowed."""
         rank, used = self._rank, self._bound
         if all(map(allows, self._probes)):
             # In free text, brackets close nothing.

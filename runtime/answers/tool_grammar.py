@@ -61,13 +61,13 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens around thoughts and calls, which only these grammars may contain."""
+    """Return the tokens that begin and end thoughts and calls. Only grammars of tool calls can contain them."""
     found = (tokenizer.control_id(text) for text in CONTROL_TOKENS)
     return frozenset(id for id in found if id is not None)
 
 
 def _json(schema: Mapping[str, Any], strict: bool) -> str:
     options = {"whitespace_flexible": False, "lenient": not strict}
-    # Arguments are always an object, even if the schema allows more.
+    # Arguments are always an object, even if the schema allows other types.
     whole = {"type": "object", **schema, "x-guidance": options}
     return f"%json {json.dumps(whole)}"

@@ -12,8 +12,8 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial-"
-# Seconds without a change after which a file is removed: one that another server may be writing, and one for engines
-# or a GPU that no server has started with.
+# Seconds since a file's last change after which it is removed: LEFT for partial files, which another server may still
+# be writing; UNUSED for files of engines or GPUs that no server has used since.
 LEFT, UNUSED = 600, 30 * 86400
 
 
@@ -51,8 +51,8 @@ class CompiledKernels:
 
     @staticmethod
     def _prune(file: Path) -> None:
-        """Remove partial files of starts that were killed, and kernels that are no longer used. A read-only volume keeps
-        them."""
+        """Remove partial files of starts that were killed, and kernels that are no longer used. On a read-only volume,
+        nothing is removed."""
         with suppress(OSError):
             os.utime(file)  # in use
         for each in file.parent.glob("*"):

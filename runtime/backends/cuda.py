@@ -24,7 +24,7 @@ _SHARED = 48 << 10
 _NO_GPU = f"see `nvidia-smi`, whose driver must be {OLDEST_DRIVER} or newer; in a container, start it with --gpus all"
 
 
-# The current device of every thread; 0 by default.
+# The number of each thread's current device; 0 by default.
 _current = threading.local()
 
 
@@ -50,7 +50,7 @@ class CudaDevice:
         properties = self._call("cudaGetDeviceProperties", number)
         self.name: str = properties.name.decode().strip("\0")
         self.capability: tuple[int, int] = (properties.major, properties.minor)
-        # A stream that does not synchronize with the default one.
+        # A stream that does not synchronize with the default stream.
         flags = self._runtime.cudaStreamNonBlocking
         self.stream = int(self._call("cudaStreamCreateWithFlags", flags))
         self._kinds = self._runtime.cudaMemcpyKind
@@ -117,8 +117,8 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            # End the capture, or it would record all further calls. Its own error is less informative than that of
-            # `work`.
+            # End the capture, or it would record all further calls. An error from ending it is less informative than
+            # the error of `work`.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:
                 self._runtime.cudaGraphDestroy(graph)
@@ -161,14 +161,13 @@ class CudaDevice:
         return self._checked(getattr(self._driver, name)(*arguments), name, self._as_runtime_s)
 
     def clock(self) -> int:
-        """Return an event recorded after all queued work. `elapsed` measures the time between two
-        of them."""
+        """Return an event recorded after all queued work. `elapsed` measures the time between two events."""
         event = self._call("cudaEventCreate")
         self._call("cudaEventRecord", event, self.stream)
         return int(event)
 
     def elapsed(self, begin: int, end: int) -> float:
-        """Return the seconds between two events and free both. Call it after `synchronize`."""
+        """Return the seconds between two events and free both. Call this after `synchronize`."""
         took = self._call("cudaEventElapsedTime", begin, end)
         for event in (begin, end):
             self._call("cudaEventDestroy", event)

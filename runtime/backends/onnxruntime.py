@@ -18,7 +18,8 @@ import onnxruntime as ort
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Arrays
 
-# Multiply-adds per pass. Such a pass takes a few milliseconds on one thread, mostly outside of matrix products.
+# Passes with fewer multiply-adds are small: they take a few milliseconds on one thread, mostly outside of matrix
+# products.
 SMALL_PASS = 500_000_000
 _PAGEOUT = 21  # Linux's MADV_PAGEOUT. Unlike MADV_DONTNEED, it keeps modified pages.
 
@@ -31,8 +32,8 @@ def available_cores() -> int:
 class OrtBackend:
     """ONNX Runtime sessions on a CPU.
 
-    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. Above a limit, all
-    threads work on one product; below it, every thread runs a different request's pass.
+    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. From SMALL_PASS on, all
+    threads work on the same matrix product; below it, every thread runs a different request's pass.
     """
 
     rows_apart = True
@@ -66,8 +67,8 @@ class OrtBackend:
             options.add_session_config_entry("session.use_env_allocators", "1")
             # A memory pattern would allocate a pass's memory as one block, in addition to the memory of the first pass.
             options.enable_mem_pattern = False
-            # The planner that reuses buffers takes time quadratic in the number of nodes. Even without it, tensors are
-            # freed after their last use.
+            # The planner that reuses buffers takes time quadratic in the number of nodes. Tensors are freed after their
+            # last use even without the planner.
             options.enable_mem_reuse = False
         return options
 
@@ -118,7 +119,7 @@ def drop_pages(file: Path) -> None:
 
 @cache
 def _make_arena() -> None:
-    """Create the memory arena that all sessions share. Segments run one after another; with separate arenas, every
+    """Create the memory arena that all sessions share. Segments run one after another; if each had an arena, every
     session would keep its peak memory."""
     info = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT

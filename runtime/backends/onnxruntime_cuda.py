@@ -32,7 +32,8 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# Operators on large tensors. On the CPU, every pass would copy their tensors; operators on shapes may stay on the CPU.
+# Operators on large tensors, which every pass would copy if the operators ran on the CPU. Operators on shapes may stay
+# on the CPU.
 HEAVY = {
     "ArgMax",
     "Attention",
@@ -60,7 +61,7 @@ class OrtCudaBackend:
     def __init__(self, rows_apart: bool = True, max_batch: int = MAX_BATCH) -> None:
         """Open the GPU. Reserve memory for `max_batch` requests.
 
-        Passes are not captured as CUDA graphs: ONNX Runtime computes shapes on the CPU, and then refuses to.
+        Passes are not captured as CUDA graphs: ONNX Runtime computes shapes on the CPU, and therefore refuses capture.
 
         Raises CanvasError if there is no GPU, or if this ONNX Runtime has no CUDA provider.
         """
@@ -85,7 +86,7 @@ class OrtCudaBackend:
             "user_compute_stream": str(self.device.stream),
             # Otherwise products of float32 are rounded to 10 bits, and tokens differ from the CPU's.
             "use_tf32": "0",
-            # Otherwise the arena doubles what it reserves.
+            # Otherwise the arena doubles its size whenever it grows.
             "arena_extend_strategy": "kSameAsRequested",
         }
         options.add_session_config_entry(
@@ -204,7 +205,7 @@ class OrtCudaEngine:
 
 
 def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
-    """Return, by name, the dtypes of inputs or outputs and ONNX's numbers for them."""
+    """Return the dtypes of inputs or outputs, and ONNX's numbers for these dtypes, both by name."""
     found = {value.name: ELEMENTS[value.type] for value in values}
     dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
     return dtypes, {name: number for name, (_, number) in found.items()}

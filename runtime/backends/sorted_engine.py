@@ -66,10 +66,10 @@ class SharedBuffers:
         self._most: dict[str, int] = {}
         self._buffers: dict[str, int] = {}
         self._kernels: dict[tuple[Path, str], int] = {}
-        self.checked: set[tuple[str | None, ...]] = set()  # a layer's kernels, by name
+        self.checked: set[tuple[str | None, ...]] = set()  # names of kernels per checked layer
 
     def reserve(self, needed: Mapping[str, int]) -> None:
-        """Plan memory for a segment's buffers: bytes by name."""
+        """Plan memory for a segment's buffers. `needed`: their sizes in bytes, by name."""
         for name, size in needed.items():
             self._most[name] = max(size, self._most.get(name, 0))
 
@@ -90,7 +90,7 @@ class SharedBuffers:
 
 
 class SortedEngine:
-    """The pieces of a body segment as one engine. It ignores expert slots; no expert can overflow, so its output `load`
+    """The pieces of a body segment as one engine. It ignores expert slots: no expert can overflow, so the output `load`
     stays 0."""
 
     def __init__(
@@ -143,7 +143,8 @@ class SortedEngine:
             each()
 
     def _check(self, layer: SortedLayer) -> None:
-        """Compare a layer's kernels with NumPy, once per kind: a wrong kernel would change tokens without an error."""
+        """Compare the results of a layer's kernels with NumPy's, once for all layers with the same kernels: a wrong
+        kernel would change tokens without an error."""
         kernels = (layer.rounding, layer.gate_up.kernel, layer.down.kernel)
         if kernels in self._between.checked:
             return
@@ -225,7 +226,8 @@ class SortedEngine:
         }
 
     def _experts(self, layer: SortedLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
-        """Yield a layer's kernels: the sort, quantization unless the piece has done it, and both products."""
+        """Yield the calls of a layer's kernels: sort, quantization unless the piece has done it, and both matrix
+        products."""
         sizes, address = self._segment.sizes, self._between.address
         rows = [address(ORDER), address(COUNTS)]
         (sort,) = (name for name in self._kernels if name.startswith(SORT))
@@ -263,5 +265,5 @@ def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tup
 
 
 def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:
-    """Return the pieces' tensors, by name, without those that are internal to the segment."""
+    """Return the pieces' tensors, by name, except for tensors that are internal to the segment."""
     return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

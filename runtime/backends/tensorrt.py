@@ -44,7 +44,8 @@ def check_target(
 ) -> None:
     """Raise CanvasError for engines of another builder version, GPU or CPU architecture.
 
-    target: the manifest's entry. version: the installed builder's. capability, machine: this machine's.
+    target: the manifest's entry. version: the installed builder's version. capability: this GPU's compute capability.
+    machine: this CPU's architecture.
     """
     again = f"build it again: `canvasrt build ... --target {target['name']}`"
     if target["builder_version"] != version:
@@ -82,8 +83,8 @@ class TensorRTBackend:
     ) -> None:
         """Open a GPU by its number.
 
-        target: the manifest's. rows_apart: run one request per pass. module, device: replace the target's module and
-        the GPU. compiled: returns the file for TensorRT-RTX's compiled kernels, by the GPU's name; None stores no
+        target: the manifest's entry. rows_apart: run one request per pass. module, device: replace the target's module
+        and the GPU. compiled: maps the GPU's name to the file for TensorRT-RTX's compiled kernels; None stores no
         kernels.
 
         Raises CanvasError if the module or the GPU is missing, or if the engines were built for another GPU or version.
@@ -125,7 +126,8 @@ class TensorRTBackend:
         return opened
 
     def activations(self) -> tuple[int, int]:
-        """Return address and size of the activation memory. Engines can share it because they run one after another."""
+        """Return address and size of the activation memory. Engines can share this memory because they run one after
+        another."""
         if self._activations is None:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
@@ -137,8 +139,8 @@ class TensorRTBackend:
 
 class TensorRTEngine:
     """One engine. Calls of one profile share an execution context, except for repeated calls: for these, every place in
-    the batch has a separate context, which replays its latest call as a CUDA graph. TensorRT-RTX captures the graphs
-    itself.
+    the batch has a separate context, which replays the place's latest call as a CUDA graph. TensorRT-RTX captures the
+    graphs itself.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class TensorRTEngine:
 
     def prepare(self) -> None:
         self._backend.activations()
-        # The shared context of every profile, as the fallback of all others.
+        # Every profile's shared context, which also runs the calls that no other context can run.
         for profile in range(self.profiles.count):
             self._context(profile)
 
@@ -256,13 +258,13 @@ class _Context:
     def __init__(
         self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
     ) -> None:
-        """Wrap a context. `compiled` is its kernel cache, which must outlive it."""
+        """Wrap a context. `compiled` is the kernel cache, which must outlive the context."""
         self._engine, self._context, self._device = engine, context, device
         self._compiled = compiled
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._latest: tuple[Any, ...] | None = None  # the latest call's key
-        self._graph: int | None = None  # its CUDA graph, once captured
+        self._graph: int | None = None  # the latest call's CUDA graph, once captured
         self._fits = True
 
     def run(self, call: EngineCall) -> None:

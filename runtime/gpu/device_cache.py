@@ -24,16 +24,15 @@ def aligned(size: int) -> int:
 
 @dataclass(eq=False)
 class DeviceRow:
-    """The state of one request on the device. Its kv slot is assigned with its first tokens."""
+    """The state of one request on the device. The request gets a kv slot when it first needs one."""
 
     kv_slot: int | None = None
     length: int = 0  # clean tokens in the cache
-    width: int = 0  # current capacity of its full layers' caches, in tokens
-    # Number of hidden states computed for the request so far, which identifies the newest. None if the device holds
-    # none.
+    width: int = 0  # current capacity of the request's caches in full layers, in tokens
+    # Number of the newest hidden states, counted from 1. None if the device has no hidden states of the request.
     hidden: int | None = None
-    # Rows per expert that a block needs after an overload, by the number of tokens cached before the block, and the
-    # body segment.
+    # Rows per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
+    # number of the body segment.
     loads: dict[tuple[int, int], int] = field(default_factory=dict)
     # Always empty: on a device, shapes are fixed and not learned from earlier passes.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
@@ -61,7 +60,8 @@ class Resident:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values, both `[slots, kv_heads, most, head_dim]`. Sizes are in bytes.
+    """Addresses of one layer's keys and values, both `[slots, kv_heads, most, head_dim]`. `token`: bytes of one token
+    in one head.
 
     A request's part of a slot is `[kv_heads, width, head_dim]` and starts at the slot's beginning for every width.
     """
@@ -75,10 +75,10 @@ class LayerCache:
 
 @dataclass
 class Past:
-    """Data that all layers of one kind share."""
+    """Data that all sliding layers share, or all full layers."""
 
     most: int  # capacity of a slot in tokens
-    positions: int  # address of int64 `[slots, most]`, of which a pass reads `[batch, width]`
+    positions: int  # address of int64 `[slots, most]`
     shown: list[tuple[int, int]]  # by slot: the width and length for which positions were written
 
 
@@ -87,8 +87,8 @@ class DeviceCache:
 
     In full layers every request has its own width, so that its passes do not depend on other requests. A slot's
     addresses never change. A sliding layer's part is a ring buffer of constant width. The order of cached tokens does
-    not matter, because every token has a position. Empty places have position −1. Memory is zeroed, because masked keys
-    are still multiplied, with weight zero.
+    not matter, because every token has a position. Empty places have position −1. Memory is zeroed, because masked
+    tokens are still multiplied by zero, and zero times NaN is NaN.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class DeviceCache:
     ) -> None:
         """Allocate all memory.
 
-        most: tokens per slot by kind of layer. widths: possible widths in full layers, ascending; the last is `most`.
-        Raises CanvasError if slots would not start at aligned addresses.
+        most: tokens per slot, by kind of layer. widths: possible widths in full layers, ascending; the last is
+        `most["full"]`. Raises CanvasError if slots would not start at aligned addresses.
         """
         self._device = device
         self.widths = tuple(widths) or (most["full"],)
@@ -144,7 +144,7 @@ class DeviceCache:
         return len(self._rows)
 
     def row(self, slot: int) -> DeviceRow | None:
-        """Return the request in a slot, or None if it is free."""
+        """Return the request in a slot, or None if the slot is free."""
         held = self._rows[slot]
         row = held() if held else None
         return row if row is not None and row.kv_slot == slot else None
@@ -176,7 +176,8 @@ class DeviceCache:
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int
     ) -> None:
-        """Append `count` tokens to one layer, from `[kv_heads, length, head_dim]` at the addresses `keys` and `values`.
+        """Append `count` tokens to one layer. Their keys and values are at the addresses `keys` and `values`, both
+        `[kv_heads, length, head_dim]`.
 
         Call `make_room` before the first layer, and update the row's `length` after the last.
         """
@@ -202,8 +203,8 @@ class DeviceCache:
         begin: int,
         count: int,
     ) -> None:
-        """Copy one layer's tokens from position `begin` on, as far as they are still cached, to `keys` and `values` in
-        `append`'s layout."""
+        """Copy `count` of one layer's tokens, from position `begin` on, to the addresses `keys` and `values`, in the
+        layout of `append`. Tokens that are no longer cached are left out."""
         cache = self._layers[layer]
         oldest = row.length - self._kept(cache.kind, row.length)
         for position, place, size in self._pieces(cache, max(begin, oldest), begin + count):
@@ -222,7 +223,7 @@ class DeviceCache:
 
     @property
     def token_sizes(self) -> list[int]:
-        """The bytes of one token's keys, by layer. Its values take as many bytes as its keys."""
+        """The size of one token's keys in bytes, by layer. The token's values have the same size."""
         return [layer.heads * layer.token for layer in self._layers]
 
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
-"""A model whose caches and hidden states stay in device memory: TensorRT, or ONNX Runtime on CUDA.
+"""A model whose caches and hidden states stay in device memory, run by TensorRT, or by ONNX Runtime on CUDA.
 
 All memory is allocated at load, for the largest sizes of the engines' profiles. Passes only copy a canvas's tokens,
-entropies and acceptance flags to the host.
+entropies and acceptance flags to the host, and hidden states if requested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
 _log = logging.getLogger(__name__)
-# Runs after which a call is captured.
+# Number of runs until a call is captured.
 _UNTIL_CAPTURED = 2
 
 
@@ -104,8 +104,8 @@ class DeviceModel(Model):
         return tuple(each for each in sizes if pick({"batch": 1, "length": each}) is not None)
 
     def _plan_of(self, bundle: Bundle | None) -> PassPlan:
-        """Return the bundle's pass plan for requests of `max_context` tokens. Without one, derive it from the engines'
-        profiles."""
+        """Return the bundle's pass plan for requests of `max_context` tokens. If the bundle has no plan, derive it from
+        the engines' profiles."""
         if bundle is not None and (listed := bundle.manifest.passes) is not None:
             return PassPlan.from_json(listed).within(self.max_context)
         bodies = [segment.engine.profiles for segment in self.segments[:-1]]
@@ -211,7 +211,8 @@ class DeviceModel(Model):
         return len(item.noise) == self.canvas_length
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
-        """Encode one request's tokens. If they overload an expert, encode two halves, or use more expert slots."""
+        """Encode one request's tokens. If they overload an expert, encode halves, or if indivisible, use more expert
+        slots."""
         (item,) = batch
         # Parts of the tokens, each with a flag: whether to use a shape in which no expert can overflow.
         parts = [(item, False)]
@@ -257,7 +258,8 @@ class DeviceModel(Model):
         return True
 
     def append(self, row: DeviceRow, length: int, count: int) -> None:
-        """Add the first `count` of the `length` tokens that were encoded last to a request's caches."""
+        """Add to a request's caches the first `count` tokens of the latest encoding pass, which had `length`
+        positions."""
         self._cache.make_room(row, count)
         for layer in range(len(self.config.layers)):
             keys, values = self.workspace.new("encode", layer)
@@ -297,7 +299,7 @@ class DeviceModel(Model):
         """Denoise one request's canvas.
 
         If an expert of a segment is overloaded, this and all later segments run again with more rows per expert. They
-        keep this number of rows until the block ends, so it depends on this request alone.
+        keep this number of rows until the block ends, so their shapes depend on this request alone.
         """
         row: DeviceRow = item.row
         this = self._begin(self.shapes.alone(len(item.noise), self.own_passes.width(row)), [item])
@@ -314,7 +316,7 @@ class DeviceModel(Model):
                 raise too_full()
             self.counters.overflows += 1
             begin, load = over, int(self.workspace.load(over).max())
-            # Padding is routed in the same way in all segments, so later ones would overflow too.
+            # Padding is routed in the same way in all segments, so later segments would overflow too.
             for number in range(begin, len(capacities)):
                 row.overload(number, max(load, row.load(number)))
 

@@ -35,7 +35,7 @@ class Pass:
     length: int
     width: int
     rows: tuple[DeviceRow, ...]
-    pictured: bool = False  # some tokens belong to images
+    pictured: bool = False  # whether some tokens belong to images
     canvas: int = 0  # number of tokens per request for the head; the rest of `length` is padding
     head: bool = True  # whether a denoising pass runs the head
 
@@ -48,8 +48,8 @@ class Pass:
 @dataclass(frozen=True)
 class OwnPasses:
     """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
-    `seconds`: by width, ascending, the duration of own passes that compute the same bits as a shared pass. `shared`: a
-    shared pass's duration."""
+    `seconds`: durations of own passes, by width, ascending; only of widths that give the same bits as a shared pass.
+    `shared`: a shared pass's duration."""
 
     widths: tuple[int, ...]
     seconds: Mapping[int, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -
     uniforms = space.inputs.view("uniforms", this.batch, this.canvas)
     temperature = space.inputs.view("temperature", this.batch)
     bound = space.inputs.view("entropy_bound", this.batch)
-    # Idle rows and padding hold stale data; their results are not read.
+    # Reset idle rows and padding, which hold stale data; their results are not read.
     positions[:], noise[:], uniforms[:] = -1, 0, 0
     temperature[:], bound[:] = 1, 0
     for item in batch:
@@ -133,7 +133,7 @@ def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -
 def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
 ) -> EngineCall:
-    """Return a body segment's launch. `shared`: every expert's first product takes all tokens."""
+    """Return a body segment's launch. `shared`: whether every expert multiplies all tokens in its first product."""
     segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)

@@ -14,7 +14,7 @@ HEADROOM = 512 << 20
 
 
 class Pages:
-    """Pages with every layer's keys and values, both `[kv_heads, PAGE, head_dim]`."""
+    """Pages, each of which holds every layer's keys and values, both `[kv_heads, PAGE, head_dim]`."""
 
     def __init__(self, device: Device, cache: DeviceCache, limit: int) -> None:
         """Allocate at most `limit` bytes; less if the device has less free memory."""
@@ -37,7 +37,7 @@ class Pages:
 
     @property
     def bytes(self) -> int:
-        """Total bytes of the free pages."""
+        """The total size of the free pages, in bytes."""
         return len(self._free) * self.size
 
     def save(self, row: DeviceRow, tokens: int) -> list[int]:
@@ -52,7 +52,7 @@ class Pages:
         return pages
 
     def restore(self, row: DeviceRow, saved: Sequence[tuple[list[int], int]]) -> None:
-        """Append saved chunks, given as pages and number of tokens, to a row."""
+        """Append saved chunks to a row. Each chunk consists of its pages and its number of tokens."""
         end = row.length + sum(tokens for _, tokens in saved)
         self._cache.make_room(row, end - row.length)
         for pages, tokens in saved:
@@ -69,7 +69,7 @@ class Pages:
         self._free += pages
 
     def saved_bytes(self, tokens: int) -> int:
-        """Return the bytes of the pages for a chunk of `tokens` tokens."""
+        """Return the size of the pages that hold a chunk of `tokens` tokens, in bytes."""
         return _count(tokens) * self.size
 
     def _addresses(self, page: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Tests, on the serving GPU with its engines, whether requests may share passes."""
+"""Tests, on the serving GPU with its engines, whether requests can share passes without any change to results."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Evidence:
 def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if this changes no bits of a request's results.
 
-    Compares a request's results in shared passes, alone and with random others, at every place and under several expert
-    loads, with those in its own passes of every width. If all bits agree, every step may use the faster kind of pass;
-    otherwise that choice would make tokens depend on timing. Also warms up all shapes of the resulting plan. No request
-    may be running."""
+    Compares a request's results in its own passes, of every width, with its results in shared passes: alone and
+    together with random requests, at every place, and under several expert loads. If all bits agree, every step may use
+    the faster kind of pass; otherwise that choice would make tokens depend on timing. Also warms up all shapes of the
+    resulting plan. No request may be running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
@@ -81,16 +81,16 @@ def digest(model: DeviceModel) -> str:
 
 
 class _Trial:
-    """Compares a request's results. `differs` has the first difference by width of the own pass; key 0 is the shared
-    pass."""
+    """Compares a request's results. `differs` has the first difference for every width of own passes that has one; key
+    0 stands for shared passes."""
 
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)
         self.compared, self.differs = 0, dict[int, str]()
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
-        """Compare the results of a canvas of `kind` distinct tokens after a prompt of `length`: at these places, alone,
-        with other requests, and in own passes."""
+        """Compare the results of a canvas of up to `kind` distinct tokens after a prompt of `length` tokens, at each of
+        these places: alone, together with random requests, and in own passes."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
         for place in places:
@@ -148,7 +148,7 @@ class _Trial:
             self._model.release(each.row)
 
     def _denoise(self, width: int, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Run an own pass of this width, or a shared pass if it is 0."""
+        """Run an own pass of width `width`, or a shared pass if `width` is 0."""
         widths = self._model.shapes.widths
         self._model.own_passes = OwnPasses(widths, {width: 0.0} if width else {})
         found = self._model.denoise(inputs)
@@ -157,7 +157,7 @@ class _Trial:
         return found
 
     def bits(self, width: int, inputs: Sequence[DenoiseInput], index: int) -> bytes:
-        """Return all of a request's outputs of a pass as bytes."""
+        """Run a pass, and return all outputs of the request `inputs[index]` as bytes."""
         out, row = self._denoise(width, inputs)[index], inputs[index].row
         arrays = (out.canvas, out.argmax, out.entropy, out.accepted, out.hidden)
         parts = [np.asarray(each).tobytes() for each in arrays]
@@ -165,8 +165,9 @@ class _Trial:
 
 
 def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
-    """Fill a request's caches. Only the part of its prompt that overflows no expert is encoded; its cache is then copied
-    until it is long enough. Encoding 262,144 tokens at every start would take minutes."""
+    """Fill a request's caches. Only the beginning of the prompt, which cannot overflow an expert, is encoded; the
+    resulting keys and values are then appended until the cache is long enough. Encoding 262,144 tokens at every start
+    would take minutes."""
     first = prompt[: min(ROOMY, model.prefill_chunk)]
     model.encode([EncodeInput(row, first)])
     length = model.shapes.encode(len(first), model.shapes.widths[0]).length

@@ -1,4 +1,4 @@
-"""The vision tower on a device: patches in, soft tokens out."""
+"""Runs the vision tower on a device: turns an image's patches into soft tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class VisionTower:
 
 
 def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:
-    """Insert the soft tokens of a pass's images into its embeddings `hidden`, `[batch, length, hidden_size]`. Queue the
+    """Insert the soft tokens of a pass's images into the embeddings `hidden`, `[batch, length, hidden_size]`. Queue the
     upload of every token's image number."""
     groups = space.pictures.view("groups", this.batch, this.length)
     groups[:] = -1

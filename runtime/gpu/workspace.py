@@ -15,7 +15,7 @@ from canvasrt.runtime.gpu.device_cache import DeviceCache, aligned
 
 
 class Transfer:
-    """Named arrays in one block on device and host, so that one copy transfers all of them."""
+    """Named arrays that lie in one block, on the device and on the host, so that one copy transfers all of them."""
 
     def __init__(self, device: Device, fields: Mapping[str, tuple[type, int]]) -> None:
         """Allocate both blocks. `fields`: every array's dtype and maximum number of elements."""
@@ -60,7 +60,7 @@ def constant(device: Device, array: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class DeviceSegment:
-    """One engine of the chain, and the model's layers that it runs."""
+    """One engine of the chain, and the model's layers that the engine runs."""
 
     engine: Engine
     layers: tuple[int, ...] = ()
@@ -72,15 +72,15 @@ class WorkspaceSizes:
 
     batch: int
     encode_tokens: int  # maximum tokens of an encoding pass, which has one request
-    past: Mapping[str, int]  # tokens by kind of layer
-    widths: tuple[int, ...]  # the widths of a full layer's past
+    past: Mapping[str, int]  # maximum cached tokens per request, by kind of layer
+    widths: tuple[int, ...]  # possible widths of a full layer's past
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
 
 
 class Workspace:
-    """Every buffer of a model. `bytes` lists their sizes by purpose."""
+    """Every buffer of a model. `bytes` lists the buffers' sizes by purpose."""
 
     def __init__(
         self,
@@ -137,7 +137,8 @@ class Workspace:
         return held.astype(np.float32)
 
     def load(self, number: int) -> np.ndarray:
-        """Return the maximum number of tokens per expert in every layer of a body segment, int64 `[layers]`."""
+        """Return, for every layer of a body segment, the number of tokens routed to its busiest expert, int64
+        `[layers]`."""
         return self.results.view(f"load_{number}", len(self.segments[number].layers))
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
@@ -148,10 +149,10 @@ class Workspace:
     def _plan_new(
         self, bodies: Sequence[DeviceSegment]
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
-        """Return the offsets of new keys and values, and their total bytes.
+        """Return the offsets of new keys and values, and their total size in bytes.
 
-        An encoding pass needs them for all layers at its end. A denoising pass does not need them, so its segments
-        share memory.
+        At the end of an encoding pass, those of all layers are needed. Those of a denoising pass are not needed, so its
+        segments share memory.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
@@ -175,7 +176,7 @@ class Workspace:
 
 
 def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
-    """Create the buffers for a pass's inputs from the host."""
+    """Create the buffers for the inputs of a pass that the host uploads."""
     return Transfer(
         device,
         {
@@ -189,7 +190,7 @@ def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
 
 
 def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Transfer:
-    """Create the buffers for a pass's outputs to the host."""
+    """Create the buffers for the outputs of a pass that the host downloads."""
     loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
     return Transfer(
         device,
