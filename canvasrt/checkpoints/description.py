@@ -55,7 +55,8 @@ class Description:
 def describe(name: str | Path) -> Description:
     """Describe a checkpoint. `name` is a folder, the name of a bundled checkpoint, or a hub name to download.
 
-    Raises CanvasError if there is no such checkpoint, if its weights are incomplete, or if its architecture is not supported.
+    Raises CanvasError if there is no such checkpoint, if its weights are incomplete, or if its architecture is not
+    supported.
     """
     folder = find_checkpoint(name)
     quantization = quantization_of(folder)

@@ -27,8 +27,8 @@ def with_fields(
 ) -> Callable[[Command], Command]:
     """Replace an argument of a command by options, one for each field of the dataclasses that has a help text.
 
-    The command receives an instance of the class or, if `unset` is true, a mapping from option names to values, in which
-    absent options are None. `only` selects fields by name. `shown` overrides the defaults that the help shows.
+    The command receives an instance of the class or, if `unset` is true, a mapping from option names to values, in
+    which absent options are None. `only` selects fields by name. `shown` overrides the defaults that the help shows.
     """
     found = {
         option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))
@@ -120,8 +120,8 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
-    """Return the type of an option's value, and whether the value can be None. The type of a list that is written as one
-    text is str."""
+    """Return the type of an option's value, and whether the value can be None. The type of a list that is written as
+    one text is str."""
     found = get_type_hints(kind, include_extras=True)[field.name]
     is_optional = get_origin(found) in (Union, types.UnionType)
     if is_optional:
