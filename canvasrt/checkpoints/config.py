@@ -207,7 +207,10 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
             f"text_config.layer_types does not list num_hidden_layers = {count} layers",
             "fetch the checkpoint again: its config.json is damaged",
         )
-    kinds = [*kinds[:-1], "full_attention"]  # as in the reference, whatever the file says
+    kinds = [
+        *kinds[:-1],
+        "full_attention",
+    ]  # as in the reference, where the last layer is always full
     return tuple(_layer(text, i, kind) for i, kind in enumerate(kinds))
 
 

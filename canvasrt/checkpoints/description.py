@@ -22,8 +22,8 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in a local folder. `quantization` is None for plain weights. Only a
-    description that `hashed` returned has `hashes`: file name → SHA-256."""
+    """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` (file name → SHA-256) is None
+    unless `hashed` made this description."""
 
     folder: Path
     model: ModelConfig

@@ -20,7 +20,7 @@ _LAYOUTS = {
     if each.compressed
     for layout in each.compressed.layouts
 }
-# How many INT4 weights can share a scale: what both TensorRT and ONNX Runtime support.
+# How many INT4 weights can share a scale in both TensorRT and ONNX Runtime.
 INT4_GROUPS = (16, 32, 64, 128, 256)
 INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"

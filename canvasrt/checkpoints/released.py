@@ -45,7 +45,7 @@ VISION_CONFIG: dict[str, Any] = {
 
 
 def layer_types(count: int) -> list[str]:
-    """Return the types of `count` layers: every sixth and, as transformers requires, the last have full attention."""
+    """Return the attention of `count` layers: full in every sixth and, as transformers requires, in the last."""
     return [
         "full_attention" if (i + 1) % FULL_EVERY == 0 or i + 1 == count else "sliding_attention"
         for i in range(count)

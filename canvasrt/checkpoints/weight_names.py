@@ -114,7 +114,7 @@ def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
 
 
 def global_name(segment: str, layers: Sequence[int], name: str) -> str:
-    """Return the global name of a segment's initializer: the inverse of `local_names`. `layers` are the segment's."""
+    """Return an initializer's global name: the inverse of `local_names`. The segment has these `layers`."""
     name = name.removesuffix(".weight")
     if not layers:
         return name if segment == "head" else f"{segment}.{name}"

@@ -52,7 +52,7 @@ class Transformers:
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=params.entropy_bound),
             t_min=params.t_min,
             t_max=params.t_max,
-            # An empty list would select the checkpoint's own tokens.
+            # An empty list would select the checkpoint's end-of-sequence tokens.
             eos_token_id=list(params.eos_token_ids) or [NO_TOKEN],
         )
         prompts = self._torch.tensor([list(request.prompt_token_ids) for request in requests])

@@ -91,7 +91,7 @@ def command_line() -> Any:
 
 
 def parsed_command(name: str) -> Any:
-    """Return a click command. It has `help` and `params`; each parameter has `opts` and `help`."""
+    """Return a command as click's object. It has `help` and `params`; each parameter has `opts` and `help`."""
     return command_line().commands[name]
 
 
@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove every `--debug` before `--`. Return the remaining arguments, and whether `--debug` was among them."""
+    """Return the arguments without any `--debug` before `--`, and whether there was such a `--debug`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end

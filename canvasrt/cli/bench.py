@@ -115,7 +115,7 @@ def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> Non
 
 
 def _measure_bundle(bundle: str, work: Workload, where: Json, checkpoint: str | None) -> None:
-    """Measure a bundle and print the results. If `checkpoint` is set, transformers also runs every round, on it.
+    """Measure a bundle and print the results. With a `checkpoint`, transformers also runs each round.
 
     `where` has the arguments `threads`, `device` and `share_passes` of `open_model`.
     """

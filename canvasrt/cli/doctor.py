@@ -1,4 +1,4 @@
-"""`canvasrt doctor`: shows what is installed and works on this machine, and commands that fix what does not."""
+"""`canvasrt doctor`: shows what is installed and works on this machine, and which commands fix problems."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _gpus() -> list[MachineCheck]:
 
 
 def wsl_lacks(release: str, root: Path = Path("/")) -> str:
-    """Return what WSL lacks to use a GPU; empty outside WSL, or if nothing is missing. `release` is the kernel's."""
+    """Return what WSL lacks to use a GPU; empty if nothing is missing. `release` is the kernel's version."""
     if "microsoft" not in release.lower():
         return ""
     if not (root / "dev/dxg").exists():

@@ -25,7 +25,7 @@ def with_fields(
     only: Collection[str] = (),
     shown: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Command], Command]:
-    """Replace an argument of a command by options, one for each field of the dataclasses that has a help text.
+    """Replace an argument of a command by options, one for each dataclass field that has a help text.
 
     The command receives an instance of the class or, if `unset` is true, a mapping from option names to values, in
     which absent options are None. `only` selects fields by name. `shown` overrides the defaults that the help shows.

@@ -236,7 +236,7 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
 
 
 def read_option(read: Callable[[], Any]) -> Any:
-    """Return an option's value from `read()`. Raises UsageError, beginning with the option's name, if it is invalid."""
+    """Return `read()`, an option's value. Raises UsageError for an invalid value; the message names the option."""
     try:
         return read()
     except CanvasError as error:

@@ -53,7 +53,7 @@ class Task(ABC):
         return answer == self.answer(prompt, random.Random(0))
 
     def parse(self, prompt: str) -> tuple[str, ...]:
-        """Return the prompt's fields. Raises ValueError if it is not one of this task's prompts."""
+        """Return the prompt's fields. Raises ValueError if the prompt is not one of this task's."""
         match = self.pattern.fullmatch(prompt)
         if match is None:
             raise ValueError(f"not a {self.name!r} question: {prompt!r}")
@@ -84,7 +84,7 @@ class Add(Task):
         return (f"{a}+{b}=" for a in range(100) for b in range(100))
 
     def key(self, prompt: str) -> str:
-        a, b = sorted(self.parse(prompt))  # 34+12= would give 12+34= away
+        a, b = sorted(self.parse(prompt))  # 34+12= would reveal the answer to 12+34=
         return f"{a}+{b}"
 
 
@@ -232,7 +232,7 @@ def questions(task: str, split: Split = "held-out") -> list[str]:
     if prompts is not None:
         return [prompt for prompt in prompts if chosen.split(prompt) == split]
     rng = random.Random(f"{task}:{split}:0")
-    drawn: dict[str, None] = {}  # a dict keeps the order
+    drawn: dict[str, None] = {}  # a dict, because it keeps the order
     while len(drawn) < 500:
         drawn[chosen.draw_from(split, rng)] = None
     return list(drawn)
@@ -281,7 +281,7 @@ def _balanced(length: int, rng: random.Random, opening: str = "") -> str:
 
 
 def _unclosed(text: str) -> str | None:
-    """Return the closing brackets that `text` still needs, last one first; None if one in `text` does not match."""
+    """Return the closing brackets that `text` still needs, in reverse; None if a closing bracket in `text` is wrong."""
     closers = ""
     for character in text:
         if character in BRACKETS:

@@ -33,7 +33,7 @@ def ask_questions(
     tokenizer: Tokenizer,
     questions: int,
 ) -> tuple[Json, Json]:
-    """Ask both sides `questions` held-out questions per demo task. Return both sides' marks and pace."""
+    """Ask both sides `questions` held-out questions per demo task. Return `marks` and `pace`."""
     asked = [(task, question) for task in TASKS for question in spread(task, questions)]
     prompts = PromptSet("questions", chats(tokenizer, [question for _, question in asked]))
     pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS)

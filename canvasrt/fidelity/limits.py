@@ -52,7 +52,7 @@ class LimitCheck:
         return self.measured <= self.limit
 
     def to_json(self) -> Json:
-        """Return the fields and the verdict."""
+        """Return a JSON object that has the fields, `at_least` and `ok`."""
         return {**asdict(self), "at_least": self.name in AT_LEAST, "ok": self.ok}
 
 
@@ -92,7 +92,7 @@ def _layer_error(layer: Json) -> float:
 
 
 def _weights(report: Json) -> Iterator[LimitCheck]:
-    """Yield one check per format: that of its worst matrix. Each expert in a stack counts as a matrix."""
+    """Yield a check of each format's worst matrix. Each expert in a stack counts as a matrix."""
     matrices = report.get("weights") or []
     kinds = {each["name"]: "kept" if each["kept"] else each["format"] for each in matrices}
     errors = [(each["error"], each["name"]) for each in matrices if ".experts." not in each["name"]]

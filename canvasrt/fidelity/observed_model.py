@@ -28,9 +28,9 @@ LOGITS = "logits"
 
 
 class ObservingBackend(OrtBackend):
-    """ONNX Runtime, but the head also outputs logits, and `segments` gives access to every segment.
+    """ONNX Runtime with two additions: the head also outputs logits, and `segments` has every segment.
 
-    streamed: keep only the segment that runs in memory.
+    streamed: keep only the running segment in memory.
     """
 
     def __init__(self, work: int, streamed: bool = False) -> None:

@@ -64,7 +64,7 @@ def _compare_segment(
     out = _run(segment, feeds)
     errors["hidden_out"][seen.phase].add(out["hidden_out"], seen.outputs()[layers[-1]])
     for layer in layers:
-        # A sliding layer's cache no longer holds the start of a long prompt.
+        # Compare only the end of a long prompt if a sliding layer's cache no longer has the start.
         for ours, expected, sums in (
             (out[f"new_key_{layer}"], seen.keys[layer], errors["keys"]),
             (out[f"new_value_{layer}"], seen.values[layer], errors["values"]),

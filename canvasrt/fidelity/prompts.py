@@ -72,5 +72,5 @@ def spread(task: str, count: int) -> list[str]:
 
 
 def chats(tokenizer: Tokenizer, texts: list[str] | tuple[str, ...]) -> list[list[int]]:
-    """Return the token ids of one chat per text, in which the text is the only message."""
+    """Return the token ids of one chat per text. Each chat's only message is the text."""
     return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]

@@ -97,7 +97,7 @@ class ReferenceModel:
         row.logits = None
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
-        """Return a block's first canvas; there is no self-conditioning signal yet."""
+        """Return a block's first canvas as its hidden states; there is no self-conditioning signal yet."""
         return np.array(canvas)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
@@ -168,8 +168,8 @@ class ReferenceModel:
         return outputs
 
     def _sample(self, logits: Tensor, given: DenoiseInput) -> DenoiseOutput:
-        """Run the sampler of `export/head.py` over logits `[canvas, V]` already divided by the
-        temperature."""
+        """Run the sampler of `export/head.py` over logits `[canvas, V]` that were already divided
+        by the temperature."""
         from canvasrt.export.head import accept, draw, vocabulary_grid
 
         torch = self._torch

@@ -49,7 +49,7 @@ Interval = tuple[float, float]
 
 
 def wilson(right: float, asked: int) -> Interval:
-    """Return the 95% interval of a share (Wilson 1927)."""
+    """Return the 95% interval of the share right / asked (Wilson 1927)."""
     share, z = right / asked, Z95**2 / asked
     middle = share + z / 2
     half = Z95 * math.sqrt(share * (1 - share) / asked + z / (4 * asked))

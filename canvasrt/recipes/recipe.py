@@ -112,7 +112,7 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """The most demanding format of the rules. A target supports the recipe if its `precisions` include this one."""
+        """The most demanding format of the rules. The `precisions` of a target must include this format."""
         return most_demanding({rule.choice.format for rule in self.rules})
 
     @property
@@ -122,7 +122,7 @@ class Recipe:
         return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
     def suits(self, target: Target) -> bool:
-        """Return whether a target can run the recipe. A CPU can run every recipe, because its graphs are lowered."""
+        """Return whether the recipe supports a target. Every recipe supports a CPU, which runs lowered graphs."""
         return target.capability is None or target.name in self.targets
 
     def formats(self, config: ModelConfig) -> dict[str, Choice]:
