@@ -94,7 +94,7 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def initializer_name(name: str) -> str:
-    """Return the name of a weight's initializer. A layer in `name` is counted from the graph's first."""
+    """Return the name of a weight's initializer. If `name` has a layer number, it is that within the graph."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 

@@ -104,7 +104,7 @@ def _plans() -> list[dict[str, Any]]:
 
 
 def _caches() -> dict[str, dict[str, Any]]:
-    """Return cache folder → size of each file of compiled kernels and free space on the folder's disk, in bytes."""
+    """Return, for each cache folder, the sizes of its compiled kernels' files and its disk's free space, in bytes."""
     from canvasrt.cache import cache_folder
 
     # The cache folder of a container, which `serve` passes to the model.
