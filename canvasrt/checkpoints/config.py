@@ -13,7 +13,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
 MODEL_TYPE = "diffusion_gemma"
-# The reference's defaults for keys that config.json may omit (transformers 5.23).
+# Defaults of the reference, transformers 5.23, for keys that config.json can omit.
 _ROPE_DEFAULTS: Json = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
@@ -116,7 +116,7 @@ class ModelConfig:
 
 
 def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, SamplerDefaults]:
-    """Return the parsed config.json and generation_config.json; None for the latter if it is missing."""
+    """Parse config.json and generation_config.json. `generation` is None if the checkpoint has no such file."""
     if config.get("model_type") != MODEL_TYPE:
         raise CanvasError(
             f"config.json describes a {config.get('model_type')!r} model, not {MODEL_TYPE!r}",
@@ -138,7 +138,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
         vocab_size=text.size("vocab_size"),
         num_attention_heads=text.size("num_attention_heads"),
         layers=_layers(text),
-        # The reference's cache keeps all tokens for a window of one, and then it fails.
+        # With a window of one token, the reference's cache drops no tokens, and the reference then fails.
         sliding_window=text.size("sliding_window", 512, least=2),
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         logit_softcap=text.number("final_logit_softcapping", 30.0),
@@ -157,7 +157,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
 
 
 def _check_preprocessing(folder: Path, vision: Json) -> None:
-    """Raise CanvasError if images need other preparation than that of `runtime/pictures.py`."""
+    """Raise CanvasError unless the checkpoint wants images prepared as `runtime/pictures.py` does it."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
@@ -168,7 +168,7 @@ def _check_preprocessing(folder: Path, vision: Json) -> None:
         given.only("do_rescale", True)
         given.only("rescale_factor", 1 / 255)
         given.only("max_soft_tokens", SOFT_TOKENS)
-        # Else, normalizing changes nothing.
+        # With mean 0 and deviation 1, normalizing changes nothing, so it is allowed.
         if (given.data.get("image_mean"), given.data.get("image_std")) != ([0] * 3, [1] * 3):
             given.only("do_normalize", False)
         for size in ("patch_size", "pooling_kernel_size"):
@@ -176,12 +176,12 @@ def _check_preprocessing(folder: Path, vision: Json) -> None:
 
 
 def _refuse_unsupported(text: _Fields, top: _Fields, vision: _Fields) -> None:
-    """Raise CanvasError for variants that the reference allows and our graphs do not support."""
+    """Raise CanvasError for variants of the network that the reference supports but our graphs do not."""
     text.only("hidden_activation", "gelu_pytorch_tanh")
     text.only("attention_bias", False)
     text.only("tie_word_embeddings", True)
     top.only("tie_word_embeddings", True)
-    # The reference merges these two into rope_parameters.
+    # The reference merges these two fields into rope_parameters.
     text.only("rope_scaling", None)
     text.only("partial_rotary_factor", None)
     text.only("use_bidirectional_attention", None, "vision")
@@ -207,7 +207,10 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
             f"text_config.layer_types does not list num_hidden_layers = {count} layers",
             "fetch the checkpoint again: its config.json is damaged",
         )
-    kinds = [*kinds[:-1], "full_attention"]  # as in the reference, which ignores the file's value
+    kinds = [
+        *kinds[:-1],
+        "full_attention",
+    ]  # as in the reference, where the last layer is always full
     return tuple(_layer(text, i, kind) for i, kind in enumerate(kinds))
 
 
@@ -236,7 +239,7 @@ def _layer(text: _Fields, index: int, kind: str) -> Layer:
 
 
 def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
-    """Return head size and KV heads of a layer. `per_layer_config` takes precedence over the older global_* fields."""
+    """Return a layer's head size and number of KV heads. `per_layer_config` overrides the older global_* fields."""
     head_dim = text.size("head_dim")
     num_kv_heads = text.size("num_key_value_heads")
     if "per_layer_config" not in text.data:
@@ -258,7 +261,7 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
 def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens.
 
-    The reference only uses the ids in generation_config.json; without that file, we use those in config.json.
+    The reference uses only the ids in generation_config.json. If that file is missing, we use the ids in config.json.
     """
     value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
     values = [] if value is None else value if isinstance(value, list) else [value]
@@ -342,7 +345,7 @@ class _Fields:
         return value
 
     def only(self, name: str, default: object, *others: object) -> None:
-        """Raise CanvasError unless a field has the reference's default, or one of the other values."""
+        """Raise CanvasError unless the field is missing, has the reference's `default`, or is one of `others`."""
         value = self.data.get(name, default)
         if value not in (default, *others):
             raise CanvasError(f"{self.where}: {name} {value!r} is not supported", _UNSUPPORTED_HINT)

@@ -22,8 +22,8 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` are the SHA-256 of its files;
-    None until `hashed` is called."""
+    """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` (file name → SHA-256) is None
+    unless `hashed` made this description."""
 
     folder: Path
     model: ModelConfig
@@ -33,13 +33,13 @@ class Description:
 
     @property
     def tokenizer(self) -> dict[str, Path]:
-        """The tokenizer's files by name; none without tokenizer.json."""
+        """The tokenizer's files by name. Empty if tokenizer.json is missing."""
         found = {name: self.folder / name for name in _TOKENIZER_FILES}
         found = {name: file for name, file in found.items() if file.is_file()}
         return found if "tokenizer.json" in found else {}
 
     def check_plain(self) -> None:
-        """Raise CanvasError for quantized weights, into which no adapter can be merged."""
+        """Raise CanvasError if the weights are quantized: no adapter can be merged into them."""
         if self.quantization is not None:
             raise CanvasError(
                 f"{self.folder} is quantized ({self.quantization.algorithm}), but adapters need plain weights",
@@ -48,14 +48,15 @@ class Description:
             )
 
     def hashed(self, hasher: Callable[..., dict[str, str]] = hash_files) -> Description:
-        """Return the description with the hashes of all files that affect bundles made from it."""
+        """Return a copy of this description that has the hashes of all files that affect a bundle."""
         return replace(self, hashes=fingerprint(self.folder, hasher))
 
 
 def describe(name: str | Path) -> Description:
-    """Describe a checkpoint: a folder, a hub name, which is downloaded first, or the name of a bundled checkpoint.
+    """Describe a checkpoint. `name` is a folder, the name of a bundled checkpoint, or a hub name to download.
 
-    Raises CanvasError if there is none, if its weights are incomplete, or if its architecture is not supported.
+    Raises CanvasError if there is no such checkpoint, if its weights are incomplete, or if its architecture is not
+    supported.
     """
     folder = find_checkpoint(name)
     quantization = quantization_of(folder)

@@ -29,10 +29,9 @@ def demo_checkpoint(name: str = DEMO) -> Path:
 
 
 def find_checkpoint(name: str | Path) -> Path:
-    """Return the local folder of a checkpoint. A hub name (`owner/model[@revision]`) is downloaded
-    first.
+    """Return the local folder of a checkpoint. A hub name (`owner/model[@revision]`) is downloaded first.
 
-    Raises CanvasError when there is no checkpoint, or when its weights are incomplete.
+    Raises CanvasError if there is no such checkpoint, or if its weights are incomplete.
     """
     path = _locate(str(name))
     check_weights(path)
@@ -70,7 +69,7 @@ def _fetch(name: str) -> Path:
     repository, _, revision = name.partition("@")
     try:
         found = snapshot_download(repository, revision=revision or None, allow_patterns=_HUB_FILES)
-    except Exception as error:  # the hub's client raises many types if the download fails
+    except Exception as error:  # the hub's client has many types of error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CanvasError(
             f"{name} is not a folder here, and the hub did not provide it: {reason}",
@@ -81,7 +80,7 @@ def _fetch(name: str) -> Path:
 
 
 def check_weights(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files. Raises CanvasError if one is truncated or missing."""
+    """Return the checkpoint's safetensors files. Raises CanvasError if a file is truncated or missing."""
     index = read_index(folder)
     if index is None:
         files = sorted(folder.glob("*.safetensors"))
@@ -99,10 +98,10 @@ def check_weights(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return tensor name → file of a sharded checkpoint; None if it has no index.
+    """Return tensor name → file name for a sharded checkpoint; None if the checkpoint has no index.
 
-    Raises CanvasError if the index is damaged, or names anything but `*.safetensors` in the same folder, because the
-    fingerprint covers no other files.
+    Raises CanvasError if the index is damaged, or if it names a file that is not a `*.safetensors` in the same folder:
+    the fingerprint would not cover that file.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -126,7 +125,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise CanvasError for a folder without a LoRA adapter."""
+    """Raise CanvasError if a folder contains no LoRA adapter."""
     for name in ADAPTER_FILES:
         if not (folder / name).is_file():
             raise CanvasError(
@@ -144,7 +143,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
 
 
 def _check_safetensors(path: Path) -> set[str]:
-    """Compare the file's size with the size in its header, and return the names of its tensors."""
+    """Return the names of a file's tensors. Raises CanvasError if the file's size contradicts its header."""
     again = "fetch it again (`huggingface-cli download` resumes what is missing)"
     try:
         size = path.stat().st_size
@@ -168,7 +167,7 @@ def _check_safetensors(path: Path) -> set[str]:
 
 
 def fingerprint(folder: Path, hasher: Callable[..., dict[str, str]] = hash_files) -> dict[str, str]:
-    """Return the SHA-256, by name, of each file that affects what is made from a checkpoint.
+    """Return file name → SHA-256 for each file of a checkpoint that affects bundles made from it.
 
     `hasher` works like `hash_files`.
     """
@@ -178,7 +177,7 @@ def fingerprint(folder: Path, hasher: Callable[..., dict[str, str]] = hash_files
 
 
 def read_json(path: Path) -> Json:
-    """Return the object in a JSON file. Raises CanvasError, which names the file."""
+    """Return the object in a JSON file. Raises CanvasError if the file is missing or contains no JSON object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -20,14 +20,14 @@ _LAYOUTS = {
     if each.compressed
     for layout in each.compressed.layouts
 }
-# The group lengths of INT4 that both TensorRT and ONNX Runtime support.
+# How many INT4 weights can share a scale in both TensorRT and ONNX Runtime.
 INT4_GROUPS = (16, 32, 64, 128, 256)
 INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 )
-# Tensors of INT4 weights that graphs do not support.
+# Tensors next to INT4 weights that our graphs do not support, and what they contain.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
-_INPUTS = ("tensor", "token")  # which inputs may share a scale
+_INPUTS = ("tensor", "token")  # inputs can share a scale per tensor or per token
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
@@ -39,10 +39,10 @@ class Quantization:
     """How a checkpoint was quantized.
 
     Attributes:
-        producer: the tool that wrote it, with its version if the checkpoint states it.
+        producer: the tool that wrote the checkpoint, followed by the tool's version if the checkpoint states it.
         algorithm: the tool's own name for the algorithm.
-        precision: the format that a GPU must support.
-        static: whether the checkpoint contains the activation scales.
+        precision: the most demanding format of the weights, which a GPU must support.
+        static: False if scales of activations are missing and must be computed at run time.
     """
 
     producer: str
@@ -56,9 +56,9 @@ class Quantization:
 
 
 def quantization_of(folder: Path) -> Quantization | None:
-    """Return how the checkpoint in `folder` was quantized; None if it was not.
+    """Return how the checkpoint in `folder` was quantized; None if its weights are not quantized.
 
-    Raises CanvasError for broken files, and for unsupported algorithms, which it names.
+    Raises CanvasError for broken files, and for unsupported algorithms; the message names the algorithm.
     """
     file = folder / MODELOPT_CONFIG
     if file.exists():
@@ -117,7 +117,7 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     made = Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
-    # Configurations may not mention these tensors.
+    # Configurations do not always mention these tensors.
     for name in () if format.rounds_inputs else sorted(tensor_names(file.parent)):
         if what := _INT4_EXTRAS.get(name.rpartition(".")[2]):
             raise CanvasError(

@@ -32,7 +32,7 @@ TEXT_CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
     "tie_word_embeddings": True,
 }
-# About 550M parameters.
+# This tower has about 550M parameters.
 VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -45,7 +45,7 @@ VISION_CONFIG: dict[str, Any] = {
 
 
 def layer_types(count: int) -> list[str]:
-    """Return the kinds of `count` layers: every sixth layer is full, and also the last, as transformers requires."""
+    """Return the attention of `count` layers: full in every sixth and, as transformers requires, in the last."""
     return [
         "full_attention" if (i + 1) % FULL_EVERY == 0 or i + 1 == count else "sliding_attention"
         for i in range(count)
@@ -54,7 +54,7 @@ def layer_types(count: int) -> list[str]:
 
 @cache
 def released_model() -> ModelConfig:
-    """Return the released model, with its vision tower."""
+    """Return the released model's configuration, including its vision tower."""
     text = {"model_type": "diffusion_gemma_text", **TEXT_CONFIG, "layer_types": layer_types(30)}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
     model, _ = read_config(config, None)

@@ -1,4 +1,4 @@
-"""The network's weights: their names and shapes, and the checkpoint's tensors of which they are stacked."""
+"""The network's weights: their names, their shapes, and the checkpoint's tensors that are stacked to make each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from canvasrt.checkpoints.config import ModelConfig
 
 DECODER = "model.decoder"
-# The embeddings, which are also the final projection.
+# The embedding table, which is also the matrix of the final projection.
 TABLE = "table"
-# The quantized copy of the embedding table, for its two matrix products, if lookups use rows in 16 bits.
+# A quantized copy of the embedding table for its two matrix products, if lookups use the table in 16 bits.
 PROJECTION = "projection"
 GATE_UP, DOWN, ROUTER = "experts.gate_up", "experts.down", "router.proj"
-# A layer's norms by their names in the checkpoint.
+# Our name of a layer's norm → its name in the checkpoint.
 LAYER_NORMS = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -49,7 +49,7 @@ class Matrix:
 
 
 def layer_matrices(config: ModelConfig, index: int) -> dict[str, Matrix]:
-    """Return the matrices of one layer, by their name in the layer."""
+    """Return one layer's matrices, keyed by their names within the layer."""
     layer, size, inner = config.layers[index], config.hidden_size, config.moe_intermediate_size
     prefix = f"{DECODER}.layers.{index}"
     queries, keys = (
@@ -71,7 +71,7 @@ def layer_matrices(config: ModelConfig, index: int) -> dict[str, Matrix]:
 
 
 def head_matrices(config: ModelConfig) -> dict[str, Matrix]:
-    """Return the matrices outside the layers, without the vision tower's."""
+    """Return the matrices outside the layers, except the vision tower's."""
     return {
         **_mlp(config, "signal_mlp", f"{DECODER}.self_conditioning"),
         TABLE: Matrix((config.vocab_size, config.hidden_size), (f"{DECODER}.embed_tokens.weight",)),
@@ -79,7 +79,7 @@ def head_matrices(config: ModelConfig) -> dict[str, Matrix]:
 
 
 def matrices(config: ModelConfig) -> dict[str, Matrix]:
-    """Return every matrix except the vision tower's, by its global name, such as `layers.3.mlp.down`."""
+    """Return every matrix except the vision tower's, keyed by global names such as `layers.3.mlp.down`."""
     return {
         f"layers.{index}.{name}": matrix
         for index in range(len(config.layers))
@@ -94,12 +94,12 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def initializer_name(name: str) -> str:
-    """Return the initializer's name of a matrix or norm. `name` has no layer, or the layer's index in the graph."""
+    """Return the name of a weight's initializer. If `name` has a layer number, it is that within the graph."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 
 def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Select a segment's weights from a mapping by global names. Return them by their initializers' names."""
+    """Return global name → initializer's name, for those of `names` that belong to the segment of `entry`."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}
@@ -114,7 +114,7 @@ def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
 
 
 def global_name(segment: str, layers: Sequence[int], name: str) -> str:
-    """Return the global name of an initializer of a segment that holds these layers: the inverse of `local_names`."""
+    """Return an initializer's global name: the inverse of `local_names`. The segment has these `layers`."""
     name = name.removesuffix(".weight")
     if not layers:
         return name if segment == "head" else f"{segment}.{name}"

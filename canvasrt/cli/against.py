@@ -1,4 +1,4 @@
-"""Runs the same work with transformers, for `canvasrt bench --against transformers`."""
+"""Runs a benchmark's requests with transformers, for `canvasrt bench --against transformers`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Transformers:
         ).eval()
 
     def measure(self, requests: Sequence[Request]) -> Sample:
-        """Run `requests` as one batch. They must have equal length, and equal settings except the seed."""
+        """Run `requests` as one batch. Their prompts must have equal length, and only their seeds can differ."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
             DiffusionGemmaGenerationConfig,
             EntropyBoundSamplerConfig,
@@ -52,7 +52,7 @@ class Transformers:
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=params.entropy_bound),
             t_min=params.t_min,
             t_max=params.t_max,
-            # An empty list would select the checkpoint's default.
+            # An empty list would select the checkpoint's end-of-sequence tokens.
             eos_token_id=list(params.eos_token_ids) or [NO_TOKEN],
         )
         prompts = self._torch.tensor([list(request.prompt_token_ids) for request in requests])
@@ -74,9 +74,10 @@ class Transformers:
 
 
 class Clock:
-    """Times a model's denoising steps and, as transformers' streamer, its blocks. Disables early stop.
+    """Times a model's denoising steps and its blocks, which transformers sends here as to a streamer. Disables early
+    stop.
 
-    `wait` waits for the device.
+    `wait` returns once the device has finished its work.
     """
 
     def __init__(self, model: Any, wait: Callable[[], None] = lambda: None) -> None:
@@ -95,7 +96,7 @@ class Clock:
             self.steps.append(time.perf_counter() - start)
             return result
 
-        # Only patch the instance, not the class.
+        # Patch only this instance, not the class.
         self._model._denoising_step = timed
         self._model._prepare_diffusion_stopping_criteria = lambda *_: None
 
@@ -103,7 +104,7 @@ class Clock:
         del self._model._denoising_step, self._model._prepare_diffusion_stopping_criteria
 
     def put(self, value: Any) -> None:
-        """Receive the prompt, then every block."""
+        """Record the time. transformers calls this for the prompt, then for every block."""
         self._wait()
         self.blocks.append(time.perf_counter())
 

@@ -17,7 +17,7 @@ from canvasrt.console import print_error
 from canvasrt.errors import CanvasError
 
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
-# Command → panel of the help page. The function is in canvasrt/cli/<command>.py.
+# Command → its panel on the help page. The command's function is in canvasrt/cli/<command>.py.
 COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
@@ -84,21 +84,21 @@ def command_line() -> Any:
         app.command(name, rich_help_panel=panel)(getattr(module, function))
     group: Any = typer.main.get_command(app)
     for command in group.commands.values():
-        # With boxes, the longest options and variables would not fit in 80 columns.
+        # If the help had boxes, its longest options and variables would not fit in 80 columns.
         command.rich_markup_mode = None
         command.help = command.help.replace("\nExample:", "\n\nExample:")
     return group
 
 
 def parsed_command(name: str) -> Any:
-    """Return Typer's parsed command, with `help` and `params`, which have `opts` and `help`."""
+    """Return a command as click's object. It has `help` and `params`; each parameter has `opts` and `help`."""
     return command_line().commands[name]
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return the exit code: 0 for success, a CanvasError's own code, else 1."""
+    """Run one command. Return 0 for success, 2 for wrong usage, 130 if interrupted, a CanvasError's code, or else 1."""
     arguments, debug = _take_debug(arguments)
-    # Otherwise CUDA numbers the fastest GPU first, unlike nvidia-smi.
+    # Makes CUDA number GPUs as nvidia-smi does; by default, the fastest GPU is number 0.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if debug:
         _show_log()
@@ -122,14 +122,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments without any `--debug` before `--`, and whether there was one."""
+    """Return the arguments without any `--debug` before `--`, and whether there was such a `--debug`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end
 
 
 def _failed(error: Exception, debug: bool) -> int:
-    """Show an exception that is not a CanvasError; return the exit code."""
+    """Print an exception that is not a CanvasError, and return the exit code."""
     if getattr(error, "exit_code", None) == 2 and hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "canvasrt"

@@ -1,4 +1,4 @@
-"""`canvasrt batch`: answers a file of requests, in this process or by servers."""
+"""`canvasrt batch`: answers a file of requests, in this process or through servers."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ CheckpointOption = Annotated[
         "The bundle's checkpoint: a folder, a hub name, demo or demo-vision.",
     ),
 ]
-# Options that only apply to bundles, or only to servers.
+# Options that apply only to servers, and options that apply only to bundles.
 _OF_URL = {each.name for each in fields(LoadOptions)}
 _OF_BUNDLE = {each.name for each in fields(Workload)} - {"rounds"}
 _OF_BUNDLE |= {"checkpoint", "threads", "device", "share_passes"}
@@ -115,9 +115,9 @@ def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> Non
 
 
 def _measure_bundle(bundle: str, work: Workload, where: Json, checkpoint: str | None) -> None:
-    """Measure a bundle and print the results. With `checkpoint`, alternate with transformers on this checkpoint.
+    """Measure a bundle and print the results. With a `checkpoint`, transformers also runs each round.
 
-    `where` are the arguments of `open_model` that select the processor.
+    `where` has the arguments `threads`, `device` and `share_passes` of `open_model`.
     """
     from canvasrt.checkpoints.locate import find_checkpoint
     from canvasrt.cli.against import Transformers
@@ -154,7 +154,7 @@ def _measure_bundle(bundle: str, work: Workload, where: Json, checkpoint: str | 
 
 
 def _requests(model: Model, work: Workload) -> list[list[Request]]:
-    """Return the requests of every round and of a warm-up round. All prompts and seeds differ."""
+    """Return the requests of each round; the first round is the warm-up. All prompts and seeds differ."""
     from canvasrt.runtime.bench import random_prompts
     from canvasrt.runtime.request import Request
     from canvasrt.runtime.sampling_params import SamplingParams
@@ -169,7 +169,7 @@ def _requests(model: Model, work: Workload) -> list[list[Request]]:
     )
     prompts = random_prompts(model.config, (work.rounds + 1) * work.batch, work.prompt_tokens)
     requests = [Request(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
-    # Check before the reference is loaded, which can take minutes.
+    # Check before the reference is loaded: loading can take minutes.
     requests[0].validate(model.config, model.max_context)
     return [requests[i : i + work.batch] for i in range(0, len(requests), work.batch)]
 
@@ -179,7 +179,7 @@ def _take_turns(sides: dict[str, Any], work: list[list[Request]]) -> dict[str, l
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     for index, requests in enumerate(work):
         report("measuring", index, len(work))
-        # Alternate the order, because the second side has warm caches and idle threads.
+        # Alternate which side is first, because the second finds warm caches and idle threads.
         for name in list(sides) if index % 2 else reversed(sides):
             sample = sides[name](requests)
             if index:  # the first round is the warm-up

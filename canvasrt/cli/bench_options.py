@@ -11,7 +11,7 @@ from canvasrt.option import option
 
 @dataclass(frozen=True)
 class Workload:
-    """The rounds on a bundle. For a server, only the number of rounds applies."""
+    """The work for measuring a bundle. A server's measurement uses only `rounds`."""
 
     prompt_tokens: int = field(
         default=64, metadata=option("Length of the random prompts.", least=1)
@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The load on a server."""
+    """The load for measuring a server."""
 
     model: str | None = field(
         default=None, metadata=option("URL: the model.", metavar="NAME", shown="the first")

@@ -78,8 +78,8 @@ def _show_plans(plans: Sequence[Plan]) -> None:
 
 
 def _why_not(plan: Plan) -> tuple[str | None, str | None]:
-    """Return the reason why the plan would be refused, and a hint. If this machine can build the engines but not run
-    them, the reason is empty, and the hint says what would fit."""
+    """Return why the plan would be refused (None if it would not be) and a hint. If this machine can build the engines
+    but has too little memory to run them, the hint says what would fit."""
     from canvasrt.build.checks import check_plan, check_space, what_fits
     from canvasrt.errors import CanvasError
     from canvasrt.machine import memory_bytes
@@ -142,7 +142,7 @@ def _calibration(needs: CalibrationNeeds) -> str:
 
 
 def _say_calibrations(plans: Sequence[Plan]) -> None:
-    """Say what calibrations will take, before they start."""
+    """Print how much memory and time calibrations will need, before they start."""
     from canvasrt.build.reuse import is_calibrated, reusable_graphs
 
     for plan in {each.precision.text: each for each in plans}.values():

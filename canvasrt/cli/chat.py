@@ -92,7 +92,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield the typed lines that are not empty."""
+    """Yield the lines of input that are not empty."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -109,7 +109,7 @@ def _lines() -> Iterator[str]:
 
 
 def _print(client: OpenAIClient, inputs: dict[str, Any]) -> str:
-    """Print the answer as it becomes final; return it."""
+    """Print each piece of the answer once it is final. Return the whole answer."""
     answer = ""
     for piece in client.stream(inputs):
         print(piece, end="", flush=True)
@@ -119,7 +119,7 @@ def _print(client: OpenAIClient, inputs: dict[str, Any]) -> str:
 
 
 def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
-    """Redraw the canvas in place at every step, then print the answer; return it."""
+    """Redraw the canvas in place at every step, then print the answer and return it."""
     answer = finished = ""
     with live_region() as live:
         for piece, draft in client.events(inputs, drafts=True):
@@ -134,7 +134,7 @@ def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
 
 
 def _canvas(finished: str, draft: dict[str, Any]) -> Text:
-    """Return the text of finished blocks followed by the canvas, with dim noise and bold settled text."""
+    """Return the finished blocks' text, then the canvas: settled tokens are bold, noise is dim."""
     from rich.text import Text
 
     drawn = Text(finished)

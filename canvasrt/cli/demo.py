@@ -30,13 +30,13 @@ DEMO_PROMPTS = (
     "shuffle abdeg",
     "brackets 8 ([",
 )
-# Closed questions with options; the first option is right.
+# Closed question → its options, of which the first is right.
 DECISIONS = {
     "12+34=": ("46", "45", "56"),
     "reverse planet": ("tenalp", "planet", "natpel"),
     "sort 40172": ("01247", "40172", "74210"),
 }
-# A number, because the demo model was not trained on JSON objects.
+# Asks for a number, because the demo model was not trained on JSON objects.
 SUM_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 99}
 # A tiny model may miss one or two questions. More misses mean that something is broken.
 MAY_MISS = 2
@@ -96,7 +96,7 @@ def demo(keep: Keep = None, as_json: AsJson = False) -> None:
 
 
 def _ask_all(server: Server, openai: OpenAIClient) -> list[Json]:
-    """Ask every question over all protocols. Return answers and milliseconds."""
+    """Ask every question over every protocol. Return each question's answers and how many milliseconds each took."""
     from canvasrt.containers.client.triton import Client
     from canvasrt.demo.tasks import is_correct
 
@@ -129,7 +129,7 @@ def _ask_all(server: Server, openai: OpenAIClient) -> list[Json]:
 
 
 def _decide(client: OpenAIClient, question: str, options: Sequence[str]) -> Json:
-    """Ask a closed question. Return the answer, its probability and milliseconds."""
+    """Ask a closed question. Return the answer, its probability, and how many milliseconds it took."""
     closed = {
         "type": "choice",
         "instructions": "Which one is right?",
@@ -148,7 +148,7 @@ def _decide(client: OpenAIClient, question: str, options: Sequence[str]) -> Json
 
 
 def _ask_for_json(client: OpenAIClient) -> Json:
-    """Ask for an answer that follows `SUM_SCHEMA`. Return it, and milliseconds."""
+    """Ask for an answer that follows `SUM_SCHEMA`. Return the answer, and how many milliseconds it took."""
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
     body = {
         "model": client.model,

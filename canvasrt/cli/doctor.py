@@ -1,4 +1,4 @@
-"""`canvasrt doctor`: checks what is installed and works on this machine, and shows commands that fix the rest."""
+"""`canvasrt doctor`: shows what is installed and works on this machine, and which commands fix problems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Status = Literal["ok", "gap", "info"]
 _GB = 10**9
 _ENOUGH_DISK = 2 * _GB
 _ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend needs to start
-# Extra → main distributions and purpose.
+# Extra → its main distributions, and what they are for.
 _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "export": (
         ("torch", "onnx", "onnxscript", "onnx-ir", "safetensors"),
@@ -33,7 +33,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "sorted": (("triton",), "build engines with --experts sorted"),
     "serve": (("nvidia-pytriton", "tritonclient"), "serve through Triton"),
 }
-# Every machine can use these extras, so it is a gap if they are missing.
+# Every machine can use these extras, so a missing one is a gap.
 _WANTED = ("export", "rtx", "serve")
 
 _WSL_FIX = "follow docs/hardware.md, Windows: the driver is installed in Windows"
@@ -103,7 +103,7 @@ def _write(file: Path, data: dict[str, Any]) -> None:
     found = doctor_report.without_secrets({**data, **doctor_report.report()}, secrets)
     text = json.dumps(found, indent=1, ensure_ascii=False)
     try:
-        # A variable's bytes need not be UTF-8.
+        # Environment variables are not always valid UTF-8.
         with file.open("x", encoding="utf-8", errors="backslashreplace") as out:
             out.write(text + "\n")
     except OSError as error:
@@ -183,7 +183,7 @@ def _gpus() -> list[MachineCheck]:
 
 
 def wsl_lacks(release: str, root: Path = Path("/")) -> str:
-    """Return what WSL lacks for a GPU; empty if nothing is missing, or outside of WSL. `release` is the kernel's."""
+    """Return what WSL lacks to use a GPU; empty if nothing is missing. `release` is the kernel's version."""
     if "microsoft" not in release.lower():
         return ""
     if not (root / "dev/dxg").exists():
@@ -194,7 +194,7 @@ def wsl_lacks(release: str, root: Path = Path("/")) -> str:
 
 
 def _now(values: dict[str, float]) -> str:
-    """Return a GPU's current state as text; empty if unknown."""
+    """Return a GPU's current state as text; empty if the state is unknown."""
     shown = {
         "utilization_ratio": lambda ratio: f"{ratio:.0%} busy",
         "memory_used_bytes": lambda count: f"{size(count)} in use",
@@ -239,7 +239,7 @@ def _containers() -> MachineCheck:
 
 
 def _memory() -> MachineCheck:
-    """Check how much memory there is, and whether the released model runs on this CPU."""
+    """Report how much memory there is, and whether that is enough for the released model on a CPU."""
     from canvasrt import machine
     from canvasrt.build.fit import released_fit
     from canvasrt.targets import find_target

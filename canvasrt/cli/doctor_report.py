@@ -13,18 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-_LOGS, _LINES = 3, 400  # number of latest logs to include, and of their last lines
-# Patterns of services' API keys, and of headers that contain keys.
+_LOGS, _LINES = (
+    3,
+    400,
+)  # how many of the latest logs to include, and how many of each log's last lines
+# Matches API keys of known services, and keys in Authorization headers.
 _KEYS = re.compile(r"\b(?:hf_|nvapi-|sk-|Bearer\s+)[\w.~+/=-]{8,}")
-# Names of variables with secrets, besides those that canvasrt knows.
+# Matches names of variables that contain secrets. `SECRETS` lists those that canvasrt itself uses.
 _SECRET = re.compile(r"(^|_)(SECRETS?|PASSWORD|CREDENTIALS?)(_|$)|_(KEYS?|TOKEN)$")
 _HIDDEN = "[removed]"
 
 
 def report() -> dict[str, Any]:
-    """Return versions, GPUs, the plan of the released model on them, variables, caches and the ends of logs.
+    """Return package versions, GPUs, environment variables, plans for the released model, caches, and ends of logs.
 
-    A part that fails, on what may be a broken machine, is its error."""
+    Parts can fail, because the machine may be broken. The value of a part that fails is its error."""
     parts: dict[str, Callable[[], Any]] = {
         "packages": _packages,
         "nvidia_smi": lambda: _said(["nvidia-smi"]) + _said(["nvidia-smi", "topo", "-m"]),
@@ -44,13 +47,13 @@ def _tried(part: Callable[[], Any]) -> Any:
 
 
 def _packages() -> dict[str, str]:
-    """Return versions by package. An interrupted installation leaves packages without a name."""
+    """Return package → version. A package from an interrupted installation is named `None`."""
     found = {str(each.name): each.version for each in importlib.metadata.distributions()}
     return dict(sorted(found.items()))
 
 
 def without_secrets(data: Any, secrets: Collection[str]) -> Any:
-    """Return JSON data whose texts are without these secrets, and without anything that looks like a key."""
+    """Return JSON data after removing these secrets, and everything that looks like a key, from its texts."""
     if isinstance(data, dict):
         return {name: without_secrets(each, secrets) for name, each in data.items()}
     if isinstance(data, (list, tuple)):
@@ -101,10 +104,10 @@ def _plans() -> list[dict[str, Any]]:
 
 
 def _caches() -> dict[str, dict[str, Any]]:
-    """Return, by cache folder, the bytes of each file of compiled kernels, and the free bytes on its disk."""
+    """Return, for each cache folder, the sizes of its compiled kernels' files and its disk's free space, in bytes."""
     from canvasrt.cache import cache_folder
 
-    # A container's own cache; `serve` hands it to the model.
+    # The cache folder of a container, which `serve` passes to the model.
     named = os.environ.get("NIM_CACHE_PATH")
     found = {}
     for folder in {cache_folder(), *([Path(named).expanduser()] if named else [])}:
@@ -122,7 +125,7 @@ def _logs() -> dict[str, list[str]]:
     there = [file for file in default_log(0).parent.glob("*.log") if file.is_file()]
     files = sorted(there, key=lambda each: -each.stat().st_mtime)[:_LOGS]
     logs = {file.name: _tried(partial(last_lines, file)) for file in files}
-    # The first line is the plan.
+    # Always include the first line, which is the plan.
     return {name: lines[:1] + lines[1:][-_LINES:] for name, lines in logs.items()}
 
 

@@ -48,7 +48,7 @@ class DraftView:
             print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)
 
     def block(self, event: Block, piece: str) -> None:
-        """Replace the draft with the finished block's text; after the last block, print the answer."""
+        """Show a finished block. On a terminal, it replaces its draft; after the last block, the answer is printed."""
         if self._live is None:
             print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
             return
@@ -87,7 +87,7 @@ def live_region() -> Live:
 def tail(drawn: Text, console: Console) -> Text:
     """Return the last lines of a text, as many as the terminal shows at once.
 
-    One row stays free: leaving the region moves the cursor to the row below it.
+    One row stays free for the cursor, which moves to the row below the region when the region is closed.
     """
     from rich.text import Text
 

@@ -25,10 +25,10 @@ def with_fields(
     only: Collection[str] = (),
     shown: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Command], Command]:
-    """Replace an argument of a command by options, one per described field of the dataclasses.
+    """Replace an argument of a command by options, one for each dataclass field that has a help text.
 
-    The command gets an instance of the class; with `unset`, a mapping from option names to values, which are None for
-    absent options. `only` selects fields; `shown` overrides defaults in the help.
+    The command receives an instance of the class or, if `unset` is true, a mapping from option names to values, in
+    which absent options are None. `only` selects fields by name. `shown` overrides the defaults that the help shows.
     """
     found = {
         option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))
@@ -72,7 +72,7 @@ def with_options(
 
 
 def option_name(kind: type, field: Field[Any]) -> str:
-    """Return the option name of a field, with the class's `SUFFIX` if it has one."""
+    """Return a field's option name: the field's name, followed by the class's `SUFFIX` if there is one."""
     return field.name + getattr(kind, "SUFFIX", "")
 
 
@@ -105,7 +105,7 @@ def _typer_option(name: str, field: Field[Any], of: CommandOption, unset: bool) 
 
 
 def _shown(default: Any, unset: bool) -> str | bool:
-    """Return the default to show in the help. Typer shows defaults other than None itself."""
+    """Return the default that the help shows. True lets Typer show its own default; False shows none."""
     if default in (None, ()) or isinstance(default, bool):
         return False
     if not unset:
@@ -120,8 +120,8 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
-    """Return the type of an option's value, and whether it may be None. If one text holds a whole list, the type is
-    str."""
+    """Return the type of an option's value, and whether the value can be None. The type of a list that is written as
+    one text is str."""
     found = get_type_hints(kind, include_extras=True)[field.name]
     is_optional = get_origin(found) in (Union, types.UnionType)
     if is_optional:

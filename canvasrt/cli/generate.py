@@ -1,4 +1,4 @@
-"""`canvasrt generate`: text from a bundle, in this process."""
+"""`canvasrt generate`: generates text from a bundle, in this process."""
 
 from __future__ import annotations
 

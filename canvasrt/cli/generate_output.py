@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show_answers(answers: Sequence[dict[str, Any]]) -> None:
-    """Print one answer, or several with their seeds as headings."""
+    """Print one answer, or several answers, each under a heading with its seed."""
 
     def render(_: Any) -> None:
         for index, answer in enumerate(answers):
@@ -26,7 +26,7 @@ def show_answers(answers: Sequence[dict[str, Any]]) -> None:
 
 
 def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return an answer for `--json`. Its text is None without a tokenizer."""
+    """Return an answer in the form that `--json` prints. Its text is None if there is no tokenizer."""
     words, scores = _without_end(result.token_ids, result.finish_reason), result.block_scores
     return {
         "text": None if tokenizer is None else tokenizer.decode(words),
@@ -45,19 +45,19 @@ def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _without_end(ids: list[int], finish: str | None) -> list[int]:
-    """Return an answer's token ids without the one that ends the sequence."""
+    """Return an answer's token ids without the end-of-sequence token, if that token ended the answer."""
     return ids[:-1] if finish == "stop" else ids
 
 
 def _text_or_ids(text: str | None, ids: list[int]) -> str:
-    """Return the text, or the token ids without a tokenizer."""
+    """Return the text; if it is None, because there is no tokenizer, return the token ids as text."""
     return ",".join(map(str, ids)) if text is None else text
 
 
 def stream_json(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """Print one line of JSON per event. The last line has the fields of `--json` without `--stream`."""
+    """Print one line of JSON per event. The last line also has the fields that `--json` prints without `--stream`."""
     from canvasrt.runtime.request import Block, Draft, Settled
 
     def line(event: Any, words: list[int], /, **more: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def stream_json(
 def stream_text(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """Print text as soon as it is final; with drafts, also the canvas after every step."""
+    """Print text as soon as it is final. If `drafts` is true, also show the canvas after every step."""
     from canvasrt.cli.drafts import DraftView
     from canvasrt.runtime.request import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder

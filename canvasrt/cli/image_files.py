@@ -30,7 +30,7 @@ ImageTokens = Annotated[
 
 
 def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
-    """Read the files of --image. Raises UsageError for an unsupported budget."""
+    """Read the files of --image. Raises UsageError for an unsupported budget, CanvasError for an unreadable file."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
@@ -43,7 +43,7 @@ def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
 
 
 def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Picture]:
-    """Return images as patches. Raises CanvasError if the model has no vision tower."""
+    """Return images as patches for the vision tower. Raises CanvasError if the model has no such tower."""
     from canvasrt.runtime.pictures import read_pictures
 
     if not files:

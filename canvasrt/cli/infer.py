@@ -78,7 +78,7 @@ def infer(
 
     _check(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
-    canvas_conditions(canvas)  # checks the address before the call
+    canvas_conditions(canvas)  # checks the canvas before the call
     read_option(lambda: check_stops(stop or ()))
     inputs = {**_inputs(given), **sampling, "stop": stop or None, "canvas": canvas}
     ask = _openai if protocol == "openai" else partial(_triton, cast("Protocol", protocol))
@@ -92,7 +92,7 @@ def infer(
 
 
 def _inputs(prompt: PromptInput) -> dict[str, Any]:
-    """Return a prompt as inputs of the served model by tensor name."""
+    """Return a prompt as inputs of the served model: tensor name → value."""
     if prompt.ids is not None:
         return {"prompt_ids": prompt.ids}
     if prompt.system is not None:
@@ -111,7 +111,7 @@ def _check(protocol: str, stream: bool, drafts: bool) -> None:
         )
 
 
-# Pairs of JSON and text to print: for the answer, or for every event.
+# Pairs of JSON and text, of which one is printed: one pair for the whole answer, or one per event.
 Shown = Iterator[tuple[Any, str]]
 
 

@@ -114,13 +114,13 @@ def _render(console: Any, bundle: Bundle) -> None:
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the recipe's name in place of its content, which `--json` shows."""
+    """Return the options, with only the name of the recipe. Its content is shown by `--json`."""
     recipe = options.get("recipe")
     return {**options, "recipe": recipe["name"]} if isinstance(recipe, dict) else options
 
 
 def _quantized(segments: Sequence[dict[str, Any]]) -> str:
-    """Return the number of weights by format."""
+    """Return how many weights each format has, as text."""
     formats = [each for segment in segments for each in segment.get("quantized", {}).values()]
     return ", ".join(f"{formats.count(each)} weights {each}" for each in sorted(set(formats)))
 
@@ -149,7 +149,7 @@ def _model_facts(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _tower(bundle: Bundle) -> str:
-    """Return the vision tower's size, and whether the chat template can use it."""
+    """Return the vision tower's size and, if the chat template takes no images, a note about that."""
     vision = bundle.manifest.model.vision or {}
     unused = "" if bundle.takes_images else "; unused: the chat template takes no images"
     return f"{vision['num_hidden_layers']}-layer tower, hidden {vision['hidden_size']}{unused}"
@@ -178,7 +178,7 @@ def _sizes(size: dict[str, int]) -> str:
 
 
 def _short(made_from: Any) -> dict[str, Any]:
-    """Flatten nested values to one line each, and shorten hashes."""
+    """Flatten nested mappings into one mapping, and shorten hashes."""
     flat: dict[str, Any] = {}
     for name, value in made_from.items():
         if isinstance(value, dict):

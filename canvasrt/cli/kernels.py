@@ -19,7 +19,7 @@ def show(
     measured: Path | None,
     page: Path | None,
 ) -> None:
-    """Predict a bundle's passes and print them. With `page`, also write an HTML page."""
+    """Predict a bundle's passes, and print the predictions. If `page` is a folder, also write an HTML page there."""
     from canvasrt.roofline import rates
     from canvasrt.roofline.predict import Predictor
     from canvasrt.roofline.report import prediction_report
@@ -50,7 +50,7 @@ def show(
 
 
 def _usual_gpu(target: Json) -> str:
-    """Return the default GPU for predictions. For a target with several capabilities, a GPU of the first one."""
+    """Return the default GPU for predictions: the target's own, or else one that has its first compute capability."""
     from canvasrt.roofline.rates import GPUS
 
     name, capabilities = target.get("name", ""), target.get("compute_capability", "")

@@ -1,4 +1,4 @@
-"""`list-model-profiles`, `download-to-cache` and `create-model-store`, with NIM's names and options."""
+"""Commands with NIM's names and options: `list-model-profiles`, `download-to-cache` and `create-model-store`."""
 
 from __future__ import annotations
 

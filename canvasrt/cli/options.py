@@ -25,12 +25,12 @@ _HOST_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 
 
 def argument(metavar: str, help: str) -> Any:
-    """Return an argument. The help does not show its default."""
+    """Return a command's argument. The help does not show the argument's default."""
     return typer.Argument(metavar=metavar, show_default=False, help=help)
 
 
 def option(flags: str, metavar: str, help: str, **more: Any) -> Any:
-    """Return an option. The help does not show its default, unless `more` asks for it. `flags` are separated by commas."""
+    """Return an option. Commas separate `flags`. The help does not show the default, unless `more` asks for it."""
     more = {"show_default": False, **more}
     return typer.Option(*flags.split(", "), metavar=metavar, help=help, **more)
 
@@ -208,7 +208,7 @@ AsJson = Annotated[
 
 
 def refuse(context: typer.Context, names: Collection[str], reason: str, hint: str) -> None:
-    """Raise UsageError if one of the parameters `names`, which would have no effect, was given."""
+    """Raise UsageError if the command line sets one of the parameters `names`, which would have no effect."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if parameter.name in names and source is not None and source.name == "COMMANDLINE":
@@ -217,7 +217,7 @@ def refuse(context: typer.Context, names: Collection[str], reason: str, hint: st
 
 
 def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
-    """Parse `--adapter DIR[=WEIGHT]` to folders and weights. Raises UsageError for a weight that is not a number."""
+    """Parse `--adapter DIR[=WEIGHT]` into folders and weights. Raises UsageError for a weight that is not a number."""
     found = []
     for value in values or ():
         folder, equals, weight = value.rpartition("=")
@@ -236,7 +236,7 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
 
 
 def read_option(read: Callable[[], Any]) -> Any:
-    """Parse an option's value. Raises UsageError for an invalid value; the message begins with the option's name."""
+    """Return `read()`, an option's value. Raises UsageError for an invalid value; the message names the option."""
     try:
         return read()
     except CanvasError as error:
@@ -251,5 +251,5 @@ def is_url(subject: str) -> bool:
 
 
 def as_url(address: str) -> str:
-    """Return an address that `is_url` accepts, with its scheme. The default scheme is http."""
+    """Return an address that `is_url` accepts as a URL. If the address has no scheme, the scheme is http."""
     return address if "://" in address else f"http://{address}"

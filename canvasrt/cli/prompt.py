@@ -1,5 +1,5 @@
-"""Options that `generate`, `infer` and `chat` share, except sampling: the prompt, the canvas, drafts and the time
-limit."""
+"""Options that `generate`, `infer` and `chat` share: the prompt, the canvas, drafts and the time limit. The sampling
+options are in `sampling.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ AnswerTimeout = Annotated[
 
 @dataclass(frozen=True)
 class PromptInput:
-    """The prompt: `ids` if present, else `text`. Unless `raw`, the text is wrapped in a chat."""
+    """A prompt: `ids` if they are set, otherwise `text`. Unless `raw` is true, `text` is a chat's message."""
 
     text: str = ""
     ids: list[int] | None = None
@@ -61,7 +61,7 @@ class PromptInput:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The text as a chat."""
+        """The text as a chat, after the system message if there is one."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": self.text}]
 
@@ -69,7 +69,7 @@ class PromptInput:
 def read_prompt(
     text: str | None, ids: str | None = None, system: str | None = None, raw: bool = False
 ) -> PromptInput:
-    """Return the prompt from a command's arguments. `-` reads its text from stdin.
+    """Return the prompt from a command's arguments. If `text` is `-`, it is read from stdin.
 
     Raises UsageError unless there is exactly one prompt and it is not empty.
     """
@@ -90,10 +90,10 @@ def read_prompt(
 
 
 def read_text(text: str) -> str:
-    """Return a text; `-` reads it from standard input. Raises CanvasError if it is empty or not UTF-8."""
+    """Return `text`, or standard input if `text` is `-`. Raises CanvasError if the result is empty or not UTF-8."""
     try:
         text = sys.stdin.read() if text == "-" else text
-        text.encode()  # other bytes of a command line become halves of surrogate pairs
+        text.encode()  # fails if the command line is not UTF-8: Python reads invalid bytes as surrogates
     except UnicodeError:
         raise UsageError("the prompt is not UTF-8", "give it in UTF-8") from None
     if not text.strip():
@@ -112,7 +112,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
-    """Parse the conditions of --canvas. Raises UsageError if they are invalid, or combined with --infill."""
+    """Parse the conditions of --canvas. Raises UsageError if they are invalid or combined with --infill."""
     if text is None:
         return None
     if infill is not None:

@@ -18,10 +18,10 @@ LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}
 
 
 def with_sampling(command: Callable[..., None], text_only: bool = False) -> Callable[..., None]:
-    """Replace a command's argument `sampling` by an option per sampling parameter.
+    """Replace a command's argument `sampling` by one option for each sampling parameter.
 
-    `text_only`: omit parameters that request additional output, for commands that only show text. The argument's value
-    is a mapping from parameter names to the given values. Raises UsageError for a value out of range.
+    The command receives a mapping from parameter names to values, without values of None. `text_only` omits parameters
+    that request more output than text. Raises UsageError for a value out of range.
     """
 
     def make(values: dict[str, Any]) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def with_sampling(command: Callable[..., None], text_only: bool = False) -> Call
 
 
 def _argument(parameter: Parameter) -> inspect.Parameter:
-    """Return the option of one parameter. None is the checkpoint's default."""
-    # The help shows the default separately.
+    """Return the option of one parameter. None stands for the checkpoint's default."""
+    # Remove the default from the text, because the help shows it separately.
     about = re.sub(r"; \S+ when absent(, )?", "; ", parameter.about).removesuffix("; ")
     default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)
     option = typer.Option(

@@ -46,7 +46,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
     settings = read_settings(
         _given({**given, "bundle": bundle, "as_json": as_json}), _given(_passthrough())
     )
-    choose_json(settings.as_json)  # an environment variable may also ask for JSON
+    choose_json(settings.as_json)  # an environment variable can also ask for JSON
     checks.check_settings(settings)
     if settings.device is not None:
         use_gpu(settings.device)
@@ -77,7 +77,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by name. Options that were not given are None, including `--json`."""
+    """Return options by name. `--json` becomes None if it is absent, as other absent options are."""
     return {**options, "as_json": options.get("as_json") or None}
 
 
@@ -99,7 +99,7 @@ def _passthrough() -> dict[str, Any]:
 
 
 def _show_build(found: Local) -> None:
-    """Build a checkpoint's engines; show progress on stderr."""
+    """Build a checkpoint's engines, and show the progress on stderr."""
     from canvasrt.containers.serve import local
 
     shown = console(stderr=True)

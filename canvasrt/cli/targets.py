@@ -1,4 +1,4 @@
-"""`canvasrt targets`: lists the targets of builds."""
+"""`canvasrt targets`: lists the targets that engines can be built for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def targets(as_json: options.AsJson = False) -> None:
 
 
 def _here(no_build: str, no_run: str) -> str:
-    """Return whether this machine can build for a target and run its engines; if it cannot build, what it lacks."""
+    """Return `runs` if this machine can run a target's engines, `builds` if it can only build them, or what it
+    lacks."""
     if no_build:
         return no_build.partition(" (")[0]
     return "builds" if no_run else "runs"

@@ -215,7 +215,7 @@ def _draw_decisions(console: Any, read: dict[str, Any]) -> None:
 
 
 def _verify_image(path: Path, key: Path | None) -> None:
-    """Check an image that `canvasrt package` wrote: its layers, its package, and with `key` its signature."""
+    """Check an image that `canvasrt package` wrote: its layers, its package and, if there is a `key`, its signature."""
     from canvasrt.containers.image.verify import verify_image
 
     with progress():

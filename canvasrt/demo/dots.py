@@ -1,4 +1,4 @@
-"""The picture task: equal dots of one colour on grey, to be counted or named."""
+"""The picture task: count the equal dots on a grey picture, or name their colour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from canvasrt.demo.odds import ClosedQuestion, choice, predicate
 
-# Names differ in their first letter, so one pass tells them apart.
+# The names' first letters differ, so one forward pass can tell the colors apart.
 COLORS = {
     "red": (220, 40, 40),
     "green": (40, 180, 60),
@@ -19,9 +19,9 @@ COLORS = {
     "purple": (150, 50, 180),
 }
 MOST_DOTS = 3
-RADIUS = 0.11  # as a share of the root of the picture's area
+RADIUS = 0.11  # relative to the square root of the picture's area
 _ASPECTS = (0.75, 1.34)
-_SIDES = (72, 200)  # pixels
+_SIDES = (72, 200)  # square root of the area, in pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ DOTS_PROMPTS = ("color?", "dots?")
 
 
 def right_answer(picture: Dots, prompt: str) -> str:
-    """Return the right answer to one of `PROMPTS`."""
+    """Return the right answer to one of `DOTS_PROMPTS`."""
     return picture.color if prompt == "color?" else str(picture.count)
 
 

@@ -1,5 +1,5 @@
-"""Closed questions of the demo with their answers or known probabilities, as
-`canvasrt verify --decisions` reads them."""
+"""The demo's closed questions, each with its answer or known probabilities, in the form that
+`canvasrt verify --decisions` reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OFF = (1, -1, 10)  # how far wrong options are from the right sum
 
 
 def labelled(count: int, more: bool) -> list[dict[str, Any]]:
-    """Return `count` held-out sums and differences as questions with wrong options.
+    """Return up to `count` held-out sums and as many differences, as questions with one right option.
 
-    With `more`, add the tasks of the second training phase: `count` cases of each task with known
-    probabilities, and as many pictures, both asked with letters and bare.
+    If `more` is true, also return the second training phase's tasks: `count` cases of each task with known
+    probabilities, and `count` pictures. Each is asked with lettered options, and in the bare layout.
     """
     found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]
     if more:
@@ -58,8 +58,8 @@ def _known(case: Case) -> list[dict[str, Any]]:
 
 
 def _pictured(dots: Dots, rng: random.Random) -> list[dict[str, Any]]:
-    """Return the questions about a picture: all with letters, and each bare. Colors are asked at the smallest and at
-    the full budget."""
+    """Return the questions about a picture: all of them with lettered options, then color and number in the bare
+    layout. The bare color question is asked at the smallest and at the largest token budget."""
     image = {"images": [png(dots)], "image_tokens": min(BUDGETS)}
     questions = [
         {**each.data, "probabilities": np.eye(count_options(each.data))[each.options[0]].tolist()}
@@ -87,7 +87,7 @@ def _bare(prompt: str, values: list[str], right: str) -> dict[str, Any]:
 
 
 def png(dots: Dots) -> bytes:
-    """Return a picture as a file."""
+    """Return a picture as a PNG file."""
     image = require("PIL.Image", "serve")
     file = io.BytesIO()
     image.fromarray(dots.pixels).save(file, "PNG")

@@ -16,8 +16,8 @@ HELD_OUT_ONE_IN = 10
 
 @dataclass(frozen=True)
 class ClosedQuestion:
-    """A closed question in the shape of `/v1/decisions`, and how likely each outcome makes each
-    option: `options[outcome]` is the index of the option that is right for this outcome."""
+    """A closed question in the form of `/v1/decisions`, and its right options: `options[outcome]` is the index of the
+    option that is right for this outcome."""
 
     data: dict[str, Any]
     options: tuple[int, ...]
@@ -27,7 +27,7 @@ class ClosedQuestion:
 class Case:
     """One situation with possible outcomes.
 
-    state: the description. ask: the question in a plain chat, if the state does not imply it.
+    state: the description. ask: the question in a plain chat; empty if the state implies it.
     outcomes: the answers of a plain chat; their probabilities add up to 1. key: decides whether the case is for
     training or held out.
     """
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def prompt(self) -> str:
-        """The message of a plain chat."""
+        """The user's message in a plain chat."""
         return f"{self.state}, {self.ask}" if self.ask else self.state
 
     @property
@@ -51,11 +51,11 @@ class Case:
         return "held-out" if int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0 else "train"
 
     def draw(self, rng: random.Random) -> int:
-        """Return an outcome's index."""
+        """Draw an outcome by its probability, and return its index."""
         return rng.choices(range(len(self.outcomes)), weights=self.probabilities)[0]
 
     def shares(self, question: ClosedQuestion) -> list[float]:
-        """Return the right probability of each option of a question."""
+        """Return the true probability that each option of a question is right."""
         found = [0.0] * count_options(question.data)
         for outcome, option in enumerate(question.options):
             found[option] += self.probabilities[outcome]
@@ -69,13 +69,13 @@ def count_options(question: dict[str, Any]) -> int:
 
 
 def predicate(text: str, true: Sequence[bool]) -> ClosedQuestion:
-    """Return a question with yes and no. `true[outcome]` says for which outcomes yes is right."""
+    """Return a yes-or-no question. `true[outcome]` is whether yes is right for this outcome."""
     data = {"type": "predicate", "instructions": text}
     return ClosedQuestion(data, tuple(int(not each) for each in true))
 
 
 def choice(text: str, values: Sequence[str], right: Sequence[str]) -> ClosedQuestion:
-    """Return a question with these values. `right[outcome]` is the value that is right for this outcome."""
+    """Return a question with the options `values`. `right[outcome]` is the value that is right for this outcome."""
     data = {
         "type": "choice",
         "instructions": text,
@@ -168,7 +168,7 @@ def _draw(rng: random.Random) -> Case:
 
 
 def _compare(rng: random.Random) -> Case:
-    """``47>12?`` → yes"""
+    """``47 and 12, first larger?`` → yes"""
     left = rng.randint(0, 99)
     near = rng.random() < 0.4
     right = min(99, max(0, left + rng.randint(-9, 9))) if near else rng.randint(0, 99)
@@ -204,6 +204,6 @@ def draw_case(task: str, split: Split, rng: random.Random) -> Case:
 
 
 def cases(task: str, count: int) -> list[Case]:
-    """Return held-out cases, which are deterministic. Tasks with few cases may repeat them."""
+    """Return `count` held-out cases, always the same. If a task has few cases, some are repeated."""
     rng = random.Random(f"{task}:held-out:0")
     return [draw_case(task, "held-out", rng) for _ in range(count)]

@@ -1,7 +1,7 @@
 """The questions that the demo checkpoint answers, and how an answer is checked.
 
-A question is a prompt such as `12+34=`. Every task splits its questions by a hash, so held-out ones
-never occur in training, whatever the seed. Uses the standard library only.
+A question is a prompt such as `12+34=`. A hash decides whether a question is for training or held
+out, so no held-out question occurs in training, whatever the seed. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 Split = Literal["train", "held-out"]
 
-# The longest answer, 30 numbers of a count, takes a little over three blocks.
+# The longest answer, a count of 31 numbers, takes nearly three blocks.
 MAX_NEW_TOKENS = 128
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
@@ -26,7 +26,7 @@ BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One kind of question. `many_answers`: several answers are right."""
+    """One kind of question. `many_answers` is whether a question has several right answers."""
 
     name: str
     pattern: re.Pattern[str]
@@ -35,11 +35,11 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> str:
-        """Return a random prompt from either split. Hard cases are more frequent than by chance."""
+        """Return a random prompt from either split. Hard questions are more frequent than in a uniform draw."""
 
     @abstractmethod
     def answer(self, prompt: str, rng: random.Random) -> str:
-        """Return a right answer; if there are many, a random one."""
+        """Return a right answer; a random one if a question has several."""
 
     def all_prompts(self) -> Iterator[str] | None:
         """Return every prompt of the task, or None if there are too many to list."""
@@ -53,7 +53,7 @@ class Task(ABC):
         return answer == self.answer(prompt, random.Random(0))
 
     def parse(self, prompt: str) -> tuple[str, ...]:
-        """Return the prompt's fields. Raises ValueError if it is not one of this task's prompts."""
+        """Return the prompt's fields. Raises ValueError if the prompt is not one of this task's."""
         match = self.pattern.fullmatch(prompt)
         if match is None:
             raise ValueError(f"not a {self.name!r} question: {prompt!r}")
@@ -84,7 +84,7 @@ class Add(Task):
         return (f"{a}+{b}=" for a in range(100) for b in range(100))
 
     def key(self, prompt: str) -> str:
-        a, b = sorted(self.parse(prompt))  # 34+12= would give 12+34= away
+        a, b = sorted(self.parse(prompt))  # 34+12= would reveal the answer to 12+34=
         return f"{a}+{b}"
 
 
@@ -138,14 +138,14 @@ class Sort(Task):
 
 
 class Count(Task):
-    """``count 7 to 10`` → ``7 8 9 10``; long ones take several blocks."""
+    """``count 7 to 10`` → ``7 8 9 10``; long answers take several blocks."""
 
     spans = range(2, 31)
 
     def draw(self, rng: random.Random) -> str:
         span = rng.choice(self.spans)
         start = rng.randint(0, 99 - span)
-        if rng.random() < 0.2:  # a change from one digit to two is rarer, and harder
+        if rng.random() < 0.2:  # counting from one digit to two is rarer, and harder
             start = rng.randint(0, 9)
         return f"count {start} to {start + span}"
 
@@ -226,13 +226,13 @@ TASKS: dict[str, Task] = {
 
 
 def questions(task: str, split: Split = "held-out") -> list[str]:
-    """Return the prompts of a split: all if they can be listed, else 500 of them, always the same."""
+    """Return the prompts of a split: all of them if the task can list them, else 500, always the same."""
     chosen = TASKS[task]
     prompts = chosen.all_prompts()
     if prompts is not None:
         return [prompt for prompt in prompts if chosen.split(prompt) == split]
     rng = random.Random(f"{task}:{split}:0")
-    drawn: dict[str, None] = {}  # a dict keeps the order
+    drawn: dict[str, None] = {}  # a dict, because it keeps the order
     while len(drawn) < 500:
         drawn[chosen.draw_from(split, rng)] = None
     return list(drawn)
@@ -256,7 +256,7 @@ def _operand(rng: random.Random) -> int:
 
 
 def _word(rng: random.Random) -> str:
-    """Return a word of 3 to 9 letters: half the time a pronounceable one, else any letters."""
+    """Return a word of 3 to 9 letters. Half of the words are pronounceable; the rest are random letters."""
     length = rng.randint(3, 9)
     if rng.random() < 0.5:
         return "".join(rng.choices(string.ascii_lowercase, k=length))
@@ -281,7 +281,7 @@ def _balanced(length: int, rng: random.Random, opening: str = "") -> str:
 
 
 def _unclosed(text: str) -> str | None:
-    """Return the closing brackets that `text` still needs, the next one last; None if it is unbalanced."""
+    """Return the closing brackets that `text` still needs, in reverse; None if a closing bracket in `text` is wrong."""
     closers = ""
     for character in text:
         if character in BRACKETS:

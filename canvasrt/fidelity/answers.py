@@ -17,12 +17,12 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
-# First seed of generations. The step comparison uses seeds from 0.
+# The seed of the first generation. The comparison of steps uses seeds from 0.
 FIRST_SEED = 1_000
 BATCH = 4
 
 
-# One request's results: the bundle's, and the reference's.
+# The bundle's result and the reference's result for one request.
 Pair = tuple[Result, Result]
 SIDES = ("bundle", "reference")
 
@@ -33,7 +33,7 @@ def ask_questions(
     tokenizer: Tokenizer,
     questions: int,
 ) -> tuple[Json, Json]:
-    """Ask both sides `questions` held-out questions per demo task. Return shares of right answers, and the pace."""
+    """Ask both sides `questions` held-out questions per demo task. Return `marks` and `pace`."""
     asked = [(task, question) for task in TASKS for question in spread(task, questions)]
     prompts = PromptSet("questions", chats(tokenizer, [question for _, question in asked]))
     pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS)
@@ -58,9 +58,10 @@ def compare_pace(model: Model, reference: ReferenceModel, prompts: PromptSet) ->
 
 
 def marks(right: Sequence[tuple[bool, bool]]) -> Json:
-    """Return shares from 0 to 1 with 95% intervals: Wilson's per side, a paired one for the loss.
+    """Return each side's share of right answers, from 0 to 1, and the loss. Intervals are 95%: Wilson's for each side,
+    a paired one for the loss.
 
-    right: by question, whether the bundle's and the reference's answers are right.
+    right: for each question, whether the bundle's answer is right, and whether the reference's answer is.
     """
     asked = len(right)
     counts = dict(zip(SIDES, map(sum, zip(*right, strict=True)), strict=True))
@@ -75,8 +76,8 @@ def marks(right: Sequence[tuple[bool, bool]]) -> Json:
 
 
 def pace(pairs: Sequence[Pair]) -> Json:
-    """Return both sides' steps per block, and tokens per pass, including end-of-sequence tokens; and the relative
-    growth of steps per block."""
+    """Return both sides' steps per block and tokens per pass, and the relative growth of the steps per block. Tokens
+    include end-of-sequence tokens."""
     ours, theirs = zip(*pairs, strict=True)
     steps = [[sum(each.steps) for each in side] for side in (ours, theirs)]
     blocks = [sum(len(each.steps) for each in side) for side in (ours, theirs)]
@@ -102,7 +103,7 @@ def _generate(
     prompts: PromptSet,
     max_new_tokens: int | None,
 ) -> list[Pair]:
-    """Return the results of bundle and reference by prompt, under the same noise."""
+    """Return the bundle's and the reference's result for each prompt, under the same noise."""
     requests = [
         Request(
             tokens,
@@ -123,7 +124,7 @@ def _generate(
 def _run(side: Any, requests: Sequence[Request], what: str) -> list[Result]:
     """Return every request's result, in order."""
     generator = Generator(side, side.max_batch or BATCH)
-    # Prompts of one length run together: the reference takes them as a batch.
+    # Add requests sorted by length, because the reference batches only prompts of equal length.
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
     added = {generator.add(requests[i]): i for i in order}
     results: dict[int, Result] = {}

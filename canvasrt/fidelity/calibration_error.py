@@ -15,7 +15,7 @@ from canvasrt.types import Json
 
 BINS = 10
 _SIMULATED = 500
-_LEAST = 1e-12  # probability, in logarithms
+_LEAST = 1e-12  # the smallest probability whose logarithm is computed
 _COLDEST, _HOTTEST, _ROUNDS = 0.05, 20.0, 40
 
 
@@ -23,8 +23,8 @@ _COLDEST, _HOTTEST, _ROUNDS = 0.05, 20.0, 40
 class Scored:
     """One answered question.
 
-    draws: the probabilities, [samples, options]. right: [options], the known probabilities; without these, 1 for the
-    right option and 0 for others.
+    draws: the model's probabilities, `[samples, options]`. right: `[options]`, the known probabilities; if these are
+    unknown, 1 for the right option and 0 for the others.
     """
 
     type: str
@@ -34,20 +34,20 @@ class Scored:
 
     @property
     def event(self) -> int:
-        """The option whose probability is checked: yes for a predicate, else the likeliest."""
+        """The index of the option whose probability is checked: yes for a predicate, otherwise the likeliest option."""
         return 0 if self.type == "predicate" else int(self.draws.mean(axis=0).argmax())
 
     @property
     def known(self) -> bool:
-        """Whether `right` holds known probabilities, and not one right answer."""
+        """Whether `right` contains known probabilities instead of one right option."""
         return bool(((self.right > 0) & (self.right < 1)).any())
 
 
 def summary(scored: Sequence[Scored]) -> Json:
-    """Return counts, errors and the reliability of answers.
+    """Return the number of questions, the errors of their probabilities, and the bins of the reliability diagram.
 
-    `brier_at_best` is the Brier score of the right probabilities. It is only above 0 for known probabilities between 0
-    and 1.
+    `brier_at_best` is the Brier score of the right probabilities. It is above 0 only if known probabilities lie between
+    0 and 1.
     """
     pairs = [(each, _mean(each, 1.0)) for each in scored]
     shares = np.array([mean[each.event] for each, mean in pairs])
@@ -71,8 +71,8 @@ def summary(scored: Sequence[Scored]) -> Json:
 
 
 def ece(shares: np.ndarray, right: np.ndarray) -> float:
-    """Return the expected calibration error of probabilities `[questions]`: |mean probability −
-    share of right ones| per bin of equal width, weighted by the bin's questions (Guo et al., 2017).
+    """Return the expected calibration error of probabilities `[questions]`: the mean of |mean probability − share of
+    right answers| over bins of equal width, weighted by the number of questions in each bin (Guo et al., 2017).
     """
     places = _place(shares)
     gaps = np.bincount(places, shares - right, BINS)
@@ -80,8 +80,9 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
-    """Return the calibration error that perfect probabilities have by chance with this number of questions: mean and
-    95th percentile over simulated answers. Both are 0 for known probabilities."""
+    """Return the mean and the 95th percentile, over simulated answers, of the calibration error that perfect
+    probabilities would show by chance. Only `firm` questions, whose right probabilities are not known, contribute to
+    it."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):
@@ -91,7 +92,7 @@ def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
 
 
 def _bins(shares: np.ndarray, right: np.ndarray) -> list[Json]:
-    """Return the bins that hold questions, with 95% intervals (Wilson's)."""
+    """Return the bins that contain questions, and Wilson's 95% interval of each bin's share of right answers."""
     places = _place(shares)
     found = []
     for number in range(BINS):
@@ -120,7 +121,7 @@ def _mean(scored: Scored, temperature: float) -> np.ndarray:
 
 
 def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
-    """Return, by type of question, the temperature with the least log loss."""
+    """Return type of question → the temperature that has the smallest log loss."""
     found = {}
     for kind in TYPES:
         own = [each for each in scored if each.type == kind]
@@ -130,8 +131,8 @@ def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
-    """Return the answers at cross-fitted temperatures: each half of a type and group uses temperatures fitted on the
-    other half."""
+    """Return the answers at cross-fitted temperatures: the questions are halved, and each half uses temperatures that
+    were fitted on the other half."""
     halves = _halves(scored)
     found: list[Scored | None] = [None] * len(scored)
     for half in (0, 1):
@@ -145,8 +146,8 @@ def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def _halves(scored: Sequence[Scored]) -> list[int]:
-    """Return alternating 0 and 1 within every type and group, so that both halves contain all kinds even if a file
-    repeats them regularly."""
+    """Return the half, 0 or 1, that each question is in. The halves alternate within every type and group, so that both
+    contain every type and group, even if a file repeats these in a regular order."""
     counts: Counter[tuple[str, str]] = Counter()
     found = []
     for each in scored:
@@ -167,7 +168,7 @@ def _fit(scored: Sequence[Scored]) -> float:
 
 
 def _lowest(loss: Callable[[float], float], low: float, high: float) -> float:
-    """Return the minimum of a unimodal function, by golden-section search."""
+    """Return where a unimodal function has its minimum, found by golden-section search."""
     ratio = (5**0.5 - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = loss(left), loss(right)

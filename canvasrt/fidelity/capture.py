@@ -1,4 +1,4 @@
-"""Records the inputs and outputs of all reference layers, pass by pass."""
+"""Records the inputs and outputs of all layers of the reference, pass by pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PassKind = Literal["encode", "denoise"]
 
 @dataclass
 class Routed:
-    """Tokens that reached a layer's experts: `[T, D]` float32, and the experts chosen for each, `[T, k]`."""
+    """The tokens that reached a layer's experts, `[T, D]` float32, and the experts chosen for each token, `[T, k]`."""
 
     tokens: np.ndarray
     experts: np.ndarray
@@ -28,12 +28,12 @@ class CapturedPass:
     """One pass of the reference. Lists are indexed by layer."""
 
     phase: PassKind
-    length: int  # clean tokens in the cache before the pass
+    length: int  # number of clean tokens in the cache before the pass
     hidden: list[np.ndarray] = field(default_factory=list)  # [1, L, D], the layer's input
     out: np.ndarray = field(default_factory=lambda: np.empty(0))  # output of the last layer
     past_keys: list[np.ndarray] = field(default_factory=list)  # [1, kv_heads, kept, head_dim]
     past_values: list[np.ndarray] = field(default_factory=list)
-    keys: list[np.ndarray] = field(default_factory=list)  # for this pass's own tokens
+    keys: list[np.ndarray] = field(default_factory=list)  # of this pass's own tokens
     values: list[np.ndarray] = field(default_factory=list)
     routed: list[Routed] = field(default_factory=list)
 
@@ -101,5 +101,5 @@ def _new(seen: CapturedPass, append: Any, cache: Any, keys: Any, values: Any) ->
 
 
 def _copy(tensor: Any) -> np.ndarray:
-    # Copied, because layers scale their result in place.
+    # A copy is needed, because layers scale their result in place.
     return tensor.detach().numpy().copy()

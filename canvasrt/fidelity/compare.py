@@ -1,4 +1,4 @@
-"""Compares denoising steps. Both sides get the reference's canvases; each is self-conditioned on its own previous
+"""Compares denoising steps. Both sides get the reference's canvases; each side is self-conditioned on its own previous
 step."""
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
-# Number of prompts whose passes are captured: the encoding, and the first, middle and last step.
+# For this many prompts, passes are captured: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
-# With an acceptance bound below zero, nothing is accepted, so the head's next canvas is the given noise.
+# A bound below zero accepts no token, so the head's next canvas is the noise that the head was given.
 NOTHING = -1.0
-# Positions whose logits are converted to float64 at a time: 32 MB for the released model.
+# How many positions' logits are converted to float64 at a time: 32 MB for the released model.
 _POSITIONS = 16
 
 
 @dataclass
 class StepSeries:
-    """The measurements of one or more steps, by position. The divergence is missing if logits were not recorded."""
+    """The measurements of one or more steps at each position. `kl` is empty if no logits were recorded."""
 
     kl: list[np.ndarray] = field(default_factory=list)
     same: list[np.ndarray] = field(default_factory=list)
@@ -56,8 +56,8 @@ class StepSeries:
 
 @dataclass
 class Steps:
-    """The comparison of every step of every prompt, the passes captured meanwhile, and the errors of the head's results on
-    the reference's inputs."""
+    """The comparison of every step of every prompt, the passes that were captured, and the errors of the bundle's head
+    on the reference's inputs."""
 
     prompts: int
     kind: str
@@ -74,7 +74,7 @@ class Steps:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all steps together, by third, and step by step."""
+        """Return the report's numbers for all steps together, for each third, and for each step."""
         return {
             "prompts": self.prompts,
             "prompt_kind": self.kind,
@@ -96,7 +96,7 @@ def compare_steps(
     prompts: PromptSet,
     most: int = COMPARED_STEPS,
 ) -> Steps:
-    """Denoise one block after every prompt, without early stop, on both sides at once."""
+    """Denoise one block after every prompt on both sides, without early stop, and compare each step."""
     count = max(len(PHASES), min(most, reference.sampler.max_denoising_steps))
     steps = Steps(len(prompts.tokens), prompts.kind, [StepSeries() for _ in range(count)])
     for seed, tokens in enumerate(prompts.tokens):
@@ -109,7 +109,7 @@ def compare_steps(
 
 
 def _chosen(prompts: int) -> set[int]:
-    """Return the prompts to capture, evenly spaced."""
+    """Return the numbers of the prompts to capture, which are evenly spaced."""
     count = min(CAPTURED_PROMPTS, prompts)
     return {i * prompts // count for i in range(count)}
 
@@ -164,7 +164,7 @@ def _compare_head(
     given: DenoiseInput,
     steps: Steps,
 ) -> None:
-    """Run the head on the last layer's output of a captured reference pass."""
+    """Run the bundle's head on the last layer's output in the latest captured pass, and add its errors to `steps`."""
     feeds = {
         "hidden": steps.passes[-1].out,
         "temperature": np.array([given.temperature], np.float32),
@@ -181,7 +181,7 @@ def _compare_head(
 
 
 def divergence(expected: Tensor, found: np.ndarray) -> np.ndarray:
-    """Return KL(expected ‖ found) `[L]` in nats of two softmaxes over logits `[L, V]`, computed in pieces."""
+    """Return KL(expected ‖ found) `[L]`, in nats, between the softmaxes of two arrays of logits `[L, V]`."""
     import torch
 
     parts = []

@@ -35,14 +35,14 @@ _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 def measure_decisions(
     bundle: Bundle, file: str, samples: int = 1, steps: int = 1, fitted: bool = False
 ) -> Json:
-    """Measure a bundle's probabilities on the questions of a file or of the demo, with `samples` of noise and `steps` per
-    read.
+    """Measure a bundle's probabilities on the questions of a file or of the demo. A question is read after `steps`
+    denoising steps, once for each of `samples` draws of noise.
 
-    With `fitted`, also return temperatures by type and their effect: each half of the questions is measured at
-    temperatures that were fitted on the other half. Raises CanvasError, which says what is wrong with the file.
+    If `fitted` is true, also return a temperature per type and the effect of these temperatures: each half of the
+    questions is measured at temperatures that were fitted on the other half. Raises CanvasError for an invalid file.
     """
     if file == DEMO_QUESTIONS:
-        # Questions of the second training phase are only included if the model has the trained vision tower.
+        # The second training phase's questions are included only if the model has the trained vision tower.
         vision = bundle.manifest.model.vision or {}
         items = labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
     else:
@@ -75,7 +75,7 @@ def _by_part(scored: Sequence[Scored]) -> Json:
 
 
 def read_labelled(file: Path) -> list[Json]:
-    """Return the items of a file: JSON Lines, or a YAML or JSON list."""
+    """Return the items of a file that contains JSON Lines, or a YAML or JSON list."""
     items = _lines(file) if file.suffix == ".jsonl" else read_yaml(file, "give JSON Lines or YAML")
     if not isinstance(items, list) or not items:
         raise CanvasError(f"{file} has no labelled questions", "give a list of them")
@@ -129,7 +129,7 @@ def _answers(bundle: Bundle, file: str, items: Sequence[Json], reading: Json) ->
     found: dict[int, list[Scored]] = {}
     while len(found) < len(items):
         progress.report("asking labelled questions", len(found), len(items))
-        # Only few requests are prepared ahead, because decoded images are large.
+        # Few requests are prepared ahead of time, because decoded images are large.
         for number in islice(left, 2 * generator.max_batch - len(pending)):
             ask, right, made = request(number)
             pending[generator.add(made, is_checked=True)] = number, ask, right
@@ -178,8 +178,8 @@ def _request(
 
 
 def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndarray:
-    """Return the options' probabilities of being right: 1 for the `answer` and 0 for others, or the known
-    `probabilities`.
+    """Return each option's probability of being right: from the label's `probabilities`, or else 1 for its `answer` and
+    0 for the other options.
 
     The answer is true or false for a predicate, a value for a choice, and a label for a score.
     """

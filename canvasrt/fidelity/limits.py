@@ -1,4 +1,4 @@
-"""The limits on a bundle's losses against its reference, and their check."""
+"""The limits on how much a bundle may differ from its reference, and the check of these limits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from canvasrt.formats import weight_limits
 from canvasrt.types import Json
 
-# For fp32 graphs, in which only the order of sums differs.
+# Limits for fp32 graphs, which differ from the reference only in the order of sums.
 FP32 = {
     "argmax_agreement": 0.999,
     "entropy_error_mean": 1e-3,
     "kl_mean": 1e-6,
     "layer_error": 1e-4,
 }
-# For comparison: transformers itself in bfloat16, on the demo, has the same best token at 99.9% of positions, and a
-# mean divergence of 1e-5.
+# Limits for bf16. For comparison: on the demo, transformers in bfloat16 has the same best token as in fp32 at 99.9% of
+# positions, and its mean divergence is 1e-5.
 BF16 = {"argmax_agreement": 0.99, "entropy_error_mean": 5e-3, "kl_mean": 1e-3}
 LIMIT_NAMES = {
     "answers_lost": "right answers lost per 100",
@@ -28,13 +28,13 @@ LIMIT_NAMES = {
     "entropy_error_mean": "mean error of the entropy, nats",
     "layer_error": "worst layer, relative error",
 }
-# The measures with lower limits; all others have upper limits.
+# Measurements that have a lower limit; all others have an upper limit.
 AT_LEAST = ("argmax_agreement",)
 
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One limit. `measured` is None if this run could not measure it; then the check does not fail."""
+    """One limit and its measurement, which is None if this run could not measure it; the check then succeeds."""
 
     name: str
     what: str
@@ -44,7 +44,7 @@ class LimitCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the limit holds. A measurement that is not a number fails."""
+        """Whether the limit holds. It does not hold if the measurement is NaN."""
         if self.measured is None:
             return True
         if self.name in AT_LEAST:
@@ -52,12 +52,12 @@ class LimitCheck:
         return self.measured <= self.limit
 
     def to_json(self) -> Json:
-        """Return the fields and the verdict."""
+        """Return a JSON object that has the fields, `at_least` and `ok`."""
         return {**asdict(self), "at_least": self.name in AT_LEAST, "ok": self.ok}
 
 
 def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return the limits for a bundle with these options: its recipe's, or its precision's."""
+    """Return a bundle's limits: those of the recipe in its options or, without a recipe, those of its precision."""
     recipe = options.get("recipe")
     if recipe:
         given = recipe.get("limits") or {}
@@ -66,7 +66,7 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_limits(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
-    """Compare the report with every limit, including those of the weights."""
+    """Compare the report with each of the `limits`, and with the limits on weights' errors."""
     overall = report["steps"]["all"]
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))
     where: dict[str, str] = {}
@@ -92,7 +92,7 @@ def _layer_error(layer: Json) -> float:
 
 
 def _weights(report: Json) -> Iterator[LimitCheck]:
-    """Yield a check of the worst matrix by format. Stacked experts count individually."""
+    """Yield a check of each format's worst matrix. Each expert in a stack counts as a matrix."""
     matrices = report.get("weights") or []
     kinds = {each["name"]: "kept" if each["kept"] else each["format"] for each in matrices}
     errors = [(each["error"], each["name"]) for each in matrices if ".experts." not in each["name"]]
@@ -111,8 +111,8 @@ def _weights(report: Json) -> Iterator[LimitCheck]:
 
 
 def _what(kind: str | None) -> str:
-    """Return the matrices that a limit is for, as text: those of a format, those with the checkpoint's codes, or all
-    others."""
+    """Return a text that says which matrices a limit is for: those of one format, those that have the checkpoint's
+    codes, or those that are not quantized."""
     if kind == "kept":
         return "worst matrix that has the checkpoint's codes, relative error"
     return f"worst {kind.upper() if kind else 'unquantized'} matrix, relative error"

@@ -1,6 +1,6 @@
-"""Observes values inside a bundle's graphs, by edited copies in memory with additional inputs and outputs.
+"""Observes values inside a bundle's graphs: copies in memory get additional inputs and outputs.
 
-Only works with ONNX Runtime, because TensorRT engines do not expose internal values.
+This works only with ONNX Runtime, because TensorRT engines do not expose internal values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOGITS = "logits"
 
 
 class ObservingBackend(OrtBackend):
-    """ONNX Runtime with the head's logits as an extra output, and access to every segment.
+    """ONNX Runtime with two additions: the head also outputs logits, and `segments` has every segment.
 
     streamed: keep only the running segment in memory.
     """
@@ -52,7 +52,7 @@ class ObservingBackend(OrtBackend):
         return opened
 
     def open_graph(self, name: str, model: ir.Model, folder: Path) -> Any:
-        """Open a graph from memory. Its weights are files in `folder`."""
+        """Open a graph that is in memory. The graph's weights are in files in `folder`."""
         from onnx_ir import to_proto
 
         graph = to_proto(model).SerializeToString()
@@ -90,7 +90,7 @@ class OnDemand:
         self._opened: OrtSegment | None = None
 
     def close(self) -> None:
-        """Close the open segment."""
+        """Close the segment if it is open."""
         self._opened = None
 
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
@@ -100,7 +100,7 @@ class OnDemand:
 
 
 class ObservedHead:
-    """The head. It keeps the logits of its last run while `watch` is set."""
+    """The head, which records the logits of every run while `watch` is true, and keeps the latest."""
 
     def __init__(self, segment: OrtSegment | OnDemand) -> None:
         self._segment = segment
@@ -132,7 +132,7 @@ class ObservedModel:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[ObservedHead | None]:
-        """Yield the head, which keeps the logits of passes inside the block; None if they are not visible."""
+        """Yield the head, which keeps the logits of passes inside the block; None if engines hide the logits."""
         if self.head is not None:
             self.head.watch = True
         yield self.head
@@ -148,8 +148,9 @@ class ObservedModel:
 
 
 def with_logits(model: ir.Model) -> ir.Model:
-    """Return a head with the logits as an additional output. The sampler divides them by the temperature. A shortened
-    sampler multiplies another value by cap / temperature; the logits are that value times the cap."""
+    """Add the logits to a head's outputs, and return the head. Logits are what its sampler divides by the temperature.
+    A shortened sampler multiplies a value by cap / temperature instead; the logits are then this value times the
+    cap."""
     import onnx_ir as ir
 
     divisions = [node for node in model.graph if node.op_type == "Div"]
@@ -164,7 +165,7 @@ def with_logits(model: ir.Model) -> ir.Model:
 
 
 def _source(value: ir.Value | None) -> str | None:
-    """Return the name of the graph's input that a value is, possibly reshaped."""
+    """Return the name of the graph input that a value is, or from which the value was reshaped."""
     while value is not None and (node := value.producer()) is not None and node.inputs:
         value = node.inputs[0]
     return value.name if value is not None else None
@@ -174,7 +175,7 @@ def cut_layers(model: ir.Model, count: int) -> ir.Model:
     """Return a body segment of `count` layers, cut at every layer.
 
     Layers k > 0 read an input `hidden_k`, and all but the last write an output `hidden_out_k`. So one run computes
-    every layer on a given input.
+    every layer, each on its own given input.
     """
     import onnx_ir as ir
 
@@ -196,7 +197,7 @@ def cut_layers(model: ir.Model, count: int) -> ir.Model:
 
 
 def _add_output(graph: ir.Graph, node: ir.Node, name: str, shape: Sequence[Any]) -> None:
-    """Add a node whose result is an output, so that nothing else in the graph changes."""
+    """Append a node, and make its result an output. The rest of the graph does not change."""
     import onnx_ir as ir
 
     (value,) = node.outputs

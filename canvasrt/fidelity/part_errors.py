@@ -1,5 +1,4 @@
-"""The error of every segment and layer on the reference's inputs, so that errors do not
-accumulate."""
+"""Measures the error of every segment and layer. Each gets the reference's inputs, so that errors do not accumulate."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from canvasrt.runtime.host_model import HostModel
 from canvasrt.runtime.kv_cache import RequestCache, past_feeds, token_feeds
 from canvasrt.types import Json
 
-# Relative errors of outputs, by phase.
+# Phase → the relative error of outputs in that phase.
 ByPhase = dict[str, RelativeError]
 
 
@@ -27,7 +26,7 @@ def part_errors(
 ) -> tuple[list[Json], list[Json]]:
     """Run the body segments, as a whole and layer by layer, on the reference's inputs in `passes`.
 
-    Return the errors by segment and by layer, one per phase.
+    Return the errors of each segment and those of each layer, separately for each phase.
     """
     assert observed.backend is not None
     assert isinstance(observed.model, HostModel)
@@ -40,7 +39,7 @@ def part_errors(
         errors = {name: _phases() for name in ("hidden_out", "keys", "values")}
         each = [_phases() for _ in held]
         whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
-        # Segment by segment, so that a streamed segment is opened once for all passes.
+        # One segment runs for all passes before the next, so that a streamed segment is opened only once.
         for seen in passes:
             _compare_segment(whole, _feeds(seen, observed.model, held), seen, held, errors)
         for seen in passes:
@@ -65,7 +64,7 @@ def _compare_segment(
     out = _run(segment, feeds)
     errors["hidden_out"][seen.phase].add(out["hidden_out"], seen.outputs()[layers[-1]])
     for layer in layers:
-        # A sliding layer's cache no longer holds the start of a long prompt.
+        # Compare only the end of a long prompt if a sliding layer's cache no longer has the start.
         for ours, expected, sums in (
             (out[f"new_key_{layer}"], seen.keys[layer], errors["keys"]),
             (out[f"new_value_{layer}"], seen.values[layer], errors["values"]),
@@ -105,7 +104,7 @@ def _feeds(seen: CapturedPass, model: HostModel, layers: Sequence[int]) -> Array
     return {
         "hidden": hidden,
         **model.geometry.complete(given),
-        # One slot per token in every expert, so that none can overflow.
+        # Every expert has a slot for each token, so that no expert can overflow.
         **expert_slots(count, config.num_experts),
     }
 

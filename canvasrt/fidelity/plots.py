@@ -13,7 +13,7 @@ from canvasrt.types import Json
 
 
 def plots(report: Json) -> dict[str, str]:
-    """Return SVG by plot, without plots that the report has no numbers for."""
+    """Return name → SVG of each plot for which the report has numbers."""
     drawn = {
         name: drawing(name, about, draw, report)
         for name, draw, needs, about in (

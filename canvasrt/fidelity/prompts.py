@@ -64,7 +64,7 @@ def prompts_for(
 
 
 def spread(task: str, count: int) -> list[str]:
-    """Return `count` evenly spaced held-out questions of a task. If there are fewer, they are repeated."""
+    """Return `count` evenly spaced held-out questions of a task. If the task has fewer, some are repeated."""
     held_out = questions(task)
     if count >= len(held_out):
         return (held_out * (count // len(held_out) + 1))[:count]
@@ -72,5 +72,5 @@ def spread(task: str, count: int) -> list[str]:
 
 
 def chats(tokenizer: Tokenizer, texts: list[str] | tuple[str, ...]) -> list[list[int]]:
-    """Return each text as the only message of a chat."""
+    """Return the token ids of one chat per text. Each chat's only message is the text."""
     return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]

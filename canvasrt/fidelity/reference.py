@@ -39,16 +39,18 @@ class ReferenceRow:
 
 
 class ReferenceModel:
-    """A model for `canvasrt.runtime.generator` that transformers computes.
+    """A model for `canvasrt.runtime.generator` whose network transformers computes.
 
-    The hidden states that are passed from step to step are the canvas here, int64 `[canvas]`.
+    Where other models pass hidden states from step to step, this one passes the canvas, int64 `[canvas]`.
     """
 
-    quantum = sys.maxsize  # passes per turn: requests are never parked
+    quantum = (
+        sys.maxsize
+    )  # passes in one turn of a request; without a limit, requests are never parked
     chunk_steps = 1
 
     def __init__(self, checkpoint: Path, streamed: bool = False) -> None:
-        """Load a checkpoint; with `streamed`, every layer only when it runs."""
+        """Load a checkpoint. If `streamed` is true, each layer is loaded only when it runs."""
         require("torch", REFERENCE_EXTRA)
         require("transformers", REFERENCE_EXTRA)
         import torch
@@ -57,8 +59,8 @@ class ReferenceModel:
 
         logging.disable_progress_bar()
         self.config, self.sampler = ModelConfig.from_checkpoint(checkpoint)
-        # Requests per pass are limited by memory: a request keeps its logits between steps, and a step needs several
-        # arrays of the same size, of at most 256 MB.
+        # Memory limits the number of requests per pass: requests keep their logits between steps, and a step needs
+        # several arrays as large as all their logits, each of at most 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
@@ -78,7 +80,7 @@ class ReferenceModel:
         return self.config.canvas_length
 
     def check_canvas(self, length: int) -> None:
-        """Raise CanvasError for a canvas that is not the checkpoint's."""
+        """Raise CanvasError if a canvas length is not the checkpoint's."""
         if length != self.canvas_length:
             raise CanvasError(
                 f"canvas_length is {length}, but the reference has canvases of {self.canvas_length}",
@@ -95,11 +97,11 @@ class ReferenceModel:
         row.logits = None
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
-        """Return a block's first canvas; there is no self-conditioning signal yet."""
+        """Return a block's first canvas as its hidden states; there is no self-conditioning signal yet."""
         return np.array(canvas)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Add clean tokens to their requests' caches."""
+        """Encode clean tokens into the caches of their requests."""
         for each in inputs:
             row: Any = each.row
             tokens = self._torch.from_numpy(np.ascontiguousarray(each.tokens))[None]
@@ -118,9 +120,9 @@ class ReferenceModel:
         yield from self.denoise(list(inputs))
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Run one denoising step of each request; return the outputs in order. Caches are only read."""
-        # Rows of one length need no padding. A canvas that the request's last step did not return is the first of a new
-        # block.
+        """Run one denoising step of each request; return the outputs in order. Caches do not change."""
+        # Rows of equal length form a batch, which needs no padding. If a row's canvas is not the one that its last step
+        # returned, then a new block begins.
         alike: dict[tuple[int, bool], list[int]] = {}
         for index, each in enumerate(inputs):
             row: Any = each.row
@@ -166,8 +168,8 @@ class ReferenceModel:
         return outputs
 
     def _sample(self, logits: Tensor, given: DenoiseInput) -> DenoiseOutput:
-        """Run the sampler of `export/head.py` over logits `[canvas, V]` already divided by the
-        temperature."""
+        """Run the sampler of `export/head.py` over logits `[canvas, V]` that were already divided
+        by the temperature."""
         from canvasrt.export.head import accept, draw, vocabulary_grid
 
         torch = self._torch
@@ -186,7 +188,7 @@ class ReferenceModel:
 
 
 def _joined(caches: list[Any]) -> Any:
-    """Join caches of one length into a read-only one."""
+    """Join caches of equal length into one read-only cache."""
     if len(caches) == 1:
         return caches[0]
     joined = copy.copy(caches[0])

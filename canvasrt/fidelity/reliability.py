@@ -1,4 +1,4 @@
-"""The calibration of a bundle's probabilities: its sections of a report, and the reliability diagram."""
+"""The calibration of a bundle's probabilities: the report's sections about it, and the reliability diagram."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIT_NOTE = (
 def reliability_sections(
     report: Json, drawn: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Json]:
-    """Yield the sections: all questions, by type and by group; and what fitted temperatures change."""
+    """Yield a section on all questions, each type and each group; and a section on what fitted temperatures change."""
     draws = "one draw" if report["samples"] == 1 else f"{report['samples']} draws"
     steps = "one step" if report["steps"] == 1 else f"{report['steps']} steps"
     note = f"{draws} of noise, {steps} per read. ".capitalize() + _NOTE

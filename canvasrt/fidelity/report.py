@@ -26,7 +26,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
 WORST = 5
-# Prompts for a streamed model, which is read from disk once per pass: a short and a long one.
+# Number of prompts for a streamed model: few, because each pass reads the model from disk.
 STREAMED_PROMPTS = 2
 
 
@@ -38,7 +38,7 @@ def measure_quality(
     """Return the report as JSON.
 
     If the checkpoint answers the demo's questions, this many `questions` are asked per task; 0 skips free generation. A
-    model that does not fit in memory is streamed, one segment or layer at a time, with few prompts and steps and no
+    model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few steps, and no
     free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
     config, _ = ModelConfig.from_checkpoint(checkpoint)
@@ -74,15 +74,15 @@ def measure_quality(
 
 
 def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
-    """Return whether both sides are streamed: if the model in fp32 exceeds this machine's memory, or if the checkpoint
-    is quantized.
+    """Return whether both sides are streamed: if the model in fp32 needs over a third of this machine's available
+    memory, or if the checkpoint is quantized.
     """
     whole = 4 * sum(parameters(config).values())
     return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None
 
 
 def _check_runs_here(bundle: Bundle) -> None:
-    """Raise CanvasError for engines of a GPU on a machine without one, before anything is loaded."""
+    """Raise CanvasError, before anything is loaded, if the bundle needs a GPU and this machine has no GPU."""
     target = bundle.manifest.target or {}
     if target.get("backend", "onnxruntime") == "onnxruntime" or gpus():
         return
@@ -105,7 +105,7 @@ def finite(value: Any) -> Any:
 
 
 def failures(report: Json) -> str:
-    """Return text about the limits that a report exceeds."""
+    """Return a text that lists the limits that a report exceeds."""
     return "; ".join(
         f"{each['what']}{' (' + each['where'] + ')' if each['where'] else ''}: {each['measured']:.4g},"
         f" {'at least' if each['at_least'] else 'at most'} {each['limit']:g}"
@@ -130,8 +130,8 @@ def _header(bundle: Bundle) -> Json:
 
 
 def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
-    """Return the errors of segments, layers, matrices and experts; None for engines, whose internal values cannot be
-    read."""
+    """Return the errors of segments, layers, matrices and experts. They are None for engines, whose internal values
+    cannot be read."""
     if observed.backend is None:
         return dict.fromkeys(("segments", "head", "layers", "weights", "experts", "worst"))
     segments, layers = part_errors(observed, steps.passes)
@@ -147,7 +147,7 @@ def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
 
 
 def _worst(found: Json) -> Json:
-    """Return the entries with the largest errors, worst first, without errors of 0."""
+    """Return the entries that have the largest errors, worst first. Entries without an error are left out."""
 
     def first(items: list[Json], key: Any) -> list[Json]:
         return sorted((each for each in items if key(each)), key=key, reverse=True)[:WORST]

@@ -21,7 +21,7 @@ class RelativeError:
     size: float = 0.0
 
     def add(self, found: np.ndarray, expected: np.ndarray) -> None:
-        """Add two arrays of equal shape. Sums are computed in float64, in pieces."""
+        """Add a pair of arrays of equal shape. Sums are computed in float64, piece by piece."""
         if found.shape != expected.shape:
             raise ValueError(f"shapes {found.shape} and {expected.shape} differ")
         ours, theirs = found.reshape(-1), expected.reshape(-1)
@@ -32,8 +32,8 @@ class RelativeError:
 
     @property
     def value(self) -> float:
-        """The relative error. If all expected numbers are zero, it is 0 for an exact match, else infinite. NaN counts
-        as infinite."""
+        """The relative error. If all expected numbers are zero, it is 0 for an exact match and infinite otherwise. NaN
+        becomes infinite."""
         if self.size == 0:
             return math.inf if self.off else 0.0
         error = math.sqrt(self.off / self.size)
@@ -41,7 +41,7 @@ class RelativeError:
 
 
 def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the numbers of all pieces; NaN counts as infinite."""
+    """Return the numbers of all pieces as one array, in which NaN is replaced by infinity."""
     return np.nan_to_num(np.concatenate(pieces, axis=None), nan=np.inf, posinf=np.inf)
 
 
@@ -49,7 +49,7 @@ Interval = tuple[float, float]
 
 
 def wilson(right: float, asked: int) -> Interval:
-    """Return the 95% interval of a share (Wilson 1927)."""
+    """Return the 95% interval of the share right / asked (Wilson 1927)."""
     share, z = right / asked, Z95**2 / asked
     middle = share + z / 2
     half = Z95 * math.sqrt(share * (1 - share) / asked + z / (4 * asked))

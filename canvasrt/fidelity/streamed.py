@@ -1,4 +1,4 @@
-"""transformers' model with the weights of one layer in memory at a time, for checkpoints that do not fit whole.
+"""transformers' model with only one layer's weights in memory at a time, for checkpoints that do not fit.
 
 Weights that the checkpoint stores quantized are dequantized.
 """
@@ -23,7 +23,7 @@ from canvasrt.export.weights import ENCODER, Weight, parts_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The output projection is tied to the table. Other weights that encoder and decoder share have different names.
+# The output projection is the embedding table. (Encoder and decoder share their other weights under two names.)
 _SHARED = {"lm_head.weight": f"{DECODER}.embed_tokens.weight"}
 _VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
@@ -77,14 +77,14 @@ def read_wide(checkpoint: Checkpoint, name: str, wide: Tensor) -> None:
 def wide_rows(
     checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]
 ) -> Iterator[Tensor]:
-    """Read a weight of `shape` that is stacked from `parts` in float32, a few rows or experts at a time."""
+    """Yield a weight of `shape` in float32, a few rows or experts at a time. The weight is stacked from `parts`."""
     weight = _weight(checkpoint, parts, shape)
     held = read_int4(weight) or read_codes(weight)
     yield from held.wide() if held else weight.read(torch.float32)
 
 
 def held_format(checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]) -> str | None:
-    """Return the format in which a checkpoint stores a weight quantized; None for plain values."""
+    """Return the format to which a checkpoint's weight is quantized; None if the weight is not quantized."""
     weight = _weight(checkpoint, parts, shape)
     held = read_int4(weight) or read_codes(weight)
     return held.form.format if held else None
@@ -103,7 +103,7 @@ def _stream(
 ) -> None:
     """Make a layer read its weights before it runs, and drop them afterwards.
 
-    Layers run one at a time, so all share the memory in `room`, because allocating memory costs as much as filling it.
+    Layers run one at a time and share the memory in `room`, because allocating memory takes as long as filling it.
     """
     empty = dict(layer.named_parameters())
 
@@ -128,7 +128,7 @@ def _stream(
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter, whose device or size may change."""
+    """Replace a parameter. The new one can have another device or size."""
     owner, _, last = name.rpartition(".")
     parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
     module.get_submodule(owner)._parameters[last] = parameter
@@ -136,7 +136,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Inside the `with` block, create modules' parameters without data. Buffers have data."""
+    """Inside the `with` block, modules' parameters are created without data; their buffers have data."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,4 +1,4 @@
-"""The sections of a quality report, for its page and the terminal: notes and tables from its JSON."""
+"""The sections of a quality report, for its page and the terminal: notes and tables made from the report's JSON."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def verdict(report: Json) -> str:
 
 
 def subject(report: Json) -> str:
-    """Return the subject of the comparison."""
+    """Return a text that says which bundle was compared."""
     recipe = f"Recipe {report['recipe']}" if report["recipe"] else str(report["precision"])
     return f"{recipe}, target {report['target'] or 'none'}, bundle {report['bundle'][:12]}."
 
 
 def versions(report: Json) -> str:
-    """Return the versions that made the report."""
+    """Return the versions of the packages that made the report."""
     return ", ".join(f"{name} {version}" for name, version in report["versions"].items())
 
 
@@ -119,7 +119,7 @@ def small(value: float | None) -> str:
 
 
 def _limits(report: Json) -> Any:
-    """Return each limit, the measurement, and whether it holds."""
+    """Return the table of limits: each limit, its measurement, and whether the limit holds."""
 
     def held(each: Json) -> str:
         return "not measured" if each["measured"] is None else "ok" if each["ok"] else "exceeded"
@@ -136,7 +136,7 @@ def _limits(report: Json) -> Any:
 
 
 def _steps(report: Json) -> Any:
-    """Return the table for all steps and for each third of them."""
+    """Return the table of numbers for all steps, and for each third of the steps."""
     steps = report["steps"]
     columns = {
         "steps": lambda part: part[0],
@@ -149,7 +149,7 @@ def _steps(report: Json) -> Any:
 
 
 def _steps_note(report: Json) -> str:
-    """Return how steps were compared."""
+    """Return a note that says how steps were compared."""
     steps = report["steps"]
     kinds = {
         "questions": "held-out questions of the demo",
@@ -165,7 +165,7 @@ def _steps_note(report: Json) -> str:
 
 
 def _answers(answers: Json) -> Any:
-    """Return the table for each task and for all of them."""
+    """Return the table of answers to each task, and to all tasks together."""
 
     def share(side: Json) -> str:
         low, high = side["interval"]
@@ -188,7 +188,7 @@ def _answers(answers: Json) -> Any:
 
 
 def _pace(report: Json) -> Any:
-    """Return steps per block, also by task, and tokens per pass."""
+    """Return the table of steps per block, for each task and for all tasks, and of tokens per pass."""
 
     def growth(pace: Json) -> str:
         low, high = pace["steps_growth_interval"]
@@ -209,7 +209,7 @@ def _pace(report: Json) -> Any:
 
 
 def _segments(report: Json) -> Any:
-    """Return relative errors of each segment's outputs while denoising, and in brackets while encoding."""
+    """Return the table of each segment's relative errors: while denoising and, in brackets, while encoding."""
 
     def both(output: str) -> Any:
         return lambda each: f"{small(each[output]['denoise'])} ({small(each[output]['encode'])})"
@@ -231,7 +231,7 @@ def _segments(report: Json) -> Any:
 
 
 def _number(name: str, value: float | None) -> str:
-    """Format a measurement to suit its kind."""
+    """Format a measurement as its name requires."""
     if value is None:
         return "–"
     if name == "argmax_agreement":

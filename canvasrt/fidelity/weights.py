@@ -1,4 +1,4 @@
-"""Measures the errors of a bundle's weights against the checkpoint's, by matrix and by expert."""
+"""Measures how much a bundle's weights differ from the checkpoint's, per matrix and per expert."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def weight_errors(
 ) -> tuple[list[Json], list[Json]]:
     """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time.
 
-    Return the relative error of each matrix, and of each expert. A matrix's entry has its name as in recipes; its
-    format, None if it is not quantized; and `kept`, whether the checkpoint stores the matrix in that format, so that
-    codes should be equal. An expert's entry has the errors of its two matrices, and of its output over the tokens that
-    the reference routed to it, without rounding of inputs; None if there were no such tokens.
+    Return one entry per matrix, and one per expert. A matrix's entry has its relative error; its name as in recipes;
+    its format, which is None if it is not quantized; and `kept`: whether the checkpoint stores the matrix in that
+    format, so that codes should be equal. An expert's entry has the errors of its two matrices, and the error of its
+    output over the tokens that the reference routed to it. The output is computed without rounding inputs; its error is
+    None if there were no such tokens.
     """
     from canvasrt.export.checkpoint import Checkpoint
 
@@ -73,7 +74,7 @@ def _matrices(
     formats: Mapping[str, str],
     experts: Mapping[str, RelativeError],
 ) -> Iterator[Json]:
-    """Compare the matrices of a layer, except those of its `experts`."""
+    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; others are compared here."""
     from canvasrt.export.weights import body_sources
     from canvasrt.fidelity.streamed import held_format
 
@@ -94,7 +95,7 @@ def _matrices(
 
 
 def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[Json]:
-    """Return the embedding table's error, if it is quantized, with one part in memory at a time."""
+    """Return an entry for the embedding table if it is quantized. Only one part of the table is in memory at a time."""
     from canvasrt.export.weights import head_sources
 
     (head,) = (entry for entry in bundle.manifest.segments if entry["name"] == "head")
@@ -120,11 +121,11 @@ class _Weights:
         self._all = ir.load(file).graph.initializers
 
     def is_matrix(self, name: str) -> bool:
-        """Return whether a weight is a matrix, and not a norm's vector."""
+        """Return whether a weight is a matrix rather than a norm's vector."""
         return name + CODES in self._all or self.array(name).ndim > 1
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return `[out, in]`, or `[E, out, in]` for stacked experts, even if a CPU build split them."""
+        """Return `[out, in]`, or `[E, out, in]` for stacked experts, even if a CPU build split the stack."""
         count = self._count(name)
         part = ".0" if count else ""
         if name + CODES + part in self._all:
@@ -136,7 +137,7 @@ class _Weights:
         return (count, *shape) if count else shape
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a matrix, or each expert's, in float32. A CPU build may have split the stack."""
+        """Yield a matrix, or one matrix per expert, in float32, even if a CPU build split the stack."""
         count = self._count(name)
         if count:
             for expert in range(count):
@@ -146,24 +147,24 @@ class _Weights:
         yield from (np.array(each, np.float32) for each in (whole if whole.ndim == 3 else [whole]))
 
     def table(self, rows: slice) -> np.ndarray:
-        """Return rows of an INT8 table in float32."""
+        """Return rows of an embedding table in INT8, converted to float32."""
         scale = np.array(self.array(TABLE_SCALE)[rows], np.float32)
         codes = np.array(self.array(TABLE_VALUES)[rows]).view(np.uint8)
         return lowbits.scaled(lowbits.numbers_of(INT8, codes), scale, None, None)
 
     def projection(self, rows: slice) -> np.ndarray:
-        """Return rows of the table's quantized copy for products, in float32."""
+        """Return rows of the table's quantized copy (`PROJECTION`), converted to float32."""
         return np.array(self.array(PROJECTION)[rows], np.float32)
 
     def _count(self, name: str) -> int:
-        """Return how many experts a split stack has; 0 for anything else."""
+        """Return how many experts a split stack has; 0 if `name` is not a split stack."""
         count = 0
         while {f"{name}.{count}", f"{name}{CODES}.{count}"} & self._all.keys():
             count += 1
         return count
 
     def _matrix(self, name: str, expert: str = "") -> np.ndarray:
-        """Return one initializer, dequantized if it is INT4."""
+        """Return one matrix in float32, dequantized if it is INT4."""
         if name + CODES + expert not in self._all:
             return np.array(self.array(name + expert), np.float32)
         codes, scales = (self.array(name + part + expert) for part in (CODES, SCALES))
@@ -192,7 +193,7 @@ class _Weights:
 def _pairs(
     graph: _Weights, name: str, checkpoint: Checkpoint, parts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of a graph's weight and the checkpoint's counterpart; stacked experts one by one."""
+    """Yield a graph's matrix and its counterpart in the checkpoint. Stacked experts are yielded one by one."""
     from canvasrt.fidelity.streamed import wide_rows
 
     shape = graph.shape(name)
@@ -208,7 +209,7 @@ def _pairs(
 def _experts(
     graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[CapturedPass]
 ) -> tuple[list[Json], dict[str, RelativeError]]:
-    """Compare the experts of a layer individually, and all of them by matrix."""
+    """Return each expert's errors in a layer, and the errors of each expert matrix over all experts."""
     stored = f"{DECODER}.layers.{layer}.experts"
     both = [
         _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])

@@ -18,7 +18,7 @@ _FOOTER = "Written by canvasrt verify"
 
 
 def check_report_folder(folder: Path) -> None:
-    """Raise CanvasError, before anything is measured, if the report could not be written."""
+    """Raise CanvasError if the report could not be written later. Called before anything is measured."""
     check_output(folder)
     require("matplotlib", "report")
 
@@ -34,7 +34,7 @@ def write_report(report: Json, title: str, folder: Path) -> None:
 
 
 def write_decisions(report: Json, title: str, folder: Path) -> None:
-    """Write the report of labelled questions alone, as the same two files."""
+    """Write a report that covers only labelled questions, to the same two files."""
     title = f"Decisions of {title}"
     found = list(reliability_sections(report, {"reliability": diagram(report)}))
     page = render_page(title, [calibration_verdict(report)], found, f"{_FOOTER}.")

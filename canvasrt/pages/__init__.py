@@ -18,8 +18,8 @@ def render_page(
     footer: str,
     verdict: Json | None = None,
 ) -> str:
-    """Return HTML. `subjects` are lines below the title; `verdict` has `ok` and `text`; `sections` are those that `section`
-    makes."""
+    """Return the report as HTML. `subjects` are the lines below the title, `sections` are results of `section`, and
+    `verdict` has the keys `ok` and `text`."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         files("canvasrt.pages").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def section(
     last_is_total: bool = False,
     empty: str = "",
 ) -> Json:
-    """Return a section: `plot` is SVG, `tables` are pairs of heads and rows, `empty` replaces a table without rows."""
+    """Return a section. `plot` is SVG; a table is a pair of heads and rows; `empty` replaces a table without rows."""
     return {
         "title": title,
         "note": note,
@@ -51,5 +51,5 @@ def section(
 def table_of(
     items: Iterable[Any], columns: Mapping[str, Callable[[Any], Any]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows: one row per item; each column has a function that turns an item into a cell."""
+    """Return a table's heads and rows. Each item is a row; each column's function turns the item into a cell."""
     return list(columns), [[str(pick(each)) for pick in columns.values()] for each in items]

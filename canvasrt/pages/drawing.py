@@ -1,4 +1,4 @@
-"""Plots for pages: one style, as reproducible SVG."""
+"""Draws the plots of pages, all in one style, as reproducible SVG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canvasrt.extras import require
 
 # From Okabe and Ito's palette, which is safe for colour-blind readers.
 OURS, THEIRS, THIRD = "#0072B2", "#E69F00", "#56B4E9"
-# For more series, dark enough for white labels.
+# Colours for more series, dark enough for white labels on them.
 COLOURS = (
     OURS,
     "#b36b00",
@@ -26,7 +26,7 @@ COLOURS = (
 )
 INK, PALE = "#333333", "#e6e6e6"
 WIDTH = 8.4  # inches
-# Bars are numbered up to this many.
+# Charts with more items than this get fewer labels.
 LABELLED = 12
 _GROUPS = 4
 STYLE = {
@@ -49,13 +49,13 @@ STYLE = {
 def drawing(name: str, description: str, draw: Callable[..., Any], *data: Any) -> str:
     """Return the SVG of the figure that `draw(*data)` makes. Raises CanvasError if matplotlib is not installed."""
     matplotlib = require("matplotlib", "report")
-    # Plots on one page must not share the names of their parts.
+    # Element ids must differ between the plots on one page.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"canvasrt-{name}"}):
         return _svg(draw(*data), description)
 
 
 def figure_of(height: float, columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure `height` inches high, and its axes: `columns` of them side by side."""
+    """Return a figure `height` inches high and its axes, or a sequence of axes if there are several `columns`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -74,7 +74,7 @@ def _svg(figure: Any, description: str) -> str:
 def bars(
     axes: Any, names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]], form: str
 ) -> None:
-    """Draw groups of bars from zero, with their numbers if there is room. A series is its label, colour and values."""
+    """Draw groups of bars, and their values if there is room for text. A series is a label, a colour and values."""
     width = 0.8 / len(series)
     for number, (label, colour, values) in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
@@ -83,11 +83,13 @@ def bars(
         if len(names) * len(series) <= 2 * LABELLED:
             axes.bar_label(drawn, [form.format(each) for each in values], fontsize=8, padding=1.5)
     axes.set_xticks(range(len(names)), names)
-    # Leave margins in a chart of few groups, so that its groups are as wide as those of other charts.
+    # A chart of few groups gets margins, so that its groups are not wider than those of other charts.
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)
-    axes.yaxis.set_major_formatter("{x:g}")  # the default prints a factor below the legend
+    axes.yaxis.set_major_formatter(
+        "{x:g}"
+    )  # the default formatter prints a factor under the legend
     axes.grid(axis="y")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
 
@@ -102,7 +104,7 @@ def points(
     marker: str,
     sideways: bool = False,
 ) -> None:
-    """Draw values with their intervals at places of the x axis or, with `sideways`, of the y axis."""
+    """Draw values and their intervals. `at` are places on the x axis or, if `sideways` is true, on the y axis."""
     pairs = zip(values, intervals, strict=True)
     errors = [[max(0.0, v - low), max(0.0, high - v)] for v, (low, high) in pairs]
     below_above = [list(each) for each in zip(*errors, strict=True)]

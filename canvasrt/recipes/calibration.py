@@ -1,4 +1,4 @@
-"""Checks the prompts that a user gives for calibration."""
+"""Checks the option that names a file of calibration prompts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from canvasrt.errors import CanvasError, UsageError
 def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None:
     """Check the option for calibration prompts.
 
-    Raises UsageError if prompts are given without `is_calibrated`; the message calls the result `what`. Raises
-    CanvasError if the file is missing.
+    Raises UsageError for a file if `is_calibrated` is false; the message says that `what` needs no calibration. Raises
+    CanvasError if the file does not exist.
     """
     if file is None:
         return

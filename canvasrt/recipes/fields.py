@@ -15,7 +15,7 @@ _MISSING = object()
 
 
 def read_yaml(file: Path, hint: str) -> Any:
-    """Return the document of a YAML file. Raises CanvasError, which names the file and the broken line."""
+    """Return the document in a YAML file. The message of a CanvasError names the file and the broken line."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -29,7 +29,7 @@ def read_yaml(file: Path, hint: str) -> Any:
 
 
 class Fields:
-    """A mapping in a document. Keys are taken one by one; `finish` raises CanvasError for the remaining keys."""
+    """A mapping in a document. Methods read one key each; `finish` raises CanvasError for keys that were not read."""
 
     def __init__(self, data: Any, where: str, hint: str, path: str = "") -> None:
         self.where, self._hint, self._path = where, hint, path
@@ -41,7 +41,7 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = _MISSING) -> Any:
-        """Return the raw value. Raises CanvasError if it is missing and there is no default."""
+        """Return a key's unchecked value. Raises CanvasError if the key is missing and has no default."""
         self._taken.add(key)
         if key not in self._data and default is _MISSING:
             raise CanvasError(f"{self.where} has no {self._name(key)}", self._hint)
@@ -58,7 +58,7 @@ class Fields:
         self._taken.update(keys)
 
     def finish(self) -> None:
-        """Raise CanvasError for keys that nobody took."""
+        """Raise CanvasError for keys that were neither read nor allowed."""
         unknown = [self._name(str(key)) for key in self._data if key not in self._taken]
         if unknown:
             known = ", ".join(sorted(self._taken))
@@ -73,7 +73,7 @@ class Fields:
         return value.strip()
 
     def texts(self, key: str, required: bool = True) -> list[str]:
-        """Return a string or a list of strings as a list; none may be empty."""
+        """Return a string, or a list of strings, as a list. Empty strings are errors."""
         value = self.take(key, _MISSING if required else [])
         values = [value] if isinstance(value, str) else value
         whole = isinstance(values, list) and all(isinstance(v, str) and v for v in values)
@@ -82,7 +82,7 @@ class Fields:
         return values
 
     def items(self, key: str, required: bool = True) -> list[Fields]:
-        """Return a list of mappings; with `required`, at least one."""
+        """Return a list of mappings. If `required` is true, an empty list is an error."""
         value = self.take(key, _MISSING if required else [])
         if not isinstance(value, list) or (required and not value):
             raise self.wrong(key, "a list with at least one entry" if required else "a list", value)
@@ -92,7 +92,7 @@ class Fields:
         ]
 
     def fields(self, key: str) -> Fields:
-        """Return a mapping; empty if it is missing."""
+        """Return a key's mapping; an empty mapping if the key is missing."""
         return Fields(self.take(key, None) or {}, self.where, self._hint, self._name(key))
 
     def one_of(self, key: str, values: Sequence[Any], default: Any = _MISSING) -> Any:
@@ -113,7 +113,7 @@ class Fields:
     def number(
         self, key: str, default: float | None, least: float, most: float = math.inf
     ) -> float | None:
-        """Return a finite number from `least` to `most`, or the default; null also means the default."""
+        """Return a finite number from `least` to `most`, or the default if the key is missing or null."""
         value = self.take(key, default)
         if value is None:
             return default

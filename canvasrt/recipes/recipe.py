@@ -35,7 +35,7 @@ class Choice:
 
     Attributes:
         format: a name in the table of number formats.
-        weights: one scale per matrix or per output, for a format without blocks.
+        weights: in a format without blocks, whether a matrix has one scale or one scale per output.
         method: how scales are chosen.
     """
 
@@ -54,7 +54,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Weights that stay in the graph's own precision, and why."""
+    """A pattern of weights that stay in the graph's own precision, and the reason."""
 
     pattern: str
     why: str
@@ -65,10 +65,10 @@ class CalibrationSettings:
     """How a model is calibrated.
 
     Attributes:
-        prompts: the maximum number of lines of the calibration file to use.
-        max_new_tokens: per prompt; None is the checkpoint's default.
-        all_steps: the share of prompts, from 0 to 1, whose blocks take all denoising steps. Other prompts stop early,
-        as in serving.
+        prompts: how many lines of the calibration file to use at most.
+        max_new_tokens: the most tokens to generate per prompt; None means the checkpoint's default.
+        all_steps: the share of prompts, from 0 to 1, whose blocks take all denoising steps. The blocks of the
+        remaining prompts stop early, as in serving.
         seed: prompt i is generated with `seed + i`.
     """
 
@@ -80,13 +80,13 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the quantized model's losses against its reference. A limit of None is not checked.
+    """Limits on how much worse than its reference a quantized model may be. A limit of None is not checked.
 
     Attributes:
-        answers_lost: right answers per 100 questions.
-        steps_growth: of the denoising steps per block, as a share.
-        kl_mean, kl_p99: KL divergence of the logits in nats, the mean and the 99th percentile.
-        argmax_agreement: the smallest share of positions with the same best token.
+        answers_lost: the number of right answers lost per 100 questions.
+        steps_growth: growth of the denoising steps per block; 0.1 means 10% more steps.
+        kl_mean, kl_p99: the mean and the 99th percentile of the logits' KL divergence, in nats.
+        argmax_agreement: the smallest allowed share of positions where both models have the same best token.
     """
 
     answers_lost: float | None = None
@@ -98,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe. `source` is the file to name in errors; it is not compared."""
+    """One recipe. `source` is the file that error messages name; comparisons of recipes ignore it."""
 
     name: str
     description: str
@@ -112,7 +112,7 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """The precision that a GPU must support: one of a target's `precisions`."""
+        """The most demanding format of the rules. The `precisions` of a target must include this format."""
         return most_demanding({rule.choice.format for rule in self.rules})
 
     @property
@@ -122,15 +122,15 @@ class Recipe:
         return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
     def suits(self, target: Target) -> bool:
-        """Return whether the recipe is for a target. A CPU runs lowered graphs of every recipe."""
+        """Return whether the recipe supports a target. Every recipe supports a CPU, which runs lowered graphs."""
         return target.capability is None or target.name in self.targets
 
     def formats(self, config: ModelConfig) -> dict[str, Choice]:
-        """Return every quantized weight's choice by global name, in the model's order.
+        """Return global name → choice for every quantized weight, in the model's order.
 
-        If several rules match, the last one applies; exclusions override rules. Raises
-        CanvasError for a pattern that matches no weight, for weights without a quantized form, and
-        for widths that the format does not support.
+        If several rules match, the last one applies; exclusions override rules. Raises CanvasError for a pattern that
+        matches no weight, for a weight that has no quantized form or that the format does not support, and if no weight
+        would be quantized.
         """
         widths = quantizable(config)
         everything = [*widths, *_unquantizable(config)]
@@ -180,7 +180,7 @@ class Recipe:
         return chosen
 
     def to_json(self) -> Json:
-        """Return the document as in a file, with every value written out."""
+        """Return the recipe in the form of its file, including every default."""
         return {
             "schema": RECIPE_SCHEMA,
             "name": self.name,
@@ -203,7 +203,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """Check a parsed document. Raises CanvasError, which names `source`, the key and the expected value."""
+        """Read a parsed document. The message of a CanvasError names `source`, the key and the expected value."""
         document = Fields(data, source, _README)
         schema = document.take("schema", None)
         if schema != RECIPE_SCHEMA:
@@ -241,16 +241,16 @@ class Recipe:
 
 
 def is_path(name_or_path: str | Path) -> bool:
-    """Return whether a recipe is given by the path of its file, which need not exist."""
+    """Return whether a recipe argument is a file's path rather than a recipe's name. The file need not exist."""
     path = Path(name_or_path)
     return len(path.parts) > 1 or path.suffix in (".yaml", ".yml")
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """Load one of canvasrt's recipes by name, or the user's own by path.
+    """Load one of canvasrt's recipes by its name, or a user's recipe by its path.
 
-    UsageError for an unknown name; CanvasError for a file that cannot be read or does not fit the
-    schema.
+    Raises UsageError for an unknown name or a missing file, and CanvasError for a file that cannot be read or does not
+    fit the schema.
     """
     shipped = SHIPPED.get(str(name_or_path))
     file = shipped or Path(name_or_path).expanduser()
@@ -270,12 +270,12 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 
 def quantizable(config: ModelConfig) -> dict[str, int]:
-    """Return the weights that have a quantized form: global name → width of their input."""
+    """Return global name → width of the input, for every weight that has a quantized form."""
     return {name: each.width for name, each in matrices(config).items()}
 
 
 def _unquantizable(config: ModelConfig) -> dict[str, str]:
-    """Return the other weights by global name, and why a recipe cannot quantize each."""
+    """Return global name → reason, for every weight that no recipe can quantize."""
     return {
         **dict.fromkeys(norms(config), "norms are not matrix products: exclude them"),
         "vision": "the vision tower runs once per prompt and has no quantized form: exclude it",
@@ -283,7 +283,7 @@ def _unquantizable(config: ModelConfig) -> dict[str, str]:
 
 
 def _examples(config: ModelConfig) -> list[str]:
-    """Return the names of the first layer's weights, and those outside the layers."""
+    """Return the names of the weights in the first layer and outside the layers."""
     first = "layers.0."
     return [
         name
@@ -328,7 +328,7 @@ def _limits(found: Fields) -> Limits:
 
 
 def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
-    """Return the targets that a recipe names, or all that support its precision."""
+    """Return the targets that a recipe names; if it names none, all targets that support its precision."""
     able = [target.name for target in TARGETS if recipe.precision in target.precisions]
     for name in named:
         target = find_target(name)
