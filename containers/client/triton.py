@@ -40,7 +40,7 @@ Replies = queue.SimpleQueue[tuple[Any, Any]]  # pairs of a result and an error, 
 class Client:
     """A connection to one server, as a context manager.
 
-    url: host:port, with or without http://; None means the protocol's default port on this machine. timeout: seconds per
+    url: host:port, with or without http://; None means the protocol's default port here. timeout: seconds per
     call. Over HTTP, the API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
     """
 

@@ -142,8 +142,8 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
 
 
 def check_ports(options: DeployOptions) -> None:
-    """Raise CanvasError if a port is in use, and UsageError if two options have the same port. This comes before anything
-    is built or loaded."""
+    """Raise CanvasError if a port is in use, and UsageError if two options have the same port. To be called
+    before anything is built or loaded."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
         return
