@@ -76,8 +76,8 @@ class BaseLayer:
     ) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
         """Yield pairs: a member of the layer's archive, and the archive.
 
-        Raises CanvasError for a damaged layer. After the last member, it checks the stored bytes' digest, and unless
-        `diff_id` is None, that this is the unpacked bytes' digest.
+        Raises CanvasError for a damaged layer. After the last member, it compares the stored bytes with the
+        layer's digest, and the unpacked bytes with the digest `diff_id`, unless that is None.
         """
         try:
             with self.opened() as (stored, content):

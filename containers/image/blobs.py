@@ -33,7 +33,7 @@ _GZIP_LEVEL = 3  # three times as fast as level 6, with 10% larger files
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One member of a layer: a file if `source` or `content` is set, a symbolic link if `link` is set, else a folder."""
+    """One member of a layer: a file with a `source` or a `content`, a symbolic link with a `link`, or a folder."""
 
     name: str
     source: Path | None = None
