@@ -98,8 +98,8 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
     """Yield the model repository that serves a bundle.
 
-    `engines` is the folder of the engines to serve; None means the bundle itself. No setting keeps the Python backend from
-    writing compiled files next to the models, so a writable repository is copied.
+    `engines` is the folder of the engines to serve; None means the bundle's own. No setting keeps the Python
+    backend from writing compiled files next to the models, so a writable repository is copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"

@@ -35,7 +35,7 @@ _GRACE = 5.0  # seconds for a stopped build to clean up
 class EngineBuild:
     """The job of a build: arguments of `pipeline.build`, and two of its options.
 
-    memory: the bytes that serving may take here; None skips this check.
+    memory: bytes that serving can use here; if it needs more, the build fails. None skips this check.
     """
 
     source: str

@@ -31,7 +31,7 @@ from canvasrt.containers.tensors import (
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 
-# Request parameters that Triton's own front ends add; all others come from the caller.
+# Prefixes of the parameters that Triton's own front ends add; all other parameters come from the caller.
 _TRITON_PARAMETERS = (
     "binary_data_output",
     "headers",
@@ -130,8 +130,8 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _file(item: Any) -> bytes:
-    """Return an image file that was sent as raw bytes, a data URL or base64. In JSON, it must be one of the latter
-    two."""
+    """Return an image file that was sent as raw bytes, a data URL or base64. A request in JSON cannot send raw
+    bytes."""
     data = item.encode() if isinstance(item, str) else bytes(item)
     if not data.startswith(b"data:"):
         return _decoded(data) or data
@@ -189,7 +189,7 @@ def read_json(name: str, text: str, hint: str) -> Any:
 
 
 def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
-    """Parse the JSON object in a tensor. Raises CanvasError, with this hint, if it is not one."""
+    """Parse the JSON object in a tensor. Raises CanvasError, with this hint, if there is no JSON object."""
     found = read_json(name, text, hint)
     if not isinstance(found, dict):
         raise CanvasError(f"{name} is not a JSON object", hint)
@@ -197,7 +197,7 @@ def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
 
 
 def read_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse a `logit_bias` tensor to pairs of token and bias. Raises CanvasError if it is invalid."""
+    """Parse a `logit_bias` tensor into pairs of token and bias. Raises CanvasError if it is invalid."""
     example = 'send numbers by token id, such as {"17": -100}'
     found = read_object("logit_bias", text, example)
     if len(found) > MAX_BIASED:
