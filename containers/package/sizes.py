@@ -105,9 +105,9 @@ def _warm_up(plan: PassPlan) -> float:
 
     The trial (runtime/gpu/sharing.py) compares canvases: four per place in the batch, each with another load of
     experts,
-    and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of every width. With
-    four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running
-    every shape 2.9 s.
+    and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of
+    every width. With four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) =
+    5.6 s, and running every shape 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:

@@ -13,8 +13,8 @@ from canvasrt.watch import Watch
 log = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
-# Stack size of a thread, in bytes. Grammars are compiled recursively, to a depth that callers choose: a chain of 2,700 rules overflows the
-# usual 8 MB.
+# Stack size of a thread, in bytes. Grammars are compiled recursively, to a depth that callers choose: a chain of 2,700
+# rules overflows the usual 8 MB.
 STACK = 256 * 2**20
 
 

@@ -188,7 +188,8 @@ class _Reader:
         return ServedRequest(replace(request, owner=self.owner), replies)
 
     def decisions(self) -> ServedRequest:
-        """Return a request that answers closed questions. If a question is invalid, raises CanvasError with its path."""
+        """Return a request that answers closed questions. If a question is invalid, raises CanvasError with its
+        path."""
         values, tokenizer = self.values, self.encoder.tokenizer
         self.encoder.check(values)
         pictures = self._pictures()

@@ -1,8 +1,8 @@
 """Compiles grammars in forks with resource limits: `python -m canvasrt.containers.triton.sandbox_process MODEL`.
 
 MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the parent's process id; this
-process exits when its parent does. An input line has a grammar and its number. An output line has the number and the verdict: `{}`, or a
-message and a hint.
+process exits when its parent does. An input line has a grammar and its number. An output line has the number and the
+verdict: `{}`, or a message and a hint.
 """
 
 from __future__ import annotations
