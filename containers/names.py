@@ -5,7 +5,7 @@ from collections.abc import Callable
 # Default ports, as in NIM's containers with Triton.
 API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 
-# Python's name of an architecture → its name in container images.
+# An architecture's name in Python → its name in container images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MACHINES = {image: machine for machine, image in ARCHITECTURES.items()}
 
@@ -33,7 +33,7 @@ CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 # Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in containers whose health check ends a dead server.
+# Set in those containers whose health check is to end a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. A readiness
@@ -44,9 +44,7 @@ CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 # Default timeouts of `canvasrt serve`, in seconds.
 READY_TIMEOUT = 600.0  # minimum time allowed for loading; the serving profile may require more
 EXIT_TIMEOUT = 10  # limit for requests in flight at shutdown
-STALL_TIMEOUT = (
-    300.0  # limit for one pass, including kernel compilation, and for preparing a request
-)
+STALL_TIMEOUT = 300.0  # limit for a pass, including kernel compilation, and for preparing a request
 
 # Addresses that only this machine can reach.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -15,7 +15,7 @@ ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
 MAX_CANVAS = 1 << 20  # characters of JSON
-MAX_GRAMMAR = 400_000  # characters of JSON; a schema has at most 64 KB, and JSON may take six characters per byte
+MAX_GRAMMAR = 400_000  # maximum characters of JSON: a schema has at most 64 KB, and JSON can take six characters per byte
 MAX_BIASED = 1024  # maximum number of tokens with a bias
 MAX_LISTED = 128  # maximum number of tokens to list with each log-probability, as in vLLM
 # Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens, each with one likeliest token.

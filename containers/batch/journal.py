@@ -105,7 +105,7 @@ class Journal:
         try:
             return open(self._outputs.journal, "a+b", opener=opener)
         except OSError as error:
-            if error.errno in (errno.ELOOP, None):  # a link, or a pipe
+            if error.errno in (errno.ELOOP, None):  # its path is a link, or a pipe
                 raise self._foreign() from None
             raise
 

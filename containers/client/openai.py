@@ -139,9 +139,7 @@ class OpenAIClient:
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
-        if message.startswith(
-            "HTTP 404"
-        ):  # the error is not in OpenAI's form, so this is another API
+        if message.startswith("HTTP 404"):  # not an error in OpenAI's form: another API
             hint = PORT_HINT
         return CanvasError(f"the server refused the request: {message}", hint)
 

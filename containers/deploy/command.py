@@ -14,7 +14,7 @@ from canvasrt.errors import CanvasError
 
 RESTART = "unless-stopped"
 _PIDS = 4096
-# Rotate logs; docker's default driver keeps them without limit.
+# These options rotate logs. docker's default driver keeps logs without limit.
 _LOGS = {
     "docker": ["--log-driver", "local", "--log-opt", "max-size=32m", "--log-opt", "max-file=4"],
     "podman": ["--log-driver", "k8s-file", "--log-opt", "max-size=128m"],

@@ -357,7 +357,7 @@ def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
-    """Return a layer. Computes its digest, since an archive only lists digests of unpacked content.
+    """Return an archive's layer. Computes its digest, since archives only list digests of unpacked content.
 
     Raises ValueError if the unpacked content does not have the digest `diff_id`.
     """

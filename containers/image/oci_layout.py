@@ -38,7 +38,7 @@ class Image:
 
     @property
     def added_bytes(self) -> int:
-        """Unpacked bytes of the layers that were added to the base."""
+        """Total unpacked size, in bytes, of the layers that were added to the base."""
         return sum(layer.unpacked for layer in self.layers)
 
 

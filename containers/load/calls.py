@@ -24,8 +24,8 @@ _IDLE = 1.0
 class TimedCall:
     """The result of one call. `due`, `end` and `pieces` are times of `time.perf_counter`.
 
-    due: scheduled start, from which latencies count. pieces: arrival times of the pieces of text. tokens: the
-    server's count, else the number of pieces. steps: denoising steps, if the server reports them.
+    due: scheduled start, from which latencies count. pieces: arrival times of the pieces of text. tokens: as the
+    server counts them, else the number of pieces. steps: denoising steps, if the server reports them.
     """
 
     due: float

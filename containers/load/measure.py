@@ -28,8 +28,8 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Load:
-    """How sessions start: `concurrency` at a time, or on average `rate` per second at random times. With a `rate`, at
-    most `concurrency` run at a time, and the wait for a free place counts as latency."""
+    """Says how sessions start: `concurrency` at a time, or on average `rate` per second at random times. With a `rate`,
+    at most `concurrency` run at a time, and the wait for a free place counts as latency."""
 
     concurrency: int = 1
     rate: float | None = None

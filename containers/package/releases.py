@@ -1,4 +1,4 @@
-"""The TensorRT versions in Triton's images, and checks whether an image can load an engine."""
+"""Lists the TensorRT versions in Triton's images, and checks whether an image can load an engine."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class EngineBuild:
 
 @dataclass(frozen=True)
 class Wait:
-    """How to wait for engines: `stop` ends the wait, `notify` is called with a line about the reason to wait, and
+    """Says how to wait for engines: `stop` ends the wait, `notify` is called with a line about the reason to wait, and
     `meanwhile` is called repeatedly."""
 
     stop: threading.Event = field(default_factory=threading.Event)

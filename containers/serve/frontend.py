@@ -127,9 +127,7 @@ class FrontEnd:
     def start(self) -> None:
         """Start the process, which will answer `/v1/health/live`."""
         inherited = [each.fileno() for each in self._sockets() if each]
-        os.ftruncate(
-            self._heartbeat, 0
-        )  # erases the old heartbeat, so that only the new process's counts
+        os.ftruncate(self._heartbeat, 0)  # erases the old process's heartbeat
         self._started = time.monotonic()
         output: IO[bytes] | None = None
         if self.log is not None:

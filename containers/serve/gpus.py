@@ -1,4 +1,4 @@
-"""Chooses a server's GPUs: the first that fits, the one that `--device` names, or `--devices all` of the same name.
+"""Chooses a server's GPUs: the first that fits, the one that `--device` names, or all of one name by `--devices all`.
 
 CUDA_VISIBLE_DEVICES gives them to processes by UUID, because CUDA numbers GPUs differently: the fastest first.
 """

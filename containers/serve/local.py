@@ -89,7 +89,7 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return the memory for engines in bytes: for the CPU, this machine's, else its largest matching GPU's."""
+    """Return the bytes of memory for engines: this machine's memory for the CPU, else its largest matching GPU's."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]

@@ -1,4 +1,5 @@
-"""Writes a server's output to a log file, or to a stream as text or JSON lines. Finds the cause of a failure in it."""
+"""Writes a server's output to a log file, or to a stream as text or JSON lines. Finds the cause of a failure in such
+output."""
 
 from __future__ import annotations
 

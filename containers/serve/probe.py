@@ -60,7 +60,7 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
 
 
 def _end_if_dead(alive: bool, file: Path) -> None:
-    """Count in `file` the consecutive checks in which the server was dead. End it after too many.
+    """Count in `file` the consecutive checks in which the server was dead. After too many, end the server.
 
     Counting starts after the server was alive for the first time.
     """

@@ -35,7 +35,7 @@ from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-# Called with the addresses by name once the server is ready.
+# Called with the addresses, keyed by name, once the server is ready.
 Ready = Callable[[dict[str, Any]], None]
 _MOST_BYTES = 40  # maximum length, in bytes, of the temporary folder's path
 # SHA-256 of the demo checkpoints' tokenizer.json, by which the web page recognizes these checkpoints.

@@ -86,7 +86,7 @@ class Server:
         server listens; by default `host`. log: a file to append the server's output to; None sends it to stderr, or to
         the descriptor `output`, whose last lines are in `recent`. model: the models' options. cache: canvasrt's cache
         folder, if not the default. options: further options of tritonserver. ready_timeout: seconds for loading the
-        models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, CUDA's first GPU does.
+        models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only CUDA's first GPU does.
         http_socket: a Unix socket for Triton's HTTP server. If given, the front end listens on the HTTP port instead of
         Triton.
         """

@@ -48,7 +48,7 @@ class Settings:
     """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default
     file."""
 
-    # A positional argument.
+    # `bundle` is a positional argument.
     bundle: Path | None = field(default=None, metadata=_file("", "NIM_MODEL_PATH"))
     front: FrontOptions = field(default_factory=FrontOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -110,7 +110,7 @@ def _check_shape(tensor: Tensor, shape: Sequence[int]) -> None:
 
 def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return tensors as Python values: text as str, image files as bytes, tensors of variable length as lists or
-    arrays, and others as numbers.
+    arrays, and other tensors as numbers.
 
     Raises CanvasError, which names the tensor, for a wrong shape or text that is not UTF-8.
     """

@@ -58,7 +58,7 @@ class Ticket:
         self._tickets = tickets
 
     def take_tokens(self, count: int) -> None:
-        """Count the tokens of a prepared request. Raises Busy if all requests together have too many."""
+        """Count the tokens of a prepared request. Raises Busy if all requests together have too many tokens."""
         self._tickets.count_tokens(self, count)
 
     def check_late(self) -> None:
@@ -98,7 +98,7 @@ class Tickets:
         return ticket
 
     def count_tokens(self, ticket: Ticket, count: int) -> None:
-        """Count a request's tokens. Raises Busy if all requests together have too many."""
+        """Count a request's tokens. Raises Busy if all requests together have too many tokens."""
         with self._lock:
             # A single request is admitted, however long it is.
             if self._max_tokens and self.tokens and self.tokens + count > self._max_tokens:

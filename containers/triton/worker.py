@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 
 CANCEL_CHECKS = 16  # number of waiting requests to check for cancellation at a time
 ADMITTED = 16  # maximum number of requests to admit between two steps, since prompts may be long
-MAX_FAILURES = (
-    3  # consecutive failures after which the worker gives up: a failed pass, then a failed probe
-)
+MAX_FAILURES = 3  # failures in a row before giving up: a failed pass, then a failed probe
 IDLE_BEAT = 0.5  # seconds between beats while idle
 STUCK = 5.0  # seconds without a beat after which other workers get the new requests
 _STOPPING = ("the server is stopping", "send the request to another server")
@@ -75,7 +73,7 @@ class Worker:
         self._generator = make()
         self._arrived: queue.SimpleQueue[_Known | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
-        self._known: dict[int, _Known] = {}  # by the request's id
+        self._known: dict[int, _Known] = {}  # keyed by the request's id
         self._closing = False
         self._cancel_check = 0.0
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
