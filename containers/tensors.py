@@ -45,7 +45,7 @@ _NUMPY = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output. A dimension of -1 may have any length."""
+    """One input or output. A dimension of -1 can have any length."""
 
     name: str
     datatype: str

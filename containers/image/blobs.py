@@ -129,7 +129,7 @@ class Blobs:
         try:
             with partial.open("wb") as file:
                 blob = _Hashing(file)
-                # No name and time in the gzip header, because they would differ between runs.
+                # The gzip header contains no name and no time, because they would differ between runs.
                 packed = gzip.GzipFile("", "wb", _GZIP_LEVEL, blob, mtime=0) if compress else blob
                 with packed:
                     content = _Hashing(packed)

@@ -30,7 +30,7 @@ def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
         scheme, interpreter=f"/{VENV}/bin/python3", script_kind="posix"
     )
     with warnings.catch_warnings():
-        # installer warns that it writes no compiled files; the image needs none.
+        # installer warns about compiled files in wheels, which it does not install.
         warnings.simplefilter("ignore", RuntimeWarning)
         for wheel in wheels:
             with WheelFile.open(wheel) as source:

@@ -1,4 +1,5 @@
-"""Builds engines in a child process, so that its memory is returned to the system, and a crash does not end the server.
+"""Builds engines in a child process, so that a build's memory is returned to the system, and a crash does not end the
+server.
 
 The process gets a job as JSON in its first argument. Lines of its output that are JSON objects are reports: `{"doing":
 WHAT, "done": N, "total": M}` at every percent of progress, and finally `{"error": MESSAGE, "hint": HINT}` if it failed.

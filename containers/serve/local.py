@@ -71,7 +71,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
 def build_local(local: Local, say: Say) -> None:
     """Build the engines unless the cache has them.
 
-    Raises CanvasError with the build's own message when it fails.
+    If the build fails, raises CanvasError with the build's message.
     """
     wait = Wait(notify=say)
     with alone(local.engines, wait):

@@ -54,7 +54,7 @@ class ServerOutput:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            if self.log.is_file():  # keep an earlier server's log; do not rename folders or devices
+            if self.log.is_file():  # an earlier server's log; folders and devices are not renamed
                 self.log.replace(_older(self.log))
             self.log.write_bytes(b"")
             self._thread = threading.Thread(target=self._tend, args=(self.log,), daemon=True)

@@ -186,7 +186,7 @@ class Server:
             raise
 
     def _check_hosts(self, installation: Installation) -> None:
-        """Raise CanvasError if other machines would reach a release that one request can crash."""
+        """Keep other machines from a release that one request can crash: raise CanvasError, or move the metrics."""
         installation.check_reach(self.host)
         if not installation.is_safe and self.metrics_host not in LOOPBACK:
             self.metrics_host = self.host

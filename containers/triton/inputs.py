@@ -163,7 +163,7 @@ def chosen_prompt(values: Mapping[str, Any]) -> str:
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """Return the strings of a `stop` tensor. Raises CanvasError if a string is empty or too long, or if there are too
-    many."""
+    many strings."""
     if "" in stops:
         raise CanvasError("stop contains an empty string", "leave it out")
     _check_stop_count(len(stops))
