@@ -1,4 +1,4 @@
-"""Files in which a process reports its heartbeat, and why it exits."""
+"""Files in which a process reports that it makes progress, and why it exits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _BEAT, _ACKNOWLEDGED = struct.Struct("d"), struct.Struct("q")
 
 
 class Heartbeat:
-    """The writing side: sixteen bytes of shared memory. A beat takes a microsecond, so it can be called in every
-    step."""
+    """Writes a heartbeat to sixteen bytes of shared memory. A beat takes a microsecond, so every step can beat."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the file of a descriptor, which may be closed afterwards."""
+        """Map the descriptor's file to memory. The descriptor can be closed afterwards."""
         # Allocate disk space. On a full disk, writing to a sparse file would kill the process at its first beat.
         os.posix_fallocate(descriptor, 0, _SIZE)
         memory = memoryview(mmap.mmap(descriptor, _SIZE))
@@ -40,7 +39,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now, or only until `since`, when a task began that is still running."""
+        """Report progress until now. If a task is still running, report progress only until it began, at `since`."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 
@@ -51,7 +50,7 @@ class Heartbeat:
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat in a descriptor's file; None before the first beat."""
-    # A read may be torn, since it need not copy eight bytes atomically. The larger of two results is taken.
+    # A read may return a half-written number. So read twice, and use the larger result.
     last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
     return time.monotonic() - last if last else None
 
@@ -74,7 +73,7 @@ def acknowledged(descriptor: int) -> int:
 
 
 def _read(descriptor: int, number: struct.Struct, place: int) -> float:
-    """Return one number of the file; 0 if it is not written yet."""
+    """Return the number at `place` in the file; 0 if it is not written yet."""
     data = os.pread(descriptor, number.size, place)
     return float(number.unpack(data)[0]) if len(data) == number.size else 0
 

@@ -27,7 +27,7 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(level: str, source: str, message: str, when: float | None = None) -> str:
-    """Return a log line as JSON; `when` is in seconds since the epoch, None for now."""
+    """Return a log line as JSON; `when` is in seconds since the epoch; None means now."""
     moment = time.time() if when is None else when
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{moment % 1:.3f}"[2:] + "Z"
     data = {"time": stamp, "level": level, "source": source, "message": message}
@@ -35,7 +35,7 @@ def json_line(level: str, source: str, message: str, when: float | None = None) 
 
 
 class Seldom:
-    """Logs at most one line per minute and reason."""
+    """Logs at most one line per minute for each reason."""
 
     def __init__(self, log: logging.Logger, level: int) -> None:
         self._log, self._level = log, level
@@ -43,8 +43,8 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def note(self, reason: str, message: str) -> None:
-        """Log the message and the number of suppressed messages with the same reason, unless a message with this reason
-        was logged within the last minute. The number of reasons must be small."""
+        """Log the message, unless one with the same reason was logged in the last minute. Also log how many were
+        left out since then. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -56,8 +56,8 @@ class Seldom:
 
 
 class Patient(logging.handlers.QueueHandler):
-    """Formats records, and passes them to a handler that may block, on a separate thread. Records that do not fit in
-    the queue are dropped, and a log line states their number."""
+    """Formats records, and on a separate thread, passes them to a handler that may block. Drops records that do not
+    fit in the queue, and logs their number."""
 
     def __init__(self, handler: logging.Handler, most: int = 10_000) -> None:
         self.records: queue.Queue[logging.LogRecord] = queue.Queue(most)
@@ -73,7 +73,7 @@ class Patient(logging.handlers.QueueHandler):
             self.dropped += 1
 
     def flush(self) -> None:
-        """Wait for the reader, for a limited time."""
+        """Wait at most _PATIENCE seconds until the reader has all records."""
         end = time.monotonic() + _PATIENCE
         while self.records.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.01)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 # Default ports, as in NIM's containers with Triton.
 API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 
-# Python's name of an architecture → its name in container images.
+# An architecture's name in Python → its name in container images.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MACHINES = {image: machine for machine, image in ARCHITECTURES.items()}
 
-# Folders of a package.
+# Folders and files of a package.
 ENGINES = "engines"
 MODEL_REPOSITORY = "models"
 SBOM = "sbom.cdx.json"
@@ -27,32 +27,32 @@ HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
 
 # A random secret, drawn at every start. The front end prefixes callers' names with it, so that the models can trust
-# them.
+# these names.
 CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 
 # Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in containers whose health check ends a dead server.
+# Set in those containers whose health check is to end a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
-# Health checks: seconds per call, and the number of consecutive failures after which a server is ended. Readiness calls
-# both of Triton's models, with 3 seconds per model. A front end may be silent for 10 seconds before the supervisor
-# replaces it; that must not end the server.
+# Health checks: seconds per call, and the number of consecutive failures after which a server is ended. A readiness
+# check calls both of Triton's models, and waits at most 3 seconds for each. A front end may be silent for 10 seconds
+# before the supervisor replaces it; that must not end the server.
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
 # Default timeouts of `canvasrt serve`, in seconds.
 READY_TIMEOUT = 600.0  # minimum time allowed for loading; the serving profile may require more
-EXIT_TIMEOUT = 10  # to finish requests in flight at shutdown
-STALL_TIMEOUT = 300.0  # for one pass, including kernel compilation, or for preparing a request
+EXIT_TIMEOUT = 10  # limit for requests in flight at shutdown
+STALL_TIMEOUT = 300.0  # limit for a pass, including kernel compilation, and for preparing a request
 
 # Addresses that only this machine can reach.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
-# The accepted Host names of a server without API keys; `*` for any.
+# The Host names that a server without API keys accepts; `*` accepts any name.
 ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
-# Server options that `canvasrt deploy` and the compose file set: environment variable → a function from the container's
-# name to the default for a server that only this machine can call. "" leaves the variable unset.
+# Environment variables that `canvasrt deploy` and the compose file set by default, if only this machine can call the
+# server. Variable → a function that returns its value for a container's name; "" leaves the variable unset.
 CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
     ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
 }

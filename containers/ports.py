@@ -15,8 +15,8 @@ from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
 
-BACKLOG = 1024  # connections that may wait in the kernel
-# Address of all interfaces → address to call.
+BACKLOG = 1024  # maximum number of connections that wait in the kernel
+# Address that means all interfaces → address at which to call the server.
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
@@ -89,8 +89,8 @@ def check_distinct(asked: Sequence[PortRequest]) -> None:
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
-    """Return a listening socket; port 0 selects a free port. Raises CanvasError, about `option`, if it cannot be
-    used."""
+    """Return a listening socket; port 0 selects a free port. Raises CanvasError if the port, which `option` gives,
+    cannot be used."""
     listener = bind(host, port, option)
     try:
         listener.listen(backlog)
@@ -101,8 +101,8 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket bound to a port; port 0 selects a free port. Raises CanvasError, about `option`, if it cannot be
-    used."""
+    """Return a socket bound to a port; port 0 selects a free port. Raises CanvasError if the port, which `option`
+    gives, cannot be used."""
     if not 0 <= port <= 65535:
         raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -25,7 +25,7 @@ CALLER_SECRET = secrets.token_hex(16)
 def run_name() -> str:
     """Return a prefix for the names of one server's shared memory and scratch folder.
 
-    It contains the owner's process id, so that other servers can recognize stale ones.
+    It contains the owner's process id, by which other servers recognize the leftovers of a dead server.
     """
     return f"canvasrt-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}-"
 
@@ -36,7 +36,7 @@ def child_environment() -> dict[str, str]:
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Return a preexec_fn for Popen with which the child gets SIGTERM when its parent dies."""
+    """Return a preexec_fn for Popen that makes the child get SIGTERM when its parent dies."""
     parent = os.getpid()
 
     def arrange() -> None:
@@ -64,8 +64,8 @@ def remove_shm(prefix: str) -> None:
 
 
 def protect_shm(prefix: str) -> None:
-    """Make these files unreadable for other users. Triton's Python backend creates them readable for all, regardless of
-    the umask, before its first request."""
+    """Make the shared memory files whose names start with `prefix` unreadable for other users. Triton's Python backend
+    creates them readable for all, whatever the umask, before its first request."""
     for file in SHARED_MEMORY.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # already deleted
             if file.is_file():
@@ -83,14 +83,14 @@ def remove_stale() -> None:
                 continue
             with contextlib.suppress(OSError):  # another user's
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not processes_of("tritonserver"):  # live owners remove these themselves
+    if not processes_of("tritonserver"):  # a running tritonserver removes its own
         for path in Path("/tmp").glob("python_env_*"):
             with contextlib.suppress(OSError):  # another user's, or not empty
                 path.rmdir()
 
 
 def _pid_namespace() -> str:
-    """Return an id of the namespace of process ids, since containers may share /dev/shm."""
+    """Return the id of the process-id namespace, since containers may share /dev/shm."""
     try:
         return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     except OSError:
@@ -98,7 +98,7 @@ def _pid_namespace() -> str:
 
 
 def processes_of(name: str) -> set[int]:
-    """Return the processes with a run's name in their command line, except this one."""
+    """Return the processes whose command line contains `name`, except this one."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def group_members(group: int) -> set[int]:
 
 
 def children(parent: int) -> tuple[set[int], set[int]]:
-    """Return the child processes of a process: those that are running, and zombies."""
+    """Return two sets of a process's children: those that are running, and zombies."""
     found = [_state_of(folder) for folder in Path("/proc").glob("[0-9]*")]
     running, dead = (
         {each.pid for each in found if each.parent == parent and each.running is state}

@@ -1,5 +1,5 @@
-"""The table of the served models' inputs and outputs, and conversions between values and tensors, for the models, the
-front end and the client."""
+"""The served models' inputs and outputs, and conversions between values and tensors. The models, the front end and the
+client use both."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
 MAX_CANVAS = 1 << 20  # characters of JSON
-MAX_GRAMMAR = 400_000  # characters of JSON; a schema has at most 64 KB, and JSON may take six characters per byte
-MAX_BIASED = 1024  # tokens
-MAX_LISTED = 128  # tokens to list with each log-probability, as in vLLM
+MAX_GRAMMAR = 400_000  # maximum characters of JSON: a schema has at most 64 KB, and JSON can take six characters per byte
+MAX_BIASED = 1024  # maximum number of tokens with a bias
+MAX_LISTED = 128  # maximum number of tokens to list with each log-probability, as in vLLM
 # Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens, each with one likeliest token.
 MAX_ECHOED = 1 << 19
-MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters of one
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters in each
 
 # Request parameters. With ERRORS, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON with
 # code and message. Triton's streams have no error codes, and its option to add them (triton_grpc_error) has crashed it.
@@ -45,7 +45,7 @@ _NUMPY = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output. A dimension of -1 may have any length."""
+    """One input or output. A dimension of -1 can have any length."""
 
     name: str
     datatype: str
@@ -54,11 +54,11 @@ class Tensor:
 
     @property
     def config_type(self) -> str:
-        """The type's name in a model configuration. It only differs for text."""
+        """The type's name in a model configuration: TYPE_ and the datatype, except for text."""
         return "TYPE_STRING" if self.datatype == "BYTES" else f"TYPE_{self.datatype}"
 
     def encode(self, value: Any) -> np.ndarray:
-        """Return a value as an array. Raises CanvasError if the type cannot hold it."""
+        """Return a value as an array. Raises CanvasError if the value does not fit the type."""
         values = value if self.shape == ANY else [value]
         if self.datatype == "BYTES":
             # dtype object, because NumPy's bytes type strips trailing zeros.
@@ -229,7 +229,7 @@ OUTPUTS = {tensor.name: tensor for tensor in outputs_of(STREAM_MODEL)}
 
 @dataclass(frozen=True)
 class TritonAnswer:
-    """One answer. Fields are outputs of the same names."""
+    """One answer. Each field is the output of the same name."""
 
     text: str
     token_ids: list[int]
@@ -249,8 +249,8 @@ class TritonAnswer:
 
 @dataclass(frozen=True)
 class StreamEvent(TritonAnswer):
-    """One event of a stream. `text` and `token_ids` are the draft; or what the event adds to the answer; or in the last
-    event, the whole answer. `canvas` is JSON; empty except in drafts."""
+    """One event of a stream. `text` and `token_ids` are, in a draft, the draft; in the last event, the whole answer; in
+    other events, what the event adds to the answer. `canvas` is JSON; empty except in drafts."""
 
     event: str
     block: int

@@ -1,4 +1,4 @@
-"""Limits and parses JSON from callers."""
+"""Parses JSON from callers, within limits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 MAX_DEPTH = 100  # maximum nesting of brackets
-MAX_VALUES = 2**19  # maximum values of a body: two contexts of 256k token ids
-_PIECE = 1 << 18  # bytes counted at a time; numpy lets other threads run meanwhile
-_STEPS = np.zeros(256, np.int8)  # by character: how it changes the nesting
+MAX_VALUES = 2**19  # maximum number of values in a body: two contexts of 256k token ids
+_PIECE = 1 << 18  # number of bytes to check at a time; numpy lets other threads run meanwhile
+_STEPS = np.zeros(256, np.int8)  # for each byte, how it changes the nesting depth
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 
 
@@ -18,7 +18,7 @@ def check_json(text: bytes, most: int = MAX_VALUES) -> int:
     """Raise ValueError for a JSON text with too many values or too deeply nested brackets, before it is parsed. Other
     errors are left to the parser.
 
-    Return the number of values, or an upper bound, because strings may contain commas and brackets."""
+    Return the number of values, or an upper bound, which also counts commas and brackets in strings."""
     brackets = text.count(b"[") + text.count(b"{")
     values = 1 + text.count(b",") + brackets
     if values <= most and brackets <= MAX_DEPTH:

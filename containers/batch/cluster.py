@@ -1,5 +1,5 @@
-"""Answers requests with actors on a Ray cluster, each with the bundle. When one dies, the others take over its
-requests."""
+"""Answers requests on a Ray cluster, with actors that each open the bundle. If an actor dies, the others take over
+its requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from canvasrt.extras import require
 
 
 class Cluster:
-    """An actor on every machine of a cluster, or on every GPU. An asynchronous context manager."""
+    """One actor per machine of a cluster; for GPU engines, one per GPU. An asynchronous context manager."""
 
     def __init__(self, address: str, path: Path, threads: int | None) -> None:
-        """`path`: a bundle, under the same path on every machine."""
+        """`path`: a bundle, which every machine has at this path."""
         bundle = load_bundle(path, check=False)
         self.digest = bundle.manifest.digest
         self._ray: Any = require("ray", "ray")
         self._address = address
         self._given = (path.resolve(), threads, self.digest)
         backend = (bundle.manifest.target or {}).get("backend", "onnxruntime")
-        self._gpus = int(backend != "onnxruntime")  # of one actor
-        self._load: Counter[Any] = Counter()  # requests of every actor
+        self._gpus = int(backend != "onnxruntime")  # number of GPUs per actor
+        self._load: Counter[Any] = Counter()  # number of requests per actor
         self._why = ""
 
     async def __aenter__(self) -> Cluster:

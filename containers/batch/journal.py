@@ -14,7 +14,7 @@ from canvasrt.containers.batch.lines import Line
 from canvasrt.errors import CanvasError
 from canvasrt.staging import sync
 
-_MOST_IDENTITY = 4096  # maximum bytes of the first line
+_MOST_IDENTITY = 4096  # maximum size of the first line, in bytes
 
 
 class Outputs(NamedTuple):
@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, answers: Path) -> Outputs:
-        """Return the files next to `answers`: answers.jsonl, answers.errors.jsonl, answers.jsonl.partial."""
+        """Return the files for an output such as answers.jsonl: also answers.errors.jsonl and answers.jsonl.partial."""
         if not answers.name:
             raise CanvasError(f"{answers} is a folder", "name a file")
         errors = answers.with_name(f"{answers.stem}.errors{answers.suffix}")
@@ -34,13 +34,13 @@ class Outputs(NamedTuple):
 
 
 class Journal:
-    """A first line that identifies the batch, then one JSON line per finished request, written immediately.
+    """A first line that identifies the batch, then one JSON line per request, written when it finishes.
 
-    As a context manager, it locks the output against other batches.
+    It locks the output against other batches until its `with` block ends.
     """
 
     def __init__(self, outputs: Outputs, identity: Mapping[str, Any]) -> None:
-        """Open or create the journal. `identity`: the values that all answers of the output have in common.
+        """Open or create the journal. `identity`: values that must be the same when the batch resumes.
 
         Raises CanvasError if the output is complete, locked, or was begun with a different identity.
         """
@@ -66,7 +66,7 @@ class Journal:
         return len(self._places)
 
     def add(self, line: Line, entry: Mapping[str, Any], failed: bool) -> None:
-        """Record a line of the output file, or, with `failed`, of the error file."""
+        """Record a request's entry for the output file, or for the error file if `failed`."""
         self._places[line.number] = self._file.tell()
         self._write({"line": line.number, "failed": failed, "entry": entry})
 
@@ -105,7 +105,7 @@ class Journal:
         try:
             return open(self._outputs.journal, "a+b", opener=opener)
         except OSError as error:
-            if error.errno in (errno.ELOOP, None):  # a link, or a pipe
+            if error.errno in (errno.ELOOP, None):  # its path is a link, or a pipe
                 raise self._foreign() from None
             raise
 
@@ -114,11 +114,11 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
-        if not os.fstat(self._file.fileno()).st_nlink:  # another batch removed it
+        if not os.fstat(self._file.fileno()).st_nlink:  # another batch has removed the journal
             raise self._taken()
 
     def _read(self, identity: Mapping[str, Any]) -> dict[int, int]:
-        """Return the file offsets of finished lines by line number. A truncated last line is dropped.
+        """Return the offset of each finished entry, keyed by line number. Drops a truncated last entry.
 
         Nothing is written before the first line has shown that this is the batch's journal.
         """

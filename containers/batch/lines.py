@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 
-# The endpoints that a batch may call, and whether they draw a random seed if the body has none.
+# Endpoints that a batch can call → whether the endpoint draws a random seed if the body has none.
 URLS = {
     "/v1/chat/completions": True,
     "/v1/completions": True,
@@ -21,7 +21,7 @@ URLS = {
     "/v1/decisions": False,
     "/v1/systemone": False,
 }
-# The fields with which a prompt begins, in the prompt's order.
+# Request fields that form the prompt, in the order in which it contains them.
 _PROMPT = ("tools", "instructions", "messages", "prompt", "input", "state", "text")
 _SEEDS = 2**31  # some servers read seeds as signed 32-bit numbers
 
@@ -53,16 +53,16 @@ class Line:
 
 
 class Lines(NamedTuple):
-    """A whole input, and the SHA-256 of its bytes."""
+    """All lines of an input, and the SHA-256 of its file."""
 
     lines: list[Line]
     digest: str
 
 
 def read_lines(file: Path, seed: int) -> Lines:
-    """Return the requests of a file. A line's seed is derived from `seed` and its custom_id.
+    """Return the requests of a file. A line without a seed gets one, derived from `seed` and the custom_id.
 
-    Raises CanvasError, with the number of the line, if a line is wrong. Empty lines are skipped.
+    Raises CanvasError, which gives the line's number, if a line is wrong. Empty lines are skipped.
     """
     data = file.read_bytes()
     found: list[Line] = []
@@ -89,7 +89,7 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
         raise CanvasError(f"{where} has no custom_id", "give every line a unique text as custom_id")
     if (method := given.get("method")) != "POST":
         raise CanvasError(f"{where}: method is {method!r}", "give POST")
-    if url not in tuple(URLS):  # the field may have any type
+    if url not in tuple(URLS):  # a tuple, because `url` may be unhashable
         raise CanvasError(f"{where}: url is {url!r}", f"give one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         raise CanvasError(f"{where}: body is not an object", "give the request's JSON object")

@@ -1,4 +1,4 @@
-"""Answers requests with a bundle in this process: with the front end's parsers and replies, but without Triton."""
+"""Answers requests by running a bundle in this process. Uses the front end's parsers and replies, but not Triton."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Local:
     """A model in this process, as an asynchronous context manager that opens and closes it."""
 
     def __init__(self, path: Path, threads: int | None = None) -> None:
-        """`path`: a bundle of engines or graphs. Raises CanvasError if it is damaged or cannot run here."""
+        """`path`: a bundle of engines or graphs. Raises CanvasError if the bundle cannot be loaded."""
         bundle = load_bundle(path, check=False)
         self.digest = bundle.manifest.digest
         self._max_batch = int(bundle.manifest.options.get("max_batch") or MAX_BATCH)
@@ -112,8 +112,8 @@ class Local:
     async def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yield the last event of one request. Closing the iterator cancels the request. Raises ApiError if it
-        fails."""
+        """Yield the last event of one request. Closing the iterator cancels the request. Raises ApiError if
+        the request fails."""
         arrays = {
             name: INPUTS[name].encode(value) for name, value in inputs.items() if value is not None
         }
@@ -135,7 +135,7 @@ class Local:
                 submit()
             end = await ended.get()
             if isinstance(end, EngineError) and end.fatal:
-                self._lost = end  # the worker may call `_lose` later
+                self._lost = end  # the worker may not have called `_lose` yet
             if isinstance(end, BaseException):
                 raise end
         except asyncio.CancelledError:

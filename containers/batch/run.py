@@ -13,12 +13,12 @@ from canvasrt.containers.batch.lines import Line, read_lines
 from canvasrt.containers.batch.steady import steady
 from canvasrt.progress import report
 
-ATTEMPTS = 5  # for a request that fails because of the server
+ATTEMPTS = 5  # maximum attempts, if a request fails because of the server
 _WHAT = "answering"
 
 
 class Reply(NamedTuple):
-    """A status and a body. If the status is None, there was no reply, and `body` is the reason."""
+    """An HTTP status and a body. If the status is None, there was no reply, and `body` is the reason."""
 
     status: int | None
     body: Any
@@ -97,7 +97,7 @@ async def _asked(answerer: Answerer, line: Line) -> Reply:
 
 
 def entry_of(line: Line, reply: Reply) -> Mapping[str, Any]:
-    """Return a line of the output, or of the error file."""
+    """Return a request's entry for the output file or the error file."""
     response = error = None
     if reply.status is None:
         error = {"code": "no_response", "message": reply.body}

@@ -18,15 +18,15 @@ from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
-_FIRST_REST, _LONGEST_REST = 0.5, 30.0  # seconds until a server that is down is tried again
+_FIRST_REST, _LONGEST_REST = 0.5, 30.0  # pauses for a server that is down, in seconds
 PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
-MOST_REPLY = 64 * 2**20  # bytes of a reply
+MOST_REPLY = 64 * 2**20  # maximum size of a reply, in bytes
 _log = logging.getLogger(__name__)
 _SHOWN = 200  # maximum characters to show of a server's message
 
 
 class _NoAnswerError(Exception):
-    """A reply without an answer, although its status reports success."""
+    """A reply that contains no answer although its status is 200, or that is too long."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Server:
         self.down_since, self.rest = None, _FIRST_REST
 
     def down(self, now: float, least: float, why: str) -> None:
-        """Do not use the server for some time: twice as long as the last time if it has not answered since."""
+        """Pause requests to the server, for at least `least` seconds. Pauses double until the server answers."""
         if now >= self.rests_until:  # otherwise another request has already noted the failure
             if self.down_since is None:
                 self.down_since = now
@@ -57,7 +57,7 @@ class Servers:
     """Several servers of the same model. An asynchronous context manager."""
 
     def __init__(self, urls: Sequence[str], key: str, timeout: float) -> None:
-        """`urls`: addresses in the form that OpenAI's clients take. Raises UsageError for an invalid one."""
+        """`urls`: addresses in the form that OpenAI's clients take. Raises UsageError for an invalid address."""
         self._servers = [_Server(address(url).removesuffix("/v1")) for url in urls]
         self._key, self._timeout = key, timeout
         self._http: Any = require("aiohttp", "serve")
@@ -131,7 +131,7 @@ class Servers:
             await asyncio.sleep(min(each.rests_until for each in self._servers) - now)
 
     async def _post(self, server: _Server, line: Line) -> tuple[Reply, float]:
-        """Return a server's reply, and the seconds of its Retry-After header."""
+        """Return a server's reply, and how many seconds its Retry-After header says to wait."""
         async with self._session.post(
             server.root + line.url,
             data=line.body,

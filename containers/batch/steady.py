@@ -11,13 +11,13 @@ _RANDOM_ID = re.compile(r"((?:chatcmpl|cmpl|resp|msg|rs|fc|call)[-_])[\w-]{16,}"
 
 
 def steady(reply: Any, key: str) -> Any:
-    """Return a reply with ids derived from `key`, and with times and cache counts of 0."""
+    """Return the reply with random ids replaced by ids derived from `key`, and times and cache counts set to 0."""
     known: dict[str, str] = {}
 
     def walk(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
             return {
-                # Names that callers choose are kept.
+                # Callers choose the names in `metadata`, so keep them.
                 each: inner if each == "metadata" else walk(inner, each)
                 for each, inner in value.items()
             }

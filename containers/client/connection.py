@@ -12,7 +12,7 @@ from pathlib import Path
 def connection(
     secure: bool, host: str, port: int | None, timeout: float
 ) -> http.client.HTTPConnection:
-    """Return a connection, which the first request opens. SSL_CERT_FILE can name a private certificate authority."""
+    """Return a connection, which its first request opens. SSL_CERT_FILE can name a private certificate authority."""
     if not secure:
         return http.client.HTTPConnection(host, port or 80, timeout=timeout)
     context = ssl.create_default_context()
@@ -20,7 +20,7 @@ def connection(
 
 
 def error_message(body: bytes) -> str:
-    """Return the message of an error in OpenAI's form; empty for anything else."""
+    """Return the message of an error reply in OpenAI's form; empty for any other reply."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -28,8 +28,8 @@ def error_message(body: bytes) -> str:
 
 
 def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:
-    """Return the body of a page, over a Unix socket if one is given. Empty unless the status is 200 within `timeout`
-    seconds."""
+    """Return the body of a page; empty unless the status is 200. `timeout` is in seconds. If `unix` is set, connect to
+    that Unix socket."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         if unix is not None:

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers that only uses the standard library."""
+"""A client for OpenAI-compatible servers. It only uses the standard library."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class OpenAIClient:
         self.url = address(url)
 
     def ask(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one answer: text, finish_reason, usage and seed. `inputs` are values by tensor
-        name."""
+        """Return one answer: text, finish_reason, usage and seed. `inputs` maps tensor names to values."""
         path, body = _request(inputs, self.model)
         with self._reply("POST", path, body) as reply:
             answer = json.loads(reply.read())
@@ -60,8 +59,8 @@ class OpenAIClient:
     def events(
         self, inputs: Mapping[str, Any], drafts: bool = False
     ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield pairs: a piece of one answer's text, and a draft. With `draft` in the inputs, also yields the draft of
-        every step, with an empty piece."""
+        """Yield a pair `(piece, None)` for each piece of one answer's text. With `drafts`, also yield `("", draft)` for
+        every step."""
         path, body = _request(inputs, self.model)
         body["stream"] = True
         if drafts:
@@ -89,7 +88,7 @@ class OpenAIClient:
 
     @property
     def model(self) -> str:
-        """The name of the served model, or the first of several."""
+        """The name of the first model that the server lists."""
         if self._model is None:
             with self._reply("GET", "models") as reply:
                 self._model = str(json.loads(reply.read())["data"][0]["id"])
@@ -127,7 +126,7 @@ class OpenAIClient:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
-        except (ValueError, LookupError, TypeError) as error:  # a reply in another form
+        except (ValueError, LookupError, TypeError) as error:  # the reply is not in OpenAI's form
             raise CanvasError(
                 f"what answers at {self.url} is not an OpenAI API", PORT_HINT
             ) from error
@@ -140,13 +139,13 @@ class OpenAIClient:
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
-        if message.startswith("HTTP 404"):  # not OpenAI's error, so another API answers here
+        if message.startswith("HTTP 404"):  # not an error in OpenAI's form: another API
             hint = PORT_HINT
         return CanvasError(f"the server refused the request: {message}", hint)
 
 
 def address(url: str | None) -> str:
-    """Return a server's address with its scheme, port and `/v1`. Raises UsageError for an invalid one."""
+    """Return a server's address with its scheme, port and `/v1`. Raises UsageError if the address is invalid."""
     scheme, host, port = _parts(url)
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
@@ -165,7 +164,7 @@ def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]
         for name, value in inputs.items()
         if value is not None and name not in ("prompt", "prompt_ids", "messages", "raw", "drafts")
     }
-    if "canvas" in options:  # these inputs are JSON strings for Triton
+    if "canvas" in options:  # for Triton, this input is a JSON string
         options["canvas"] = json.loads(options["canvas"])
     body = {"model": model, **options}
     if "prompt_ids" in inputs:

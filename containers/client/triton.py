@@ -28,19 +28,19 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 
 Protocol = Literal["http", "grpc"]
-# A gRPC channel without a proxy, and with tritonclient's own limits.
+# Options of a gRPC channel: no proxy, and the limits that tritonclient sets by default.
 _DIRECT = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_send_message_length", 2**31 - 1),
     ("grpc.max_receive_message_length", 2**31 - 1),
 ]
-Replies = queue.SimpleQueue[tuple[Any, Any]]  # results or errors from tritonclient's thread
+Replies = queue.SimpleQueue[tuple[Any, Any]]  # pairs of a result and an error, one of them None
 
 
 class Client:
     """A connection to one server, as a context manager.
 
-    url: host:port, with or without http://; None is the protocol's default port on this machine. timeout: seconds per
+    url: host:port, with or without http://; None means the protocol's default port here. timeout: seconds per
     call. Over HTTP, the API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
     """
 
@@ -74,7 +74,7 @@ class Client:
         self._client.close()
 
     def infer(self, inputs: Mapping[str, Any]) -> TritonAnswer:
-        """Return one answer. `inputs` are values by tensor name; those that are None are omitted.
+        """Return one answer. `inputs` maps tensor names to values; None values are omitted.
 
         Raises CanvasError if the server is unreachable, the model is missing or not ready, or the reply is an error.
         """
@@ -193,7 +193,7 @@ def _host_and_port(url: str | None, protocol: Protocol) -> str:
 
 
 def _taken(replies: Replies, timeout: float) -> Any:
-    """Return the next result, or raise the error in its place. Raises TimeoutError if none arrives."""
+    """Return the next result. Raises the error that arrives instead, or TimeoutError if nothing arrives."""
     try:
         result, error = replies.get(timeout=timeout)
     except queue.Empty:
@@ -204,9 +204,9 @@ def _taken(replies: Replies, timeout: float) -> Any:
 
 
 def make_tensors(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
-    """Return values by name as input tensors of a tritonclient module; values that are None are omitted.
+    """Convert values, keyed by name, to input tensors of a tritonclient module. Omits None values.
 
-    Raises CanvasError for a value that its type cannot hold.
+    Raises CanvasError for a value that does not fit its tensor's type.
     """
     made = []
     for name, value in inputs.items():
@@ -219,7 +219,7 @@ def make_tensors(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
 
 
 def read_reply(result: Any, model: str) -> dict[str, Any]:
-    """Return a reply's outputs by name. Some events lack some outputs."""
+    """Return a reply's outputs, keyed by name. Not every event has every output."""
     arrays = {tensor: result.as_numpy(tensor.name) for tensor in outputs_of(model)}
     return {
         tensor.name: tensor.decode(array) for tensor, array in arrays.items() if array is not None

@@ -14,7 +14,7 @@ from canvasrt.errors import CanvasError
 
 RESTART = "unless-stopped"
 _PIDS = 4096
-# Rotate logs; docker's default driver keeps them without limit.
+# These options rotate logs. docker's default driver keeps logs without limit.
 _LOGS = {
     "docker": ["--log-driver", "local", "--log-opt", "max-size=32m", "--log-opt", "max-file=4"],
     "podman": ["--log-driver", "k8s-file", "--log-opt", "max-size=128m"],
@@ -34,7 +34,7 @@ def run_command(
     words += _network(options)
     words += _LOGS[engine.name]
     if options.network == "host" and options.port != API_PORT:
-        words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # the health check reads it, too
+        words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # also read by the health check
     for name, text in options.environment.items():
         words += ["--env", f"{name}={text}"]
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]
@@ -74,14 +74,14 @@ def _hardening(options: DeployOptions) -> list[str]:
 def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
-        return words  # on the host's network, no ports are published
+        return words  # ports can only be published on a network of the container
     for inside, outside in options.published.items():
         words += ["--publish", f"{options.listen}:{outside}:{inside}"]
     return words
 
 
 def _cache(cache: str) -> str:
-    """Return a volume's name or a folder's absolute path. Raises CanvasError for a folder that cannot be used."""
+    """Return the cache as a volume's name or a folder's absolute path. Raises CanvasError for an unusable folder."""
     if "/" not in cache and not cache.startswith("."):
         return cache
     folder = Path(cache).expanduser().resolve()

@@ -17,7 +17,7 @@ CONTAINER_ENGINES = ("docker", "podman")
 
 @dataclass(frozen=True)
 class ContainerEngine:
-    """docker or podman, by `name`."""
+    """A container engine. `name` is `docker` or `podman`."""
 
     name: str
 
@@ -59,8 +59,8 @@ class ContainerEngine:
         return ARCHITECTURES.get(name, name)
 
     def gpu_options(self, gpus: str) -> list[str]:
-        """Return the options that give a container its GPUs: `all`, or numbers separated by commas."""
-        if self.name == "podman":  # podman names GPUs by the Container Device Interface
+        """Return the options that give a container GPUs. `gpus` is `all`, or numbers separated by commas."""
+        if self.name == "podman":  # podman uses names of the Container Device Interface
             return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 
@@ -79,13 +79,13 @@ class ContainerEngine:
 
 
 def check_container_engine(name: str | None) -> None:
-    """Raise UsageError unless `name` is None or an engine."""
+    """Raise UsageError unless `name` is None or a known container engine."""
     if name is not None and name not in CONTAINER_ENGINES:
         raise UsageError(f"unknown engine {name!r}", f"give one of {', '.join(CONTAINER_ENGINES)}")
 
 
 def find_engine(name: str | None = None) -> ContainerEngine:
-    """Return the engine of this name; by default docker, else podman. Raises CanvasError if none answers."""
+    """Return the engine called `name`; without a name, docker, else podman. Raises CanvasError if none answers."""
     check_container_engine(name)
     reasons = []
     for each in (name,) if name else CONTAINER_ENGINES:

@@ -24,7 +24,7 @@ from canvasrt.progress import report
 
 LOG_LINES = 20
 _LOOK_EVERY = 1.0
-# Part of a container engine's message → our message and hint.
+# Each entry: phrases in a container engine's error, then our message and our hint for such an error.
 _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("could not select device driver", "unresolvable cdi devices", "nvidia.com/gpu"),
@@ -64,10 +64,10 @@ def deploy(
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    timeout: seconds until it must be ready; None is what the image allows.
+    timeout: seconds until it must be ready; None means the time that the image allows.
 
-    Raises CanvasError if the container cannot start, exits, or is not ready in time. It is then removed, and the error
-    has the last lines of its log.
+    Raises CanvasError if the container cannot start, exits, or is not ready in time. The container is then
+    removed, and the error includes the last lines of its log.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)
@@ -142,8 +142,8 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
 
 
 def check_ports(options: DeployOptions) -> None:
-    """Raise CanvasError for a port in use, before anything is built or loaded; UsageError if two options have the same
-    port."""
+    """Raise CanvasError if a port is in use, and UsageError if two options have the same port. To be called
+    before anything is built or loaded."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
         return
@@ -157,7 +157,7 @@ def check_ports(options: DeployOptions) -> None:
 
 
 def start_limit(engine: ContainerEngine, image: str) -> float:
-    """Return the seconds that a start may take, by the image's health check."""
+    """Return how many seconds a start may take: the health check's start period, but at least DEPLOY_TIMEOUT."""
     found = engine.inspect("image", image) or {}
     health = (found.get("Config") or {}).get("Healthcheck") or found.get("HealthCheck") or {}
     return max(DEPLOY_TIMEOUT, health.get("StartPeriod", 0) / 1e9)
@@ -182,7 +182,7 @@ def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
 
 
 def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:
-    """Return the error for a container engine's message."""
+    """Convert a container engine's message to an error with a hint."""
     text = message.lower()
     for marks, meaning, hint in _REFUSALS:
         if any(mark in text for mark in marks):

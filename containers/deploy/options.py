@@ -120,7 +120,7 @@ class DeployOptions:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The server's environment variables: the user's, and defaults if only this machine can call the server."""
+        """The server's environment variables: `server`, plus defaults if only this machine can call the server."""
         local = self.listen in LOOPBACK and self.network != "host"
         own = {name: make(self.name) for name, make in CONTAINER_VARIABLES.items() if local}
         return {name: text for name, text in {**own, **self.server}.items() if text}

@@ -18,7 +18,7 @@ from canvasrt.staging import scratch
 
 @dataclass(frozen=True)
 class Package:
-    """An image, or a folder to build one from. `path` is None for an image that docker already has."""
+    """An image, or a folder to build one from. `path` is None for an image that is already loaded."""
 
     tag: str
     path: Path | None
@@ -35,7 +35,7 @@ class Package:
 
 
 def open_package(package: str, engine: ContainerEngine | None) -> Package:
-    """Return the package at this path, or else the image of this name, which `engine` must have."""
+    """Return the package at the path `package`. If there is none, return the image of this name in `engine`."""
     path = Path(package).expanduser()
     if (path / MANIFEST).is_file():
         return _context(path)

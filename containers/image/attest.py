@@ -45,9 +45,9 @@ def attestation_of(image: Path) -> Path:
 
 
 def read_signer(key: Path) -> Any:
-    """Return the signer for a private key in PEM. Raises CanvasError if it cannot be used.
+    """Return the signer for a private key in PEM. Raises CanvasError if the key cannot be used.
 
-    CANVASRT_SIGNING_PASSWORD decrypts the key.
+    The variable CANVASRT_SIGNING_PASSWORD decrypts the key.
     """
     require("securesystemslib", "serve")
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -66,7 +66,7 @@ def read_signer(key: Path) -> Any:
 
 
 def attest(image: Image, format: str, materials: Materials, signer: Any) -> Path:
-    """Write the signed provenance of an image next to it; return the file."""
+    """Write an image's signed provenance to a file next to the image; return the file."""
     from securesystemslib.dsse import Envelope
 
     statement = _statement(image, format, materials)
@@ -79,7 +79,7 @@ def attest(image: Image, format: str, materials: Materials, signer: Any) -> Path
 
 
 def check_attestation(image: Path, digest: str, key: Path) -> Mapping[str, Any]:
-    """Return an image's provenance. Raises CanvasError unless it is signed by `key` and names `digest`."""
+    """Return an image's provenance. Raises CanvasError unless `key` signed it and it names `digest`."""
     require("securesystemslib", "serve")
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error
@@ -129,8 +129,8 @@ def _public(key: Path) -> Any:
 def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any]:
     """Return the statement about an image.
 
-    It has no time, so that equal content gives an equal statement. Its subjects are the manifest, and the
-    configuration, whose digest is docker's id of the image.
+    It contains no time, so equal images get equal statements. Its subjects are the manifest and the configuration. The
+    configuration's digest is docker's id of the image.
     """
     from google.protobuf import json_format
     from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance

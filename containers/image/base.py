@@ -33,9 +33,9 @@ _PYTHON = re.compile(r"(?:\./)?usr/(?:local/)?bin/python3$")
 _HEX = re.compile(r"(?:^|/)([0-9a-f]{64})(?:\.json)?$")
 _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
-# The largest manifest or configuration that registries accept; both are read into memory.
+# Size limit of a manifest or configuration, as in registries, since they are read into memory.
 _DOCUMENT_LIMIT = 4 << 20
-# Maximum bytes of a tar header before the signature is checked.
+# Limits on an archive whose signature is not checked yet: bytes of a header, and number of members.
 _HEADER_LIMIT, _MOST_MEMBERS = 1 << 16, 10_000
 _DAMAGED = "copy it again; `skopeo inspect` shows whether it is intact"
 _GET_ONE = (
@@ -52,12 +52,12 @@ class BaseLayer:
     digest: str
     size: int
     media_type: str
-    # Where the layer starts in `file`, if that is an archive of several layers.
+    # Offset of the layer, if `file` is an archive of several layers.
     offset: int = 0
 
     @contextmanager
     def opened(self) -> Iterator[tuple[HashedReader, HashedReader]]:
-        """Provide readers of the layer's stored and unpacked bytes. Reading the unpacked bytes advances both."""
+        """Yield two readers: of the stored bytes, and of the unpacked bytes. Reading the second advances both."""
         if self.media_type.endswith("+zstd"):
             raise CanvasError(
                 f"a layer of the base image is compressed with zstd: {self.digest or self.file}",
@@ -74,10 +74,10 @@ class BaseLayer:
     def members(
         self, diff_id: str | None = None
     ) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
-        """Yield the members of the layer's archive, and the archive.
+        """Yield pairs: a member of the layer's archive, and the archive.
 
-        Raises CanvasError for a damaged layer, at the latest after the last member: then its bytes must match its digest
-        and, if given, the unpacked bytes `diff_id`.
+        Raises CanvasError for a damaged layer. After the last member, it compares the stored bytes with the
+        layer's digest, and the unpacked bytes with the digest `diff_id`, unless that is None.
         """
         try:
             with self.opened() as (stored, content):
@@ -104,7 +104,7 @@ class Base:
 
     @property
     def architecture(self) -> str:
-        """The architecture as docker names it: amd64, arm64."""
+        """The architecture as docker names it: amd64 or arm64."""
         return str(self.config.get("architecture", "amd64"))
 
     @property
@@ -114,12 +114,12 @@ class Base:
 
     @property
     def tag(self) -> str:
-        """The first name of the image; empty if it has none."""
+        """The first name of the image; empty if it has no name."""
         return self.names[0] if self.names else ""
 
     @property
     def size(self) -> int:
-        """Stored bytes of all layers."""
+        """The total stored size of all layers, in bytes."""
         return sum(layer.size for layer in self.layers)
 
     @cached_property
@@ -130,7 +130,7 @@ class Base:
 
     @cached_property
     def python(self) -> tuple[str, str]:
-        """The path of `python3` and its version, such as `3.12`. Raises CanvasError if there is none."""
+        """The path of `python3` and its version, such as `3.12`. Raises CanvasError without python3."""
         found = ""
         for layer in self.layers:
             for member, _ in layer.members():
@@ -145,7 +145,7 @@ class Base:
         return "/" + found.split()[0].removeprefix("./"), match[1]
 
     def copy_into(self, blobs: Blobs) -> list[Json]:
-        """Copy every layer to `blobs`; return the descriptors.
+        """Copy every layer to `blobs`; return the layers' descriptors.
 
         Raises CanvasError for a layer whose content does not match its digest.
         """
@@ -169,7 +169,7 @@ class Base:
 def read_base(path: Path, architecture: str | None = None) -> Base:
     """Read the image at `path`: a folder with an OCI layout, or an archive of one image.
 
-    Raises CanvasError if there is none, or if it is damaged or has a different architecture.
+    Raises CanvasError if there is no image, or if it is damaged or has a different architecture.
     """
     path = path.expanduser()
     with _readable(path, "base image"):
@@ -192,7 +192,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Convert any exception that a damaged image causes in its reader to a CanvasError."""
+    """Convert the exceptions that reading a damaged image raises to a CanvasError."""
     try:
         yield
     except (
@@ -260,8 +260,8 @@ class _Header(tarfile.TarInfo):
 
 
 def signed_digest(path: Path) -> str:
-    """Return the digest by which a signature identifies the image at `path`: the manifest's for a layout, the
-    configuration's for an archive. Does not read layers."""
+    """Return the digest that the signature of the image at `path` names. A layout is identified by its manifest's
+    digest, an archive by its configuration's. Does not read layers."""
     with _readable(path, "image"):
         if (path / "index.json").is_file():
             return str(_only(_index(path)["manifests"], None, path)["digest"])
@@ -293,14 +293,14 @@ def _check_document(name: str, size: int) -> None:
 
 
 def _document(digest: str, content: bytes) -> Json:
-    """Return the JSON document with a digest. Raises ValueError if the content does not match."""
+    """Parse a JSON document. Raises ValueError if the content does not match `digest`."""
     if "sha256:" + hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{digest} does not match its content")
     return json.loads(content)
 
 
 def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
-    """Return the manifest for an architecture, or the only manifest if it has no platform."""
+    """Return the one manifest that fits an architecture. Without a platform, a manifest fits every architecture."""
     images = [
         each for each in manifests if each.get("platform", {}).get("architecture") != "unknown"
     ]
@@ -357,7 +357,7 @@ def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
-    """Return a layer. Computes its digest, since an archive only has the digest of the unpacked content.
+    """Return an archive's layer. Computes its digest, since archives only list digests of unpacked content.
 
     Raises ValueError if the unpacked content does not have the digest `diff_id`.
     """

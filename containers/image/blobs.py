@@ -33,7 +33,7 @@ _GZIP_LEVEL = 3  # three times as fast as level 6, with 10% larger files
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One member of a layer: a file (`source` on disk, or `content`), a `link`, or else a folder."""
+    """One member of a layer: a file with a `source` or a `content`, a symbolic link with a `link`, or a folder."""
 
     name: str
     source: Path | None = None
@@ -89,7 +89,7 @@ class Blobs:
         return {"mediaType": media_type, "digest": digest, "size": len(content)}
 
     def take(self, source: Path, digest: str) -> None:
-        """Add a blob of another layout, by a hard link if possible."""
+        """Add a blob of another layout, as a hard link if possible."""
         target = self.path(digest)
         if target.exists():
             return
@@ -106,7 +106,7 @@ class Blobs:
     ) -> ImageLayer:
         """Write a layer. Do not `compress` weights: that saves little and makes loading slower.
 
-        Also adds the entries' parent folders, from `above` downwards; folders further up are in the base image.
+        Also adds the entries' parent folders: `above`, and folders inside it. The base image has those that contain it.
         """
         return self._write(
             lambda file: write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -129,7 +129,7 @@ class Blobs:
         try:
             with partial.open("wb") as file:
                 blob = _Hashing(file)
-                # No name and time in the gzip header, because they would differ between runs.
+                # The gzip header contains no name and no time, because they would differ between runs.
                 packed = gzip.GzipFile("", "wb", _GZIP_LEVEL, blob, mtime=0) if compress else blob
                 with packed:
                     content = _Hashing(packed)
@@ -159,9 +159,9 @@ def entries_of(
 
 
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
-    """Return the entries with their parent folders, sorted and without duplicates.
+    """Return the entries plus their parent folders, sorted by name, each once.
 
-    Only `above` and folders in it are added: the base image has those further up.
+    Adds only `above` and folders inside it. The base image has the folders that contain it.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):
@@ -173,7 +173,7 @@ def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
 
 
 class HashedReader:
-    """Reads at most `size` bytes from a file, and hashes them."""
+    """Reads at most `size` bytes from a file (None: all), and hashes them."""
 
     def __init__(self, file: Any, size: int | None = None) -> None:
         self._file = file
@@ -223,7 +223,7 @@ class _Hashing(io.RawIOBase):
 
 
 def write_tar(file: Any, entries: Iterable[LayerEntry], count: Counter | None = None) -> int:
-    """Write a reproducible archive; return the bytes of the files in it."""
+    """Write a reproducible archive; return the total size of its files."""
     total = 0
     with tarfile.open(
         fileobj=file, mode="w|", format=tarfile.GNU_FORMAT, bufsize=_CHUNK

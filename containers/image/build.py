@@ -42,7 +42,7 @@ class WrittenImage:
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes of engines added to the base."""
+        """Total size in bytes of the engines that were added to the base."""
         return sum(
             entry["bytes"]
             for name, entry in self.manifest.files.items()
@@ -51,7 +51,7 @@ class WrittenImage:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of everything else added to the base: code and its dependencies."""
+        """Total size in bytes of what else was added to the base: code and its dependencies."""
         return self.image.added_bytes - self.engine_bytes
 
 
@@ -68,7 +68,7 @@ def write_image(
 
     With a private `key`, signed provenance is written next to the image.
 
-    Raises the CanvasErrors of `package` and `read_base`, and one for missing wheels. In that case nothing is written.
+    Raises CanvasError, and writes nothing, when `package` or `read_base` raises it, and if a wheel is missing.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -108,7 +108,7 @@ def write_image(
 
 
 def options_for(base: Base, options: PackageOptions) -> PackageOptions:
-    """Return the options with the versions that the base image declares."""
+    """Return the options, completed with the base image's name, digest and versions."""
     return replace(
         options,
         base=base.names[0] if base.names else f"{base.path.name}@{base.digest}",
@@ -120,13 +120,13 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
 
 
 def _interpreter(base: Base) -> tuple[str, str]:
-    """Return the path and version of Python; for NVIDIA's images, without reading the layers."""
+    """Return Python's path and version. For NVIDIA's images, this reads no layers."""
     known = releases.python_of(base.environment)
     return ("/usr/bin/python3", known) if known else base.python
 
 
 def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> None:
-    """Raise CanvasError unless the base's TensorRT version is known, which the bindings must match."""
+    """Raise CanvasError if the bindings need the base's TensorRT version, but it is not known."""
     if "tensorrt" in backends_of(manifests, options.tensorrt) and options.tensorrt is None:
         raise CanvasError(
             f"the TensorRT version of {options.base} is not known, but building the graphs needs it",
@@ -174,7 +174,7 @@ def _layers(
             entries = list(entries_of(folder, environment.VENV, skip=environment.is_left_out))
             if number == 0:
                 entries += environment.venv_entries(interpreter, options.python)
-                cache = CACHE.lstrip("/")  # with its parents, which the base image lacks
+                cache = CACHE.lstrip("/")  # with its parent folder, which the base image lacks
                 entries += [LayerEntry(os.path.dirname(cache)), LayerEntry(cache, owner=USER)]
                 entries += _tensorrt(found, options.python)
             layers.append(blobs.add_layer(entries, f"canvasrt package: {what}", compress=True))

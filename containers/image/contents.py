@@ -1,4 +1,4 @@
-"""Lists the packages in a base image: Debian's and Python's."""
+"""Lists the Debian packages and Python packages in a base image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RELEASE = re.compile(r"(?:etc|usr/lib)/os-release$")
 _PYTHON = re.compile(
     r"(?:.*/)?(?:dist|site)-packages/(?P<name>[\w.]+)-(?P<version>[^-/]+)\.(?:dist|egg)-info/METADATA$"
 )
-# In a layer, a file `.wh.NAME` deletes NAME of lower layers.
+# In a layer, a file `.wh.NAME` deletes NAME from the layers below.
 _REMOVED = ".wh."
 
 

@@ -30,7 +30,7 @@ def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
         scheme, interpreter=f"/{VENV}/bin/python3", script_kind="posix"
     )
     with warnings.catch_warnings():
-        # Warnings about compiled files, which are omitted here.
+        # installer warns about compiled files in wheels, which it does not install.
         warnings.simplefilter("ignore", RuntimeWarning)
         for wheel in wheels:
             with WheelFile.open(wheel) as source:
@@ -49,5 +49,5 @@ def venv_entries(interpreter: str, python: str) -> list[LayerEntry]:
 
 
 def is_left_out(name: str) -> bool:
-    """Return whether an image does without a file that `unpack` wrote: a C header, or a compiled file."""
+    """Return whether the image omits a file that `unpack` wrote, since it is a C header or a compiled file."""
     return name.startswith("include") or "__pycache__" in name

@@ -38,14 +38,14 @@ class Image:
 
     @property
     def added_bytes(self) -> int:
-        """Unpacked bytes of the layers that were added to the base."""
+        """Total unpacked size, in bytes, of the layers that were added to the base."""
         return sum(layer.unpacked for layer in self.layers)
 
 
 def write_layout(
     folder: Path, base: Base, blobs: Blobs, layers: Sequence[ImageLayer], settings: Json, tag: str
 ) -> Image:
-    """Complete an OCI layout in `folder`; its layers are in `blobs` already.
+    """Complete an OCI layout in `folder`. `blobs` already contains `layers`; the base's layers are copied there.
 
     `settings`, in Docker's format but with `Env` as a mapping, are merged into the base's configuration.
     """
@@ -116,7 +116,7 @@ def image_config(base: Base, layers: Sequence[ImageLayer], settings: Json) -> Js
 
 
 def check_tag(tag: str) -> str:
-    """Return `NAME:TAG`; the default TAG is `latest`. Raises UsageError if it is not an image's name."""
+    """Return `NAME:TAG`; the default TAG is `latest`. Raises UsageError if `tag` is not an image's name."""
     import re
 
     name, colon, version = tag.rpartition(":")

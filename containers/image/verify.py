@@ -21,14 +21,14 @@ from canvasrt.progress import report
 
 _INSIDE = PACKAGE.lstrip("/") + "/"
 _AGAIN = "it is damaged or was edited: write it again, or copy it again"
-# The largest package manifest or bill of materials; both are read into memory.
+# Size limit of a manifest or bill of materials, since both are read into memory.
 _MAX_DOCUMENT = 4 << 20
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a check. `digest` is the image's, or for a docker archive its configuration's; `components` is the
-    number of components in the bill of materials."""
+    """The result of a check. `digest` is the manifest's digest; for a docker archive, the configuration's. `components`
+    is the number of components in the bill of materials."""
 
     manifest: Manifest
     digest: str
@@ -77,7 +77,7 @@ def verify_image(path: Path, key: Path | None = None) -> Verified:
 
 
 def check_package(bundle: Bundle) -> None:
-    """Check a package's folder. The files' hashes were already checked when it was loaded."""
+    """Check a package's folder. The files' hashes were already checked when the bundle was loaded."""
     if bundle.manifest.kind != "package" or SBOM not in bundle.manifest.files:
         return
     inside = json.loads((bundle.path / IMAGE_FOLDER / MANIFEST).read_text(encoding="utf-8"))[
@@ -115,7 +115,7 @@ def _note(
     found: dict[str, str],
     kept: dict[str, bytes],
 ) -> None:
-    """Note the hash of a file of the package, and the content of a document."""
+    """Add the hash of a member that is in the package to `found`, and the content of a document to `kept`."""
     name = member.name.removeprefix("./")
     if not name.startswith(_INSIDE) or not member.isfile():
         return

@@ -22,10 +22,10 @@ _IDLE = 1.0
 
 @dataclass
 class TimedCall:
-    """The result of one call. Times are in seconds, `due` and `pieces` from `time.perf_counter`.
+    """The result of one call. `due`, `end` and `pieces` are times of `time.perf_counter`.
 
-    due: scheduled start; a later start counts as waiting. pieces: arrival times of the pieces of text. tokens: the
-    server's count, else the number of pieces. steps: denoising steps, if the server reports them.
+    due: scheduled start, from which latencies count. pieces: arrival times of the pieces of text. tokens: as the
+    server counts them, else the number of pieces. steps: denoising steps, if the server reports them.
     """
 
     due: float
@@ -39,12 +39,12 @@ class TimedCall:
 
     @property
     def first(self) -> float | None:
-        """Seconds from the scheduled start to the first text; None if there was none."""
+        """Seconds from the scheduled start to the first text; None if no text came."""
         return self.pieces[0] - self.due if self.pieces else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces, which are blocks of a diffusion model, or tokens of other models."""
+        """Seconds between successive pieces. A diffusion model sends blocks; other models send tokens."""
         return [later - sooner for sooner, later in zip(self.pieces, self.pieces[1:], strict=False)]
 
     @property
@@ -153,7 +153,7 @@ def first_model(url: str, key: str = "") -> str:
 
 
 def root_of(url: str) -> str:
-    """Return an address with `/v1`. Raises UsageError if it is not http or https."""
+    """Return an address, with the path `/v1` if it has none. Raises UsageError if it is not http or https."""
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -168,7 +168,7 @@ def root_of(url: str) -> str:
 
 
 def _note(chunk: dict[str, Any], made: TimedCall, now: float) -> None:
-    """Add one chunk of a stream to a call."""
+    """Add one chunk of a stream to the call's result."""
     if "error" in chunk:
         made.error = "an error in the stream"
         return

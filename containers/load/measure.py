@@ -17,7 +17,7 @@ from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall
 from canvasrt.containers.load.sessions import Session
 from canvasrt.progress import report
 
-# The measures to compare: field of a summary → name, and whether less is better.
+# The measures to compare. A summary's field → the measure's name, and whether less is better.
 COMPARED = {
     "first": ("first text", True),
     "gap": ("between pieces", True),
@@ -28,8 +28,8 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Load:
-    """How sessions start: `concurrency` at a time, or on average `rate` per second at random times. With a `rate`, at
-    most `concurrency` run at a time, and the wait for a free place counts as latency."""
+    """Says how sessions start: `concurrency` at a time, or on average `rate` per second at random times. With a `rate`,
+    at most `concurrency` run at a time, and the wait for a free place counts as latency."""
 
     concurrency: int = 1
     rate: float | None = None
@@ -46,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Percentiles of a series, in milliseconds."""
+    """Statistics of a series of latencies, in milliseconds."""
 
     p50: float
     p90: float
@@ -58,7 +58,7 @@ class LatencySpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> LatencySpread | None:
-        """Return the spread, in milliseconds, of a series given in seconds; None if it is empty."""
+        """Return the spread, in milliseconds, of a series in seconds; None if the series is empty."""
         if not seconds:
             return None
         values = 1e3 * np.asarray(seconds)
@@ -122,7 +122,7 @@ def take_turns(
     load: Load,
     rounds: int,
 ) -> list[list[Round]]:
-    """Measure the endpoints alternately, every one `rounds` times, after one warm-up call."""
+    """Measure every endpoint `rounds` times, taking turns. First, each runs one session as a warm-up."""
     for endpoint in endpoints:
         run_sessions(endpoint, sessions[:1], Load())
     taken: list[list[Round]] = [[] for _ in endpoints]
@@ -135,7 +135,7 @@ def take_turns(
 
 
 def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
-    """Return, by measure, the ratio over all rounds, and the lowest and highest ratio of a round."""
+    """Return per measure: the ratio over all rounds, and the lowest and the highest ratio of a single round."""
     found = {}
     for name in COMPARED:
         sides = [
@@ -153,7 +153,7 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[flo
 
 
 def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
-    """Run sessions once."""
+    """Run every session once, and return their calls."""
     start = time.perf_counter()
     waiting: queue.SimpleQueue[tuple[Session, float | None]] = queue.SimpleQueue()
     for session, offset in zip(sessions, _arrivals(load, len(sessions)), strict=True):

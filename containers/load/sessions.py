@@ -1,4 +1,4 @@
-"""The sessions of a load test, which have one or several turns: built in or from a file."""
+"""The sessions of a load test, built in or from a file. A session has one or several turns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def built_in(name: str, count: int) -> list[Session]:
 
 
 def from_file(path: Path, count: int) -> list[Session]:
-    """Return `count` sessions from a file, repeated if it has fewer.
+    """Return `count` sessions from a file. If it has fewer, they are repeated.
 
     A line is a prompt, or in a `.jsonl` file an object with `prompt` or `messages`. Raises CanvasError if the file has
     no prompts.

@@ -1,7 +1,7 @@
 """TensorRT's Python module for an image that already has TensorRT's libraries.
 
 NVIDIA's `tensorrt` on PyPI would download those libraries again, from NVIDIA's own index. The
-bindings alone are on PyPI under another name; this writes a module `tensorrt` that imports them.
+bindings alone are on PyPI under another name; this file writes a module `tensorrt` that imports them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MODULE = "from tensorrt_bindings import *\nfrom tensorrt_bindings import __vers
 
 
 def module_files(version: str) -> dict[str, bytes]:
-    """Return the module and its metadata, by path in site-packages."""
+    """Return the files of the module and its metadata, keyed by path in site-packages."""
     info = f"tensorrt-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: tensorrt\nVersion: {version}\n"
     return {

@@ -17,9 +17,9 @@ CHART = "chart"
 _TEMPLATE = Path(__file__).parent.parent / "templates" / CHART
 # GPUs report slightly less than their nominal memory.
 _REPORTED = 0.9
-# A replica's memory limit as a multiple of its request; disk space for its log until it is rotated.
+# A replica's memory limit, as a multiple of the memory that it requests.
 _SPARE = 1.5
-_LOGS = GIB
+_LOGS = GIB  # disk space for a replica's log before it is rotated
 
 
 def write_chart(
@@ -33,7 +33,7 @@ def write_chart(
 
     `image` is `[REGISTRY/]NAME[:TAG]`. On a GPU the chart has a StatefulSet, whose volumes keep built engines and
     compiled kernels across restarts. `max_batch`, the number of canvases that are denoised together, determines the
-    autoscaler's threshold; `sizes` determines the resources. None keeps the template's values.
+    autoscaler's threshold; `sizes` determines the resources. If one is None, the template's values stay.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def write_chart(
 def _values(
     image: str, target: Target, max_batch: int | None, sizes: ReplicaSizes | None
 ) -> dict[str, Any]:
-    """Return values by their path in values.yaml."""
+    """Return values, keyed by their path in values.yaml."""
     repository, tag = _split(image)
     on_gpu = target.capability is not None
     values = {

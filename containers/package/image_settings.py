@@ -46,7 +46,7 @@ COMMAND = (
 ENTRYPOINT = (f"{ROOT}/venv/bin/python3", "-m", "canvasrt")
 # The command of the health check.
 PROBE = (f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.serve.probe")
-# The health check allows time to start this many GPUs, since a container's number is unknown when its image is written.
+# The health check allows time to start this many GPUs, since a container's number of GPUs is not known beforehand.
 # A start that hangs ends by itself.
 _MOST_GPUS = 8
 _SECOND = 10**9  # nanoseconds, as in an image's configuration
@@ -79,7 +79,7 @@ class ImageSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables. `$PATH` is the base image's."""
+        """The environment variables. `$PATH` stands for the base image's PATH."""
         variables = {
             "PATH": f"{ROOT}/venv/bin:$PATH",
             "HOME": "/tmp",  # the only writable folder under a read-only root
@@ -97,7 +97,7 @@ class ImageSettings:
         return variables
 
     def to_config(self) -> dict[str, Any]:
-        """Return the settings as an image's configuration."""
+        """Return the settings in the format of an image's configuration."""
         health = self.health
         return {
             "User": f"{USER}:{USER}",
@@ -119,7 +119,7 @@ class ImageSettings:
 
 
 def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
-    """Return the settings of an image with these engines or graphs."""
+    """Return the settings of an image that contains these engines or graphs."""
     backends = {each.target["backend"] if each.target else "onnxruntime" for each in manifests}
     labels = {
         "org.opencontainers.image.title": "canvasrt",
@@ -145,7 +145,7 @@ def target_name(manifest: Manifest) -> str:
 
 
 def checkpoint_hash(manifest: Manifest) -> str:
-    """Return an identifier of the checkpoint: the hash of its files' hashes, or else its graphs' digest."""
+    """Return an identifier of the checkpoint: the hash of its files' hashes; if unknown, its graphs' digest."""
     source = manifest.made_from.get("source", manifest.made_from)
     if set(source) == {"kind", "digest"}:
         return f"sha256:{source['digest']}"

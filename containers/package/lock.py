@@ -1,5 +1,5 @@
-"""The SHA-256 of every wheel that packages install, by platform. `.ci/lock-images` updates them from the package
-index."""
+"""The SHA-256 of every wheel that packages install, by platform. `.ci/lock-images` updates this table from the
+package index."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ def package(
 
 
 def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str, str | None]:
-    """Return the backends that run these bundles, with their required versions. `tensorrt` is the version in the base
-    image.
+    """Return the backends that run these bundles, mapped to their required versions. `tensorrt` is the version in the
+    base image.
 
-    fp32 graphs run on ONNX Runtime; for others, TensorRT builds engines on the GPU.
+    fp32 graphs run on ONNX Runtime; from other graphs, TensorRT builds engines on the GPU.
     """
     found: dict[str, str | None] = {}
     for manifest in manifests:
@@ -98,8 +98,8 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
     """Yield the model repository that serves a bundle.
 
-    `engines` are the engines to serve, if they are not the bundle's only ones. No setting keeps the Python backend from
-    writing compiled files next to the models, so a writable repository is copied.
+    `engines` is the folder of the engines to serve; None means the bundle's own. No setting keeps the Python
+    backend from writing compiled files next to the models, so a writable repository is copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"
@@ -123,7 +123,7 @@ def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]
 
 
 def _load(source: Path | str | Sequence[Path | str]) -> dict[str, Bundle]:
-    """Load the bundles, by folder in the package: `engines`, or `engines/<target>` for several."""
+    """Load the bundles, keyed by folder in the package: `engines`, or for several bundles, `engines/<target>`."""
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     if not paths:
         raise UsageError("no bundle was given", "give a folder that `canvasrt build` wrote")
@@ -154,7 +154,7 @@ def _load(source: Path | str | Sequence[Path | str]) -> dict[str, Bundle]:
 
 
 def _copy(bundle: Bundle, out: Path) -> None:
-    """Copy a bundle, with hard links if possible, since engines are large and bundles never change."""
+    """Copy a bundle, as hard links if possible, since engines are large and bundles never change."""
     for name in (*bundle.manifest.files, "manifest.json"):
         link_or_copy(bundle.path / name, out / name)
 
@@ -225,7 +225,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _known(bundles: Mapping[str, Bundle]) -> dict[str, dict[str, Any]]:
-    """Return the files' hashes from the bundles' manifests, which were checked at load."""
+    """Return the files' manifest entries, keyed by path. Their hashes were checked when the bundles were loaded."""
     return {
         f"{place}/{name}": entry
         for place, bundle in bundles.items()
@@ -272,8 +272,8 @@ def _write_manifest(
 ) -> Manifest:
     """Write the package's manifest: the engines' manifest with the files' new paths.
 
-    If there are several bundles, their manifests have the details. `described` are bundles outside the package (mounted
-    engines).
+    If there are several bundles, their manifests have the details. `described` are the bundles to describe, if the
+    package does not contain all of them (mounted engines).
     """
     described = described or placed
     first = next(iter(described.values())).manifest

@@ -1,4 +1,4 @@
-"""The TensorRT versions in Triton's images, and checks whether an image can load an engine."""
+"""Lists the TensorRT versions in Triton's images, and checks whether an image can load an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGESTS: Mapping[str, str] = {}
 DEFAULT_BASE = f"{REPOSITORY}:{NEWEST}" + (f"@{DIGESTS[NEWEST]}" if NEWEST in DIGESTS else "")
 _DIGEST = re.compile(r"@sha256:([0-9a-f]{64})\Z")
 
-# Tag of nvcr.io/nvidia/tritonserver → the TensorRT inside, for tags with a known version.
+# Tag of nvcr.io/nvidia/tritonserver → its TensorRT version, for tags whose version is known.
 # -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
 # -py3: TRT_VERSION in the image's configuration, as published by users. NVIDIA's page for all of
 # them: https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
@@ -47,13 +47,13 @@ TENSORRT: Mapping[str, str] = {
     "25.01-trtllm-python-py3": "10.8.0.43",
     "24.09-py3": "10.4.0.26",
 }
-# From the same page: Python 3.12 since 24.12, 3.10 before.
+# Python is 3.12 since release 24.12, and was 3.10 before (from the same page).
 _PYTHON_3_12_SINCE = (24, 12)
 _TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d[^\s@]*)(?:@sha256:[0-9a-f]{64})?$")
 
 
 def base_for(targets: Iterable[Mapping[str, Any] | None]) -> str:
-    """Return the default base image: the newest with the engines' TensorRT version, if one is known."""
+    """Return the newest base image that has the engines' TensorRT version; if none is known, DEFAULT_BASE."""
     needed = {each["builder_version"] for each in targets if each and each["backend"] == "tensorrt"}
     fitting = [tag for tag, version in TENSORRT.items() if {version} == needed]
     return f"{REPOSITORY}:{max(fitting)}" if fitting else DEFAULT_BASE
@@ -77,7 +77,7 @@ def tensorrt_of_name(name: str) -> str | None:
 
 
 def tensorrt_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> str | None:
-    """Return the TensorRT version of an image from NVIDIA's environment variables, else by its names."""
+    """Return the TensorRT version of an image from NVIDIA's environment variables, else from its names."""
     version = environment.get("TRT_VERSION", "").partition("+")[0]
     return version or next((found for each in names if (found := tensorrt_of_name(each))), None)
 

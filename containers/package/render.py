@@ -32,7 +32,7 @@ def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
         keep_trailing_newline=True,
         autoescape=False,  # the templates are not HTML
     )
-    # A command in a Dockerfile's JSON form; jinja's `tojson` would escape it for HTML.
+    # Writes a command in a Dockerfile's JSON form; jinja's `tojson` would escape it for HTML.
     environment.filters["exec"] = lambda words: json.dumps(list(words))
     settings: image.ImageSettings = facts["settings"]
     known = {

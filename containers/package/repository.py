@@ -17,8 +17,8 @@ from canvasrt.containers.triton.{module} import {name} as TritonPythonModel  # n
 def write_repository(folder: Path, engines: str, *, max_batch: int | None = None) -> None:
     """Write both models into `folder`.
 
-    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised together; None is the
-    engines' limit.
+    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised together; None means
+    the engines' limit.
     """
     options = {"engines": engines, "max_batch": max_batch}
     parameters = {name: str(value) for name, value in options.items() if value is not None}

@@ -11,7 +11,7 @@ from typing import Any
 from canvasrt.containers.names import MACHINES
 from canvasrt.errors import CanvasError
 
-# Files for the requirements with known hashes, and for the others.
+# Files for the requirements whose hashes are known, and for those without.
 HASHED, UNHASHED = "requirements.txt", "requirements-unhashed.txt"
 # Distributions that the command line, the runtime and the front end import in the container.
 _SERVING = (
@@ -36,7 +36,7 @@ _RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "tensorrt-rtx": ("tensorrt-rtx", "cuda-bindings", "nvidia-ml-py"),
     "tensorrt": ("tensorrt-cu13-bindings", "cuda-bindings", "nvidia-ml-py"),
 }
-# Distributions, including dependencies, that must have the version of the engines' builder.
+# Backend → distributions that must have the version with which the engines were built.
 _OF_BUILDER = {
     "tensorrt-rtx": (
         "tensorrt-rtx",
@@ -53,7 +53,7 @@ _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 @dataclass(frozen=True)
 class Pin:
-    """One version of a distribution. `sha256` is its wheel's, if known."""
+    """One version of a distribution. `sha256` is its wheel's hash, or empty."""
 
     name: str
     version: str
@@ -112,7 +112,7 @@ def read_requirements(folder: Path) -> list[Pin]:
 def requirements(
     backends: Mapping[str, str | None], python: str, architecture: str = "amd64"
 ) -> list[Pin]:
-    """Return the distributions that an image needs for these backends, with their dependencies.
+    """Return the distributions that an image needs for these backends, and their dependencies.
 
     `backends` maps each backend to its builder's version. TensorRT without a version is omitted, because the base image
     provides it. All other distributions get the version installed here.
@@ -170,7 +170,7 @@ def _closure(
 
 
 def _metadata(name: str) -> Any:
-    import importlib.metadata  # takes longer than the rest of `canvasrt --help` needs of this module
+    import importlib.metadata  # slow, so `canvasrt --help` must not import it
 
     for each in (name, _INSTEAD.get(name)):
         if each is not None:

@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
 # With a vocabulary of 262,144 random tokens, tokenizer and grammar index took 0.63 GB in the model's process, and as
-# much in the sandbox. A fork of the sandbox may take 1 GiB.
+# much in the sandbox. A fork of the sandbox can use 1 GiB.
 PER_TOKEN = 2 * 2500
 TRIAL = GIB
 # A server writes 2 MB below /tmp: the model repository and the Python backend's folder.
@@ -34,7 +34,7 @@ _COMPILE_SECONDS = 0.5
 # Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest pass that is predicted, in bf16
 # on a DGX Spark, takes 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
 _LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
-# Runs of a shape at the start: to compile it, to capture it, and four that are timed.
+# Runs of each shape at the start: one compiles it, one captures it, and four are timed.
 _RUNS = 6
 _OTHER_CACHE = 5 * GIB
 # Reading engines twice from a slow network disk: to hash and to load them.
@@ -43,15 +43,15 @@ _START = 300
 # TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
 # GPU, which was not measured, so allow ten times as long.
 BUILD_SECONDS_PER_GB = 60
-_LARGE = 10**9  # bytes of weights above which more than two CPU cores are worthwhile
+_LARGE = 10**9  # size of weights, in bytes, above which more than two CPU cores help
 
 
 @dataclass(frozen=True)
 class ReplicaSizes:
-    """A replica's resources: bytes, whole cores, and seconds until it must be ready.
+    """A replica's resources: sizes in bytes, whole cores, and seconds until it must be ready.
 
     `memory` is host memory without `shared` (/dev/shm); `temporary` is /tmp. `startup` and `memory` are for one GPU;
-    each further GPU adds `further` and `contexts`.
+    each further GPU adds `further` seconds and `contexts` bytes.
     """
 
     memory: int
@@ -65,7 +65,7 @@ class ReplicaSizes:
 
 
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
-    """Return the resources for a bundle on a target, with up to `max_batch` canvases at a time.
+    """Return the resources for serving a bundle on a target, for up to `max_batch` canvases at a time.
 
     Graphs for a GPU are built at the first start, which takes longer and needs the builder's memory.
     """
@@ -103,10 +103,11 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares canvases: at every place with four loads of experts, and for every width
-    after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of every width. With
-    four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running
-    every shape 2.9 s.
+    The trial (runtime/gpu/sharing.py) compares canvases: four per place in the batch, each with another load of
+    experts,
+    and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of
+    every width. With four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) =
+    5.6 s, and running every shape 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:
@@ -149,7 +150,7 @@ def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool =
 
 
 def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
-    """Return the pass plan of a bundle: that of its build, or for graphs, of the build to come."""
+    """Return a bundle's pass plan: for engines, the plan of their build; for graphs, the plan of a later build."""
     if manifest.passes is not None:
         return passes_of(manifest)
     options = manifest.options
@@ -163,7 +164,7 @@ def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
 
 
 def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> int:
-    """Return the model's host memory. On a CPU that is everything; for a GPU, the file being loaded, and contexts."""
+    """Return the model's host memory: on a CPU, all of its memory; for a GPU, its largest file plus contexts."""
     need = estimate_of(manifest, max_batch, on_cpu)
     if on_cpu:
         return need.total
@@ -179,7 +180,7 @@ def _weights(manifest: Manifest, on_cpu: bool) -> Weights:
 
 
 def _formats(manifest: Manifest) -> dict[str, str] | None:
-    """Return the quantized weights' formats by name; None if the bundle does not list them."""
+    """Return the quantized weights' formats, keyed by name; None if the bundle does not list them."""
     found = {
         name: form
         for entry in manifest.segments

@@ -50,7 +50,7 @@ def write_wheel(folder: Path) -> Path:
 
 
 def _modules() -> dict[str, Path]:
-    """Return the installed package's files by path in the wheel."""
+    """Return the installed package's files, keyed by path in the wheel."""
     found: dict[str, Path] = {}
     for package in ("canvasrt", *(f"canvasrt.{stage}" for stage in _STAGES)):
         spec = importlib.util.find_spec(package)

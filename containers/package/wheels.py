@@ -1,4 +1,4 @@
-"""Downloads the wheels that another machine can install, with pip."""
+"""Runs pip to download wheels for another machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path
 def with_hashes(
     pins: Sequence[Pin], fetched: Mapping[Pin, Path], python: str, architecture: str
 ) -> list[Pin]:
-    """Return the pins with the SHA-256 of the fetched wheels, else from the table."""
+    """Return the pins with their hashes: of the fetched wheel, or without one, from the table of hashes."""
     found = []
     for pin in pins:
         known = locked(pin, python, architecture)

@@ -1,4 +1,5 @@
-"""Builds engines in a child process, so that its memory is returned to the system, and a crash does not end the server.
+"""Builds engines in a child process, so that a build's memory is returned to the system, and a crash does not end the
+server.
 
 The process gets a job as JSON in its first argument. Lines of its output that are JSON objects are reports: `{"doing":
 WHAT, "done": N, "total": M}` at every percent of progress, and finally `{"error": MESSAGE, "hint": HINT}` if it failed.
@@ -35,7 +36,7 @@ _GRACE = 5.0  # seconds for a stopped build to clean up
 class EngineBuild:
     """The job of a build: arguments of `pipeline.build`, and two of its options.
 
-    memory: the bytes that serving may take here; None skips this check.
+    memory: bytes that serving can use here; if it needs more, the build fails. None skips this check.
     """
 
     source: str
@@ -52,7 +53,7 @@ class EngineBuild:
 
 @dataclass(frozen=True)
 class Wait:
-    """How to wait for engines: `stop` ends the wait, `notify` is called with a line about the reason to wait, and
+    """Says how to wait for engines: `stop` ends the wait, `notify` is called with a line about the reason to wait, and
     `meanwhile` is called repeatedly."""
 
     stop: threading.Event = field(default_factory=threading.Event)

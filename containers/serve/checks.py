@@ -62,7 +62,7 @@ def _ports(settings: Settings) -> list[PortRequest]:
 
 
 def _check_triton_host(settings: Settings) -> None:
-    """Raise UsageError if Triton's ports would bypass the API's keys or TLS."""
+    """Raise UsageError if callers could use Triton's ports to bypass the API's keys or TLS."""
     guards = {"API keys": settings.front.keys, "TLS": settings.tls}
     guarded = [name for name, on in guards.items() if on]
     if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not guarded:
@@ -99,7 +99,7 @@ def _check_tls_options(settings: Settings) -> None:
 
 
 def _check_tls_files(certificate: str, key: str, ca: str | None = None) -> None:
-    """Load the TLS files as the front end will. If a file is wrong, raises CanvasError with its option."""
+    """Load the TLS files as the front end will. If a file is wrong, raises CanvasError, which names its option."""
     options = {"--ssl-cert": certificate, "--ssl-key": key} | ({"--ssl-ca": ca} if ca else {})
     for option, file in options.items():
         if not os.access(file, os.R_OK) or not Path(file).is_file():

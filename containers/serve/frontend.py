@@ -53,7 +53,7 @@ class FrontEnd:
 
         grpc: Triton's host:port. metrics: the URL of Triton's metrics. log: a file to append to; None for stderr.
         request_timeout: seconds per request. triton: the server whose HTTP port the front end guards; None if it guards
-        none.
+        no port.
         """
         self.options = options
         self.log = log
@@ -127,7 +127,7 @@ class FrontEnd:
     def start(self) -> None:
         """Start the process, which will answer `/v1/health/live`."""
         inherited = [each.fileno() for each in self._sockets() if each]
-        os.ftruncate(self._heartbeat, 0)  # until the first heartbeat of the new process
+        os.ftruncate(self._heartbeat, 0)  # erases the old process's heartbeat
         self._started = time.monotonic()
         output: IO[bytes] | None = None
         if self.log is not None:

@@ -1,6 +1,6 @@
-"""Which GPUs a server uses: the first that fits, one by `--device`, or all of one kind by `--devices all`.
+"""Chooses a server's GPUs: the first that fits, the one that `--device` names, or all of one name by `--devices all`.
 
-Processes get them by UUID in CUDA_VISIBLE_DEVICES, since CUDA numbers the fastest GPU first.
+CUDA_VISIBLE_DEVICES gives them to processes by UUID, because CUDA numbers GPUs differently: the fastest first.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
 
 
 def environment_of(uuids: Sequence[str]) -> dict[str, str]:
-    """Return the variables that restrict Triton's processes to these GPUs; none if there are no GPUs, or if this
-    process is already restricted to a MIG instance, since these are the UUIDs of whole GPUs."""
+    """Return the variables that restrict Triton's processes to these GPUs. Returns none without GPUs, or if this
+    process is already restricted to a MIG instance, since the UUIDs are those of whole GPUs."""
     if not uuids or "MIG-" in os.environ.get(VISIBLE, ""):
         return {}
     return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))}

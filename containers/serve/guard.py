@@ -23,7 +23,7 @@ from canvasrt.containers.processes import (
 
 log = logging.getLogger(__name__)
 
-GRACE = 6.0  # a server without open streams exits and cleans up by itself
+GRACE = 6.0  # seconds for a server without open streams to exit and clean up by itself
 _LEAVE = 2.0  # seconds for a dismissed guard to exit
 
 

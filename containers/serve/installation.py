@@ -26,7 +26,7 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Installation:
-    """An installed tritonserver. `bundled` is its folder in nvidia-pytriton's wheel; None for others."""
+    """An installed tritonserver. `bundled` is its folder in nvidia-pytriton's wheel; None if it is from elsewhere."""
 
     binary: Path
     bundled: Path | None
@@ -42,7 +42,7 @@ class Installation:
 
     @property
     def is_safe(self) -> bool:
-        """Whether other machines may have access to its ports."""
+        """Whether it is safe to let other machines reach its ports."""
         return self.release is not None and self.release >= SAFE_RELEASE
 
     @property
@@ -77,8 +77,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment without secrets. With it, models run in this interpreter's virtual
-        environment."""
+        """Return tritonserver's environment: this process's without secrets, plus variables with which models run in
+        this interpreter's virtual environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -150,8 +150,8 @@ def _libpython_name() -> str:
 
 
 def _libpython_folders() -> list[Path]:
-    """Return the folders that may contain this interpreter's shared library; empty if it can only be in the system's
-    folders."""
+    """Return the folders of this interpreter that contain its shared library; empty if only the system's folders can
+    contain it."""
     folders = [Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")]
     folders.append(Path(sys.base_prefix) / "lib")  # relocated interpreters report a wrong LIBDIR
     return [folder for folder in dict.fromkeys(folders) if (folder / _libpython_name()).exists()]

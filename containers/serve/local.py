@@ -55,7 +55,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
-        # A target with several capabilities is limited to the formats of the oldest.
+        # A target with several capabilities is limited to the formats of its oldest GPU.
         alike = [each for each in TARGETS if each.capabilities == (gpu.capability,)]
         if not alike:
             reasons.append(f"no target is for {gpu.name}")
@@ -71,7 +71,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
 def build_local(local: Local, say: Say) -> None:
     """Build the engines unless the cache has them.
 
-    Raises CanvasError with the build's own message when it fails.
+    If the build fails, raises CanvasError with the build's message.
     """
     wait = Wait(notify=say)
     with alone(local.engines, wait):
@@ -89,7 +89,7 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return the bytes of memory for engines: this machine's, or its largest matching GPU's."""
+    """Return the bytes of memory for engines: this machine's memory for the CPU, else its largest matching GPU's."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]
@@ -97,7 +97,7 @@ def _memory_for(target: Target) -> int | None:
 
 
 def _distance(target: Target, gpu: Gpu) -> tuple[bool, bool, int]:
-    """Sort key: the GPU's own target first, then targets that fit its memory, the closest first."""
+    """Return a sort key: first the GPU's own target, then targets that fit its memory, and of those the closest."""
     memory = target.memory or 0
     return target.gpu not in gpu.name, memory > 1.1 * gpu.memory, abs(memory - gpu.memory)
 

@@ -1,4 +1,5 @@
-"""Writes a server's output to a log file, or to a stream as text or JSON lines. Finds the cause of a failure in it."""
+"""Writes a server's output to a log file, or to a stream as text or JSON lines. Finds the cause of a failure in such
+output."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from canvasrt.containers.serve.settings import Settings
 
 _LOOK_EVERY = 0.2
 _KEPT = 1000
-LOG_BYTES = 64 * 2**20  # size at which a log is moved to FILE.1
+LOG_BYTES = 64 * 2**20  # size at which a log is copied to FILE.1 and emptied
 _GLOG = re.compile(r"([IWEF])\d{4} ")
 _TAIL = 2**20  # bytes to read from a log's end
 _CAUSES = (
@@ -45,7 +46,7 @@ class ServerOutput:
         self._json = settings.front.json_logs
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._shown = 0  # bytes of the log that were copied to the stream
+        self._shown = 0  # how many bytes of the log were copied to the stream
 
     def __enter__(self) -> ServerOutput:
         if self.log is None:
@@ -53,7 +54,7 @@ class ServerOutput:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            if self.log.is_file():  # an earlier server's log; folders and devices stay
+            if self.log.is_file():  # an earlier server's log; folders and devices are not renamed
                 self.log.replace(_older(self.log))
             self.log.write_bytes(b"")
             self._thread = threading.Thread(target=self._tend, args=(self.log,), daemon=True)

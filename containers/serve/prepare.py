@@ -1,4 +1,4 @@
-"""The cache of engines that are built at the first start, under a lock."""
+"""Builds engines at the first start, into a cache that servers lock."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def set_aside_damaged(out: Path, wait: Wait) -> bool:
 
 
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
-    """Return the cache's folder for a serving profile's engines. Its name hashes all that determines the engines."""
+    """Return the cache's folder for a serving profile's engines. Its name is a hash of all that determines the
+    engines."""
     builder = profile.target.builder
     inputs = {
         "graphs": profile.digest,

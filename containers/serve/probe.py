@@ -19,7 +19,7 @@ from pathlib import Path
 from canvasrt.containers.names import API_PORT, CHECK_TIMEOUT, END_UNHEALTHY, FAILED_CHECKS
 
 _READY, _LIVE = "/v1/health/ready", "/v1/health/live"
-# Number of consecutive failed checks after which a dead server gets SIGTERM, and SIGKILL.
+# A dead server gets SIGTERM after the first number of consecutive failed checks, and SIGKILL after the second.
 STOP_AFTER, KILL_AFTER = FAILED_CHECKS, 2 * FAILED_CHECKS
 
 
@@ -60,7 +60,7 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
 
 
 def _end_if_dead(alive: bool, file: Path) -> None:
-    """Count in `file` the consecutive checks in which the server was dead. End it after too many.
+    """Count in `file` the consecutive checks in which the server was dead. After too many, end the server.
 
     Counting starts after the server was alive for the first time.
     """
@@ -81,7 +81,7 @@ def _end_if_dead(alive: bool, file: Path) -> None:
 
 
 def _servers(processes: Path) -> list[int]:
-    """Return the process of `canvasrt serve`: the container's first process, or a child of its init."""
+    """Return the process id of `canvasrt serve`: of the container's first process, or of a child of it."""
     found = []
     for folder in processes.glob("[0-9]*"):
         try:

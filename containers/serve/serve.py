@@ -35,10 +35,10 @@ from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-# Called with the addresses by name once the server is ready.
+# Called with the addresses, keyed by name, once the server is ready.
 Ready = Callable[[dict[str, Any]], None]
-_MOST_BYTES = 40  # maximum bytes of the path for temporary files
-# SHA-256 of the demo checkpoints' tokenizer.json, by which the web page recognizes them.
+_MOST_BYTES = 40  # maximum length, in bytes, of the temporary folder's path
+# SHA-256 of the demo checkpoints' tokenizer.json, by which the web page recognizes these checkpoints.
 _DEMO_TOKENIZER = "0a6d272284ee7af0c13002879d9d1331901cd2ab8a6826fc6d1aff3be1429ef9"
 
 

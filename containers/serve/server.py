@@ -50,13 +50,13 @@ from canvasrt.machine import gpus
 log = logging.getLogger(__name__)
 
 POLL = 0.05
-AT_ONCE = threading.Event()  # a `force` that ends all waiting
+AT_ONCE = threading.Event()  # pass it as `force`, so that nothing is waited for
 AT_ONCE.set()
-_LOST = 10.0  # seconds in which Triton may itself report that a loading model's process has died
+_LOST = 10.0  # seconds for Triton to report the death of a loading model's process itself
 
 
 class Server:
-    """One tritonserver over one model repository.
+    """One tritonserver that serves one model repository.
 
     As a context manager, it starts the server, waits until it is ready, and at the end stops it and cleans up. The
     thread that starts it must outlive it, because the server stops when that thread exits.
@@ -86,7 +86,7 @@ class Server:
         server listens; by default `host`. log: a file to append the server's output to; None sends it to stderr, or to
         the descriptor `output`, whose last lines are in `recent`. model: the models' options. cache: canvasrt's cache
         folder, if not the default. options: further options of tritonserver. ready_timeout: seconds for loading the
-        models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, CUDA's first GPU.
+        models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only CUDA's first GPU does.
         http_socket: a Unix socket for Triton's HTTP server. If given, the front end listens on the HTTP port instead of
         Triton.
         """
@@ -136,7 +136,7 @@ class Server:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process and those of its models are running."""
+        """Whether the server's process and its models' processes are running."""
         alive = self._process is not None and self._process.poll() is None
         return alive and all(is_running(model) for model in self._models)
 
@@ -186,7 +186,7 @@ class Server:
             raise
 
     def _check_hosts(self, installation: Installation) -> None:
-        """Raise CanvasError if other machines would reach a release that one request can crash."""
+        """Keep other machines from a release that one request can crash: raise CanvasError, or move the metrics."""
         installation.check_reach(self.host)
         if not installation.is_safe and self.metrics_host not in LOOPBACK:
             self.metrics_host = self.host
@@ -196,8 +196,8 @@ class Server:
         interrupted: threading.Event | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `meanwhile` repeatedly until all models are ready, or `interrupted` is set. A server that crashes while it
-        loads them is started again, once.
+        """Call `meanwhile` repeatedly until all models are ready, or `interrupted` is set. If the server
+        crashes while it loads models, it is started again, once.
 
         Raises CanvasError if the server exits, or after `ready_timeout` seconds.
         """

@@ -23,7 +23,7 @@ from canvasrt.targets import TARGETS, Target, find_target
 
 @dataclass(frozen=True)
 class ServingProfile:
-    """Engines for one target, or graphs to build them from. `path` is the bundle."""
+    """Engines for one target, or graphs to build them from. `path` is the bundle's folder."""
 
     target: Target
     precision: str
@@ -34,8 +34,8 @@ class ServingProfile:
     memory: int | None  # GPU memory for serving, in bytes
     builds: bool = False
     recipe: str | None = None  # name of the quantization recipe
-    startup: int = 0  # seconds for one GPU to become ready, and for each further GPU
-    further: int = 0
+    startup: int = 0  # seconds until one GPU is ready
+    further: int = 0  # additional seconds for each further GPU
 
     @cached_property
     def tags(self) -> dict[str, str]:
@@ -146,7 +146,7 @@ def choose_profile(
     source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
 ) -> ServingProfile:
     """Return the best serving profile for this machine, or the one whose id or name is `wanted`. Raises CanvasError if
-    none fits."""
+    no profile fits."""
     found = profiles_of(source)
     gpus = machine.gpus() if gpus is None else gpus
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
@@ -217,6 +217,6 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingPro
 
 
 def _preference(profile: ServingProfile) -> tuple[bool, bool, int, str]:
-    """Sort key: GPUs before the CPU, engines before graphs, larger GPUs before smaller ones."""
+    """Return a sort key: GPUs before the CPU, engines before graphs, larger GPUs before smaller ones."""
     target = profile.target
     return target.capability is None, profile.builds, -(target.memory or 0), target.name

@@ -19,7 +19,7 @@ from canvasrt.option import CommandOption, flags_of, option, option_of, read_swi
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
-# Ends of the names of variables that Kubernetes sets for services whose names begin with nim.
+# How names of variables end that Kubernetes sets for services whose names begin with nim.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 
@@ -48,7 +48,7 @@ class Settings:
     """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default
     file."""
 
-    # A positional argument.
+    # `bundle` is a positional argument.
     bundle: Path | None = field(default=None, metadata=_file("", "NIM_MODEL_PATH"))
     front: FrontOptions = field(default_factory=FrontOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -196,7 +196,7 @@ _OPTIONS: dict[str, CommandOption] = {
     each.name: of for kind in OPTION_CLASSES for each in fields(kind) if (of := option_of(each))
 }
 _BY_VARIABLE = {of.variable: name for name, of in _OPTIONS.items() if of.variable}
-# Accepted without effect, because nothing is downloaded.
+# This variable is accepted but has no effect, because nothing is downloaded.
 _NO_DOWNLOAD = "NIM_DISABLE_MODEL_DOWNLOAD"
 VARIABLES = (*_BY_VARIABLE, _NO_DOWNLOAD, PASSTHROUGH)
 
@@ -209,7 +209,7 @@ def read_settings(
     """Return the settings. The command line takes precedence over passthrough arguments, and these over the
     environment.
 
-    The mappings are options by name; None means that an option is absent. Raises UsageError for a wrong value.
+    Each mapping has options, keyed by name; an option that is None is absent. Raises UsageError for a wrong value.
     `check_settings` checks for contradictions.
     """
     environment = os.environ if environment is None else environment
@@ -230,7 +230,7 @@ def read_settings(
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options that NIM's variables set, by name.
+    """Return the options that NIM's variables set, keyed by name.
 
     Raises UsageError for an invalid value, and for a NIM variable that is not supported, since ignoring it would be a
     surprise.
@@ -255,7 +255,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Return an option's value. Text from the command line is parsed like a variable."""
+    """Return an option's value. Text from the command line is parsed like an environment variable's."""
     of = _OPTIONS.get(name)
     if of is None or of.read is None or not isinstance(value, str):
         return value

@@ -23,7 +23,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Handle the signals inside the `with` block. Main thread only."""
+    """Handle the signals inside the `with` block. Only the main thread can call this."""
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:

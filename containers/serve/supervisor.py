@@ -19,7 +19,8 @@ class Supervisor:
     """Supervises one Triton server and its front end: both run, or neither does.
 
     A front end that dies is replaced, since it has no state. If Triton or a model's process dies, or makes no progress
-    for `stall_timeout` seconds, everything stops with an error. The container's restart policy then restarts it.
+    for `stall_timeout` seconds, everything stops with an error. The container's restart policy then restarts the
+    container.
     """
 
     def __init__(

@@ -28,7 +28,8 @@ _FILES = {
 }
 # Restricted endpoints: they change the server, or make it access shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
-# The header that would permit them. Command lines cannot hold a secret, so this is a name that no client can send.
+# The header that would permit access to these endpoints. Command lines cannot hold a secret, so this is a name that no
+# client can send.
 _NO_HEADER = "closed\r\n"
 
 
@@ -45,8 +46,8 @@ def triton_command(
     """Return the command line of a server.
 
     folder: its scratch folder. run_name: prefix of the names of its shared memory. addresses: host and port of its
-    HTTP, gRPC and metrics servers; a host `unix:PATH` is a Unix socket. gpus: how many it sees. ready_timeout: seconds
-    for loading a model. options: further options.
+    HTTP, gRPC and metrics servers; a host `unix:PATH` is a Unix socket. gpus: number of GPUs that it sees.
+    ready_timeout: seconds for loading a model. options: further options.
     """
     command = [
         str(installation.binary),

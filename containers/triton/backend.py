@@ -133,8 +133,8 @@ class StreamModel:
                 sink.fail(error)
 
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
-        """Report progress up to `since`, or up to the beginning of the oldest task of another thread, if that is
-        earlier."""
+        """Report progress until `since`, but no further than the beginning of another thread's oldest unfinished
+        task."""
         watches = (self._executing, self._preparing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))
 

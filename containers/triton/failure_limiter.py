@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 from canvasrt.runtime.prefix import share_of
 
-MOST = 3  # failed passes per caller
+MOST = 3  # number of failed passes after which a caller is refused
 WINDOW = 60.0  # seconds for which failed passes count
 
 
 class FailureLimiter:
-    """Counts the failed passes by key. Thread-safe."""
+    """Counts the failed passes per API key. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

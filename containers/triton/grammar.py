@@ -28,7 +28,7 @@ from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # number of compiled grammars to cache
-REFUSED_FOR = 60.0  # seconds to cache a refusal; a time limit may have been exceeded because the machine was busy
+REFUSED_FOR = 60.0  # seconds to cache a refusal, which may be due to a busy machine, because of the time limit
 _lock = threading.Lock()  # guards the vocabulary
 
 

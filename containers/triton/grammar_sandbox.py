@@ -1,4 +1,4 @@
-"""Compiles every grammar first in a separate process, which can be killed.
+"""Tries to compile every grammar in a separate process first, because that can be killed.
 
 llguidance cannot be interrupted, and some short grammars take hours or all memory.
 """
@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 _MODULE = "canvasrt.containers.triton.sandbox_process"
 _LOADING = 300.0  # seconds to load the vocabulary
 _PATIENCE = 30.0  # seconds for a verdict, which takes at most one second of CPU time
-_WRITTEN = 4096  # bytes that a writable pipe accepts without blocking
-# Environment variables to pass on. All others may be secrets, which a process that reads callers' input must not have.
+_WRITTEN = 4096  # number of bytes that a writable pipe accepts without blocking
+# Environment variables to pass on. All others could be secrets, which a process that reads callers' input must not
+# have.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
@@ -94,7 +95,7 @@ class _Running:
         threading.Thread(target=self._read, name="canvasrt-sandbox", daemon=True).start()
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, str]:
-        """Return the verdict. Raises OSError if the process dies, TimeoutError if it takes too long."""
+        """Return the verdict. Raises OSError if the process dies, and TimeoutError if the verdict takes too long."""
         self._loaded.result(_LOADING)
         number, future = next(self._numbers), Future[dict[str, str]]()
         line = json.dumps({**asked, "number": number}).encode() + b"\n"

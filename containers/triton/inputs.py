@@ -31,7 +31,7 @@ from canvasrt.containers.tensors import (
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 
-# Request parameters that Triton's own front ends add; all others come from the caller.
+# Prefixes of the parameters that Triton's own front ends add; all other parameters come from the caller.
 _TRITON_PARAMETERS = (
     "binary_data_output",
     "headers",
@@ -110,7 +110,7 @@ def _check_shape(tensor: Tensor, shape: Sequence[int]) -> None:
 
 def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return tensors as Python values: text as str, image files as bytes, tensors of variable length as lists or
-    arrays, and others as numbers.
+    arrays, and other tensors as numbers.
 
     Raises CanvasError, which names the tensor, for a wrong shape or text that is not UTF-8.
     """
@@ -130,8 +130,8 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _file(item: Any) -> bytes:
-    """Return an image file that was sent as raw bytes, a data URL or base64. In JSON, it must be one of the latter
-    two."""
+    """Return an image file that was sent as raw bytes, a data URL or base64. A request in JSON cannot send raw
+    bytes."""
     data = item.encode() if isinstance(item, str) else bytes(item)
     if not data.startswith(b"data:"):
         return _decoded(data) or data
@@ -163,7 +163,7 @@ def chosen_prompt(values: Mapping[str, Any]) -> str:
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """Return the strings of a `stop` tensor. Raises CanvasError if a string is empty or too long, or if there are too
-    many."""
+    many strings."""
     if "" in stops:
         raise CanvasError("stop contains an empty string", "leave it out")
     _check_stop_count(len(stops))
@@ -189,7 +189,7 @@ def read_json(name: str, text: str, hint: str) -> Any:
 
 
 def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
-    """Parse the JSON object in a tensor. Raises CanvasError, with this hint, if it is not one."""
+    """Parse the JSON object in a tensor. Raises CanvasError, with this hint, if there is no JSON object."""
     found = read_json(name, text, hint)
     if not isinstance(found, dict):
         raise CanvasError(f"{name} is not a JSON object", hint)
@@ -197,7 +197,7 @@ def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
 
 
 def read_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse a `logit_bias` tensor to pairs of token and bias. Raises CanvasError if it is invalid."""
+    """Parse a `logit_bias` tensor into pairs of token and bias. Raises CanvasError if it is invalid."""
     example = 'send numbers by token id, such as {"17": -100}'
     found = read_object("logit_bias", text, example)
     if len(found) > MAX_BIASED:

@@ -48,8 +48,8 @@ class Metrics:
         self._shown = dict.fromkeys(GAUGES, 0)
 
     def update(self, generators: Sequence[Generator], in_flight: int) -> None:
-        """Report the sums over all generators. Gauges are updated immediately, since shutdown waits for requests in
-        flight; counters at intervals and when idle."""
+        """Report the sums over all generators. Updates gauges immediately, since shutdown reads the requests in flight.
+        Updates counters at intervals, and when idle."""
         values = {
             "requests_in_flight": in_flight,
             "requests_waiting": max(0, in_flight - sum(each.max_batch for each in generators)),

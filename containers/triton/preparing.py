@@ -13,8 +13,8 @@ from canvasrt.watch import Watch
 log = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
-# Stack size. Grammars are compiled recursively, to a depth that callers choose: a chain of 2,700 rules overflows the
-# usual 8 MB.
+# Stack size of a thread, in bytes. Grammars are compiled recursively, to a depth that callers choose: a chain of 2,700
+# rules overflows the usual 8 MB.
 STACK = 256 * 2**20
 
 
@@ -24,8 +24,8 @@ class _Task(NamedTuple):
 
 
 class Preparing:
-    """Threads that take one task of every caller in turn. The submitting code must limit the number of waiting
-    tasks."""
+    """Threads that run tasks. Callers take turns of one task each. The submitting code must limit the number of
+    waiting tasks."""
 
     def __init__(self, threads: int = PREPARING_THREADS) -> None:
         self.watch = Watch()

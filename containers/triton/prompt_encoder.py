@@ -16,7 +16,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# Texts up to this many bytes are encoded immediately; longer ones one after another.
+# Texts of up to this many bytes are encoded immediately; longer texts are encoded one at a time.
 SHORT = 1 << 16
 _MOST_COUNTED = 1 << 20  # maximum characters of a text that is only tokenized
 _KEPT = 32  # number of encoded prompts to cache
@@ -24,7 +24,7 @@ _KEPT_TOKENS = 1 << 22
 
 
 class EncodedPrompt(NamedTuple):
-    """Token ids, int32 `[n]`, and the beginning of the answer that they contain, as text."""
+    """A prompt's token ids, int32 `[n]`, and as text, the beginning of the answer that the prompt already contains."""
 
     ids: np.ndarray
     opening: str
@@ -55,7 +55,7 @@ class PromptEncoder:
                 self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
-        """Encode a request's prompt. If an input is wrong, raises CanvasError with its name."""
+        """Encode a request's prompt. If an input is wrong, raises CanvasError, which names it."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
@@ -111,7 +111,7 @@ class PromptEncoder:
             return tokenizer.closed_chat(messages, variables)
 
     def _turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """A lock with which long texts are encoded one at a time. Short texts do not wait."""
+        """Return a lock for long texts, so that they are encoded one at a time. Short texts do not wait."""
         return self._long if is_long(values) else nullcontext()
 
     def _check_length(self, chosen: str, text: str) -> None:
@@ -165,7 +165,7 @@ def _made(ids: list[int], opening: str = "") -> EncodedPrompt:
 
 
 def _no_chat(values: Mapping[str, Any], why: str) -> None:
-    """Raise CanvasError for a chat's inputs in a request without a chat."""
+    """Raise CanvasError if a request that uses no chat template has inputs for one."""
     for name in ("template", "prefix"):
         if name in values:
             raise CanvasError(

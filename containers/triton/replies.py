@@ -59,8 +59,8 @@ def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
 
 
 class PromptScores(list[TokenScore]):
-    """The log-probabilities of a prompt's tokens, which several requests may share, and their JSON, which is made
-    once."""
+    """The log-probabilities of a prompt's tokens, which several requests may share. `shown` is their JSON, which is
+    built once."""
 
     shown = ""
 
@@ -68,12 +68,12 @@ class PromptScores(list[TokenScore]):
 class ReplyBuilder:
     """Builds the replies of one request for text.
 
-    A reply has all outputs, except `canvas`, which only drafts have, `block_scores`, which must be requested, and
-    `stop_string`.
-    Without a tokenizer, texts are empty. `drafts`: also send the canvas after every step. `only_final`: only send the
-    result. The text begins with `opening`, and is cut before the first of `stops`. `control`: keep control tokens in
-    the text. `prompt`: the prompt's tokens. `prompt_scores`: the log-probabilities of these tokens, once the first
-    block is finished. `silent`: leave out the answer.
+    A reply has all outputs except three: `canvas` is only in drafts, `block_scores` must be requested, and
+    `stop_string` is only in an answer that a stop string ended. Without a tokenizer, texts are empty. `drafts`: also
+    send the canvas after every step. `only_final`: only send the result. The text begins with `opening`, and is cut
+    before the first of `stops`. `control`: keep control tokens in the text. `prompt`: the prompt's tokens.
+    `prompt_scores`: the log-probabilities of these tokens, once the first block is finished. `silent`: leave out the
+    answer.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Convert tensors to a request. Raises CanvasError for a wrong tensor, with its name, and for a request beyond the
-    operator's limits.
+    """Convert tensors to a request. Raises CanvasError, which names the tensor, for a wrong one, and for a request
+    beyond the operator's limits.
 
     `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
     """
@@ -176,7 +176,7 @@ class _Reader:
         tokenizer, options = self.encoder.tokenizer, self.options
         self._stops()
         prompt, pictures, _ = self._prompt()
-        if "grammar" in self.values:  # has no effect, but is allowed
+        if "grammar" in self.values:  # a grammar has no effect here, but is allowed
             read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
         if tokenizer is None:
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
@@ -188,7 +188,8 @@ class _Reader:
         return ServedRequest(replace(request, owner=self.owner), replies)
 
     def decisions(self) -> ServedRequest:
-        """Return a request that answers closed questions. Raises CanvasError, with the path of the mistake, if they are invalid."""
+        """Return a request that answers closed questions. If a question is invalid, raises CanvasError with its
+        path."""
         values, tokenizer = self.values, self.encoder.tokenizer
         self.encoder.check(values)
         pictures = self._pictures()
@@ -258,7 +259,7 @@ class _Reader:
 
 
 def _check_echo(tokens: int, params: SamplingParams, answers: int) -> None:
-    """Raise CanvasError if the log-probabilities of an echoed prompt are too many to make and to send."""
+    """Raise CanvasError if the log-probabilities of an echoed prompt are more than MAX_ECHOED."""
     each = 1 + (len(params.logprob_token_ids) or params.top_logprobs)
     if (count := tokens * each * answers) > MAX_ECHOED:
         raise CanvasError(

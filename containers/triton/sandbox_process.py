@@ -1,8 +1,8 @@
 """Compiles grammars in forks with resource limits: `python -m canvasrt.containers.triton.sandbox_process MODEL`.
 
-MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the parent, with which this
-process exits. An input line has a grammar and its number. An output line has the number and the verdict: `{}`, or a
-message and a hint.
+MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the parent's process id; this
+process exits when its parent does. An input line has a grammar and its number. An output line has the number and the
+verdict: `{}`, or a message and a hint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
 
-TRIAL_SECONDS = 1.0  # seconds of CPU time
+TRIAL_SECONDS = 1.0  # maximum CPU time
 TRIAL_BYTES = 1 << 30
 # Maximum characters of a message, since lines of at most 4096 bytes are written atomically.
 _LONGEST = 300
@@ -117,7 +117,7 @@ def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None
 
 
 def _limit() -> None:
-    """Limit this process's resources. When its CPU time is used up, SIGPROF ends it."""
+    """Limit this process's resources. SIGPROF ends the process when its CPU time is used up."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * _PAGE + STACK + TRIAL_BYTES

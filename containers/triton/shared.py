@@ -21,8 +21,8 @@ class Shared(Generic[Value]):
         self._known: OrderedDict[bytes, Future[Value]] = OrderedDict()
 
     def get(self, key: bytes, work: Callable[[], Value]) -> Value:
-        """Return the result of `work`, which runs once for all concurrent callers. An exception is raised in all of
-        them, and not cached."""
+        """Return the result of `work`, which runs once for all concurrent callers. An exception is raised to all
+        callers, and not cached."""
         with self._lock:
             future = self._known.get(key)
             mine = future is None

@@ -76,8 +76,8 @@ class ResponseSink:
         self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
 
     def _end(self) -> bool:
-        """End the request once. Return whether this call did it, since a timeout may end the request on another
-        thread."""
+        """End the request unless it has ended. Return whether this call ended it, since a timeout on another thread may
+        have done so."""
         with self._ending:
             if self._ended:
                 return False

@@ -17,9 +17,9 @@ def open_all(
 ) -> tuple[list[Model], dict[str, Any]]:
     """Open a model on each of `count` GPUs, and warm it up.
 
-    With `proves`, requests share passes if this changes no bits on any GPU. The second result is the test's `Evidence`
-    as a dictionary; empty without a test. Models whose results differ in any bit from the first one's are left out: a
-    seed's tokens must not depend on the GPU.
+    With `proves`, requests share passes if a test shows that this changes no bits on any GPU. The second result is the
+    test's `Evidence` as a dictionary; empty without a test. Models whose results differ in any bit from the first one's
+    are left out: a seed's tokens must not depend on the GPU.
     """
     models, found = [], []
     for number in range(count):

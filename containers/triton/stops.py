@@ -8,9 +8,9 @@ from collections.abc import Sequence
 class StopCutter:
     """Takes a text in pieces and returns the part that certainly belongs to the answer.
 
-    The first complete stop string ends the text; if several are complete at the same place, the longest. A possible
-    beginning of a stop string is held back until more text decides, so the result does not depend on how the text is
-    split.
+    The first complete stop string ends the text; if several are complete at the same place, the longest of them does. A
+    possible beginning of a stop string is held back until more text decides, so the result does not depend on how the
+    text is split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

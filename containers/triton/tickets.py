@@ -1,4 +1,4 @@
-"""Tickets: a request has one, with caller and deadline, from its arrival to its end. They limit the number of
+"""Every request has a ticket, which knows its caller and deadline, from arrival to end. Tickets limit the number of
 requests."""
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Ticket:
         self.owner, self.sink, self.begin = owner, sink, begin
         self.tokens = 0
         self.is_late = False
-        self.worker: object = None  # the worker that the request waits for or runs at
+        self.worker: object = None  # the worker at which the request waits or runs
         self._tickets = tickets
 
     def take_tokens(self, count: int) -> None:
-        """Count the tokens of a prepared request. Raises Busy if all requests together have too many."""
+        """Count the tokens of a prepared request. Raises Busy if all requests together have too many tokens."""
         self._tickets.count_tokens(self, count)
 
     def check_late(self) -> None:
@@ -66,7 +66,7 @@ class Ticket:
         self._tickets.check_late(self.begin)
 
     def leave(self) -> None:
-        """Give the ticket back. May be called more than once."""
+        """Give the ticket back. Can be called more than once."""
         self._tickets.remove(self)
 
 
@@ -74,7 +74,7 @@ class Tickets:
     """The tickets of all requests. Thread-safe."""
 
     def __init__(self, most: int, max_tokens: int | None, timeout: float | None) -> None:
-        """most: maximum number of requests; one key may have half of them. max_tokens: maximum tokens of all requests
+        """most: maximum number of requests; a single key may use half of it. max_tokens: maximum tokens of all requests
         together, prompts plus new tokens. timeout: maximum seconds per request."""
         self._most, self._max_tokens, self._timeout = most, max_tokens, timeout
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class Tickets:
         return ticket
 
     def count_tokens(self, ticket: Ticket, count: int) -> None:
-        """Count a request's tokens. Raises Busy if all requests together have too many."""
+        """Count a request's tokens. Raises Busy if all requests together have too many tokens."""
         with self._lock:
             # A single request is admitted, however long it is.
             if self._max_tokens and self.tokens and self.tokens + count > self._max_tokens:
@@ -111,7 +111,7 @@ class Tickets:
                 self.tokens += count
 
     def remove(self, ticket: Ticket) -> None:
-        """Give a ticket back, with its tokens."""
+        """Give back a ticket and its tokens."""
         with self._lock:
             if ticket not in self._taken:
                 return
@@ -122,7 +122,7 @@ class Tickets:
                 del self._by_owner[ticket.owner]
 
     def count_of(self, owner: str, worker: object) -> int:
-        """Return how many requests of a caller a worker has."""
+        """Return how many of a caller's requests wait or run at a worker."""
         with self._lock:
             return sum(each.owner == owner and each.worker is worker for each in self._taken)
 

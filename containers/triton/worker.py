@@ -27,10 +27,10 @@ from canvasrt.runtime.request import Event, Finished, Request
 
 log = logging.getLogger(__name__)
 
-CANCEL_CHECKS = 16  # waiting requests to check for cancellation per turn
-ADMITTED = 16  # requests to admit between two steps at most, since their prompts may be long
-MAX_FAILURES = 3  # consecutive failed passes, each with a failed probe
-IDLE_BEAT = 0.5  # seconds
+CANCEL_CHECKS = 16  # number of waiting requests to check for cancellation at a time
+ADMITTED = 16  # maximum number of requests to admit between two steps, since prompts may be long
+MAX_FAILURES = 3  # failures in a row before giving up: a failed pass, then a failed probe
+IDLE_BEAT = 0.5  # seconds between beats while idle
 STUCK = 5.0  # seconds without a beat after which other workers get the new requests
 _STOPPING = ("the server is stopping", "send the request to another server")
 
@@ -73,7 +73,7 @@ class Worker:
         self._generator = make()
         self._arrived: queue.SimpleQueue[_Known | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
-        self._known: dict[int, _Known] = {}  # by the request's id
+        self._known: dict[int, _Known] = {}  # keyed by the request's id
         self._closing = False
         self._cancel_check = 0.0
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
@@ -86,7 +86,7 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        """Whether one more request would find a place."""
+        """Whether the batch has a place for one more request."""
         works = self._refusal is None and not self._closing
         return works and self.load < self._generator.max_batch
 
@@ -97,7 +97,7 @@ class Worker:
         return time.monotonic() - self.beaten > STUCK
 
     def count(self, owner: str) -> int:
-        """Return how many requests of a caller it has or will take."""
+        """Return how many of a caller's requests wait or run here."""
         return self.tickets.count_of(owner, self)
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
@@ -352,7 +352,7 @@ class Worker:
 
 @dataclass
 class _Known:
-    """A prepared request. `begun`: whether it had an event."""
+    """A prepared request. `begun`: whether it has had an event."""
 
     request: Request
     ticket: Ticket
@@ -370,7 +370,7 @@ def _refused() -> Busy:
 
 
 def _engine_error(error: BaseException) -> EngineError:
-    """Convert a pass's error to an EngineError, since requests were checked before."""
+    """Convert a pass's error to an EngineError: the requests are not at fault, since they were checked before."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, CanvasError):

@@ -22,7 +22,7 @@ class Workers:
     A request goes to the worker with the fewest requests of those with a free place. If none has a place, the request
     waits at the worker with the fewest requests of its caller: turns that are fair on each GPU are then fair on all. A
     worker hands waiting requests to workers with a free place; a request that has begun stays. A worker that seems
-    stuck gets no requests while another does not.
+    stuck gets no requests unless all workers seem stuck.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Workers:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """makes: one `make` per GPU's worker. observe: called with the generators of all workers. beat: called with a
-        time after which every worker has beaten. lost, max_tokens, timeout: see `Worker`."""
+        """makes: one `make` per GPU's worker. observe: called with the generators of all workers. beat: called with the
+        last beat's time of the worker that has not beaten for longest. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
         self._lock = threading.Lock()
