@@ -336,8 +336,8 @@ def shortened(plan: Plan) -> Plan:
     """Return the plan with segments of `SHORT_SEGMENT` layers if building longer ones takes much memory, and the target
     has room for short ones, which take slightly more memory to serve.
 
-    A target has room if its memory is unknown, or if short segments fill at most 95% of it and do not change how prompts
-    are encoded. A CPU's segments are cut in the same way, so that targets can share an export.
+    A target has room if its memory is unknown, or if short segments fill at most 95% of it and do not change how
+    prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an export.
     """
     # Builders take much memory only because of the experts' weights.
     if plan.source.graphs is not None or not plan.experts.in_engines:
