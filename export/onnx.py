@@ -95,8 +95,8 @@ def write_graph(
     Args:
         weights: in file order; read one after another.
         dtype: the dtype in which every `Weight` is written; a `Stored` weight is written unchanged.
-        own_files: by weight, the name of the file for it or its quantized parts, if other programs read that file, too.
-        All remaining weights are in `file` with the suffix `.bin`.
+        own_files: the names of files for weights, or their quantized parts, that get a file of their own, by weight
+        name. All remaining weights are in `file` with the suffix `.bin`.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")
