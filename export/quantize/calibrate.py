@@ -38,7 +38,8 @@ class Calibration:
 
     Attributes:
         amax: per weight, by global name, the largest magnitude of its input. The experts of a layer share one value.
-        cache: per `layers.<i>.key` and `layers.<i>.value`, that of cached numbers; empty without an FP8 cache.
+        cache: per `layers.<i>.key` and `layers.<i>.value`, the cached numbers' largest magnitude; empty if the cache is
+        not FP8.
         routed: per layer, how many tokens each expert got.
         steps: per step of the schedule, from the noisiest on, the number of denoising passes.
         prompts: the number of prompts.
