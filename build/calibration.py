@@ -21,8 +21,8 @@ from canvasrt.recipes.recipe import Recipe
 
 # Bytes of memory that Python, torch, the tokenizer and a piece of a weight take.
 _BASE = 600 * 10**6
-# The number of tokens that run through a layer together (export/quantize/network.py), and of float32 tensors of size
-# canvas × vocabulary that the head has in memory at the same time.
+# How many tokens run through a layer together (export/quantize/network.py), and how many float32 tensors of size
+# canvas × vocabulary the head has in memory at the same time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
 # The smaller products of a sweep reach this share of a large product's speed.
 _EFFICIENCY = 0.75
@@ -46,7 +46,7 @@ class CalibrationNeeds:
         """Return how many seconds the calibration takes on this machine if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
         widening = 0.0 if _device() == "cuda" else self.widened / _widened_per_second()
-        # Later sweeps read only the rest, which did not fit into the page cache, from the disk.
+        # Later sweeps read from the disk only what did not fit into the page cache.
         once = self.read / self.work.sweeps
         again = min(once, max(0, once + self.memory - available_bytes()))
         read = once + (self.work.sweeps - 1) * again
@@ -112,7 +112,7 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
     # Two products per layer: queries times keys, and scores times values.
     attention = 4 * sum(work.attended[each.kind] * each.head_dim for each in model.layers)
     every = [*layers, head]
-    # Experts are converted to float32 once for every group of tokens, other weights once in a sweep.
+    # In a sweep, experts are converted to float32 once per group of tokens, and all other weights are converted once.
     groups = -(-work.together * canvas // _TOGETHER)
     return CalibrationNeeds(
         work,

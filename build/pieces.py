@@ -62,7 +62,8 @@ def join_pieces(
 ) -> Json:
     """Write a segment's kernels and weights to `out`, next to the engines of its pieces.
 
-    Returns two fields of the manifest: `file`; and, if all pieces have kernel lists, `kernels`, which replaces them.
+    Returns two fields of the manifest: `file`, and, if all pieces have kernel lists, `kernels`, which joins these
+    lists.
 
     pieces: in order, each engine's file and its SHA-256.
     """

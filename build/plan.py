@@ -291,7 +291,7 @@ def plan(
 ) -> Plan:
     """Plan a build: check its options against the model and the target.
 
-    `precision` is given if the caller has already chosen this target's precision by `options.precision`.
+    `precision` is this target's precision, if the caller has already derived it from `options.precision`.
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:

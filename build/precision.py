@@ -14,7 +14,7 @@ from canvasrt.targets import Target, check_precision
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision; the table of targets lists the names. Without a recipe, a source's quantized weights are kept."""
+    """A precision, named as in the table of targets. Without a recipe, a source's quantized weights are kept."""
 
     name: str
     recipe: Recipe | None = None

@@ -58,7 +58,7 @@ def _begun(plan: Plan) -> list[Path]:
 
 
 def _quantizing(plan: Plan) -> list[Path]:
-    """Return a list of the folder, not necessarily existing, that keeps a plan's progress in quantizing. The list is
+    """Return the folder that keeps a plan's progress in quantizing, as a list. The folder need not exist. The list is
     empty if the plan does not quantize."""
     source, recipe = plan.source, plan.precision.recipe
     if not plan.quantizes or recipe is None:

@@ -1,7 +1,8 @@
 """INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, including AWQ and GPTQ).
 
 Each module has `weight_packed` and `weight_scale`. The former consists of int32 words of eight codes, each stored plus
-8 and the first in the lowest bits; XOR with 0x88 turns their bytes into the graph's. The latter has a scale per group.
+8 and the first in the lowest bits; XOR with 0x88 turns their bytes into the graph's. The latter has one scale per
+group.
 """
 
 from __future__ import annotations

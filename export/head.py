@@ -48,9 +48,9 @@ class Head(nn.Module):
             noise: `[B, L]` int64, the tokens for positions whose drawn token is not accepted.
 
         Returns:
-            canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64, the likeliest tokens; entropy `[B, L]` float32
-            in nats; accepted `[B, L]` bool, true where the canvas keeps the drawn token; next_hidden `[B, L, D]`, the
-            first body segment's next input.
+            canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64, the likeliest tokens; entropy `[B, L]`
+            float32, in nats; accepted `[B, L]` bool, true where the canvas keeps the drawn token; next_hidden `[B, L,
+            D]`, the first body segment's next input.
         """
         raw = self.project(self.norm(hidden))
         # Softcap and temperature do not change the order.

@@ -36,8 +36,7 @@ class Packed:
             INT4.
         input_scale: float32 scalar, the input's scale; None if inputs are not quantized.
         block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`; or INT4's scales `[…, out, in / block]`, as float32
-        numbers
-            that are exact in bfloat16.
+            numbers that are exact in bfloat16.
         factor: float32 by which the product is multiplied: `[E, 1, 1]` or `[E, 1, out]`; `[out]` for a 2-D weight.
     """
 

@@ -174,8 +174,8 @@ def quantize_graphs(
         calibration_file: a JSONL file of prompts; by default, the prompts that come with canvasrt.
         calibration: the result of an earlier calibration, to skip it. Recipes that only quantize weights need neither.
 
-    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and if
-    `out` is not empty. An interrupted call leaves its progress in the cache, and another call continues from it.
+    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
+    if `out` is not empty. An interrupted call leaves its progress in the cache, and another call continues from it.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     out = Path(out).expanduser().resolve()

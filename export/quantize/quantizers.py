@@ -49,8 +49,7 @@ def quantize_weight(
 
     Args:
         parts: float32 matrices `[out, in]`, read one at a time. With `experts`, each is one expert's; otherwise they
-        are
-            stacked along the first axis.
+            are stacked along the first axis.
         input_amax: the input's largest magnitude. Formats that quantize only weights ignore it.
         method: how scales are chosen: with `max`, nothing saturates; with `mse`, the squared error is smallest.
         weights: with `per_channel`, FP8 has one scale per output. Formats with blocks ignore it.

@@ -19,7 +19,7 @@ _STATE = "state.pt"
 
 
 class SavedSweeps:
-    """One calibration's state in a folder: tensors of every sweep, and one file per request with its keys and values."""
+    """One calibration's state in a folder: tensors of every sweep, and a file of keys and values per request."""
 
     def __init__(self, folder: Path, device: str) -> None:
         """Read the state of an earlier start. `state` is empty if there is none, if a file is missing or cut off, or if
@@ -51,7 +51,7 @@ class SavedSweeps:
     def save(
         self, sweeps: int, state: Mapping[str, Any], rows: Mapping[int, Any], live: set[int]
     ) -> None:
-        """Save the state after `sweeps` sweeps. `rows` has each request whose keys and values changed; `live` has the
+        """Save the state after `sweeps` sweeps. `rows` has the changed keys and values by request; `live`, the
         requests that still run. If the disk is full, raises CanvasError, and keeps the earlier state."""
         files = {number: name for number, name in self._files.items() if number in live}
         files |= {number: f"row-{number}-{sweeps}.pt" for number in rows}
