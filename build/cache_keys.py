@@ -1,4 +1,4 @@
-"""The cache keys of a plan's graphs: all inputs that determine the graphs."""
+"""The cache keys of a plan's graphs. A key names everything that determines the graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from canvasrt.types import Json
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision of the exported graphs: a quantized checkpoint's own, if that is requested."""
+    """Return the precision of the exported graphs. A quantized checkpoint keeps its own if the plan requests that."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 
@@ -41,5 +41,5 @@ def quantized_from(plan: Plan) -> Json:
 
 
 def lowered_from(graphs: Bundle) -> tuple[str, Json]:
-    """Return what identifies graphs lowered for a CPU: the kind of work, and its inputs."""
+    """Return what identifies a lowering of graphs for a CPU: the name of this work, and all inputs of it."""
     return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}

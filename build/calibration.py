@@ -19,20 +19,20 @@ from canvasrt.extras import require
 from canvasrt.machine import available_bytes
 from canvasrt.recipes.recipe import Recipe
 
-# Bytes of Python, torch, the tokenizer and a piece of a weight.
+# Bytes of memory that Python, torch, the tokenizer and a piece of a weight take.
 _BASE = 600 * 10**6
-# Tokens that run through a layer together (export/quantize/network.py), and the number of float32 tensors of size
-# canvas × vocabulary that the head holds at the same time.
+# How many tokens run through a layer together (export/quantize/network.py), and how many float32 tensors of size
+# canvas × vocabulary the head has in memory at the same time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
-# The share of a large product's rate that the smaller products of a sweep reach.
+# The smaller products of a sweep reach this share of a large product's speed.
 _EFFICIENCY = 0.75
 _SMALL = 10**8
 
 
 @dataclass(frozen=True)
 class CalibrationNeeds:
-    """The needs of a calibration: bytes of memory and disk; and, summed over all sweeps, floating-point operations,
-    bytes of weights to read, and bytes of weights converted to float32."""
+    """What a calibration needs. `memory` and `disk` are bytes. `flops`, `read` (bytes of weights) and `widened` (bytes
+    of weights after conversion to float32) are sums over all sweeps."""
 
     work: Workload
     memory: int
@@ -43,10 +43,10 @@ class CalibrationNeeds:
     source: Path
 
     def seconds(self) -> int:
-        """Return the seconds on this machine if no request stops early."""
+        """Return how many seconds the calibration takes on this machine if no request stops early."""
         done = self.flops / (_EFFICIENCY * _flops_per_second())
         widening = 0.0 if _device() == "cuda" else self.widened / _widened_per_second()
-        # Later sweeps read from the disk what did not fit into the page cache.
+        # Later sweeps read from the disk only what did not fit into the page cache.
         once = self.read / self.work.sweeps
         again = min(once, max(0, once + self.memory - available_bytes()))
         read = once + (self.work.sweeps - 1) * again
@@ -66,7 +66,7 @@ class CalibrationNeeds:
 
 
 def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> CalibrationPrompts | None:
-    """Return the prompts of a build's calibration; None for a source that is only described and has no files."""
+    """Return the prompts of a build's calibration; None if the source is a mere description without files."""
     if source.graphs is not None:
         manifest = source.graphs.manifest
         tokenizer = {Path(name).name: source.graphs.file(name) for name in manifest.tokenizer or ()}
@@ -76,7 +76,7 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
         )
     if source.checkpoint is None:
         return None
-    # The bundled checkpoints have their own prompts, and are small.
+    # The hashes only matter for the bundled checkpoints, which are small and have their own prompts.
     size = sum(each.stat().st_size for each in source.checkpoint.folder.glob("*.safetensors"))
     made_from = {"files": fingerprint(source.checkpoint.folder)} if size < _SMALL else {}
     return CalibrationPrompts.of(
@@ -90,7 +90,7 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
 
 
 def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -> CalibrationNeeds:
-    """Return the needs of a calibration with weights of `width` bytes per number. Raises CanvasError for unusable
+    """Return what a calibration needs if each stored weight takes `width` bytes. Raises CanvasError for unusable
     prompts."""
     work, model = prompts.check(), prompts.config
     layers = [_layer(model, index, width) for index in range(len(model.layers))]
@@ -109,10 +109,10 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
         2 * canvas * (sum(each.active for each in layers) + head.active) + 2 * logits * hidden
     )
     clean = 2 * work.tokens * sum(each.active for each in layers)
-    # Scores, and their product with the values.
+    # Two products per layer: queries times keys, and scores times values.
     attention = 4 * sum(work.attended[each.kind] * each.head_dim for each in model.layers)
     every = [*layers, head]
-    # Experts are converted to float32 once for every group of tokens, other weights once in a sweep.
+    # In a sweep, experts are converted to float32 once per group of tokens, and all other weights are converted once.
     groups = -(-work.together * canvas // _TOGETHER)
     return CalibrationNeeds(
         work,
@@ -127,8 +127,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head: its bytes in memory and in the file, the number of all weights, of
-    experts' weights, and of weights that one token uses."""
+    """A layer or the head. `memory` and `stored` are its bytes in memory and in the file; the other fields count all
+    weights, the experts' weights, and the weights that one token uses."""
 
     memory: int
     stored: int
@@ -138,7 +138,7 @@ class _Part:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], share: float, width: int) -> _Part:
-        """share: the share of experts that one token is routed to."""
+        """share: the fraction of the experts to which one token is routed."""
         numbers = sum(sizes.values())
         experts = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN))
         active = numbers - round(experts * (1 - share))
@@ -156,7 +156,7 @@ def _device() -> str:
 
 
 def _flops_per_second() -> float:
-    """Measure a large float32 product on the device that a calibration would use."""
+    """Measure the speed of a large float32 product on the device that a calibration would use."""
     torch, device = require("torch", "export"), _device()
     rows, size = (8192, 8192) if device == "cuda" else (1024, 2048)
     one, other = torch.ones(rows, size, device=device), torch.ones(size, size, device=device)
@@ -164,19 +164,19 @@ def _flops_per_second() -> float:
 
 
 def _widened_per_second() -> float:
-    """Measure how many bytes a CPU writes when it converts weights to float32."""
+    """Measure how many bytes per second this CPU writes when it converts weights to float32."""
     torch = require("torch", "export")
     weights = torch.ones(1 << 22, dtype=torch.bfloat16)
     return 4 * len(weights) / _fastest(weights.float)
 
 
 def _fastest(run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of four runs."""
+    """Return how many seconds the fastest of four runs takes."""
     return min(timeit.repeat(run, number=1, repeat=4))
 
 
 def _bytes_per_second(folder: Path) -> list[float]:
-    """Measure how fast weights reach the calibration's device, from the disk and from the page cache. They are read at
+    """Measure how fast weights reach the calibration's device: first from the disk, then from the page cache. Reads
     several places of the largest file in a folder."""
     torch, device, rates = require("torch", "export"), _device(), []
     file = max(

@@ -30,7 +30,7 @@ from canvasrt.targets import TARGETS, Target
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise CanvasError if this machine cannot build the plan, or if the engines would not fit their GPU."""
+    """Raise CanvasError if this machine cannot build the plan, or if serving would not fit the target's memory."""
     check_source(plan.target, plan.precision, plan.source)
     check_buildable(plan.target)
     check_extras(plan)
@@ -58,7 +58,7 @@ def check_buildable(target: Target) -> None:
 
 
 def check_source(target: Target, precision: Precision, source: Source) -> None:
-    """Raise CanvasError if the source does not allow this precision."""
+    """Raise CanvasError if engines in this precision cannot be built from the source."""
     have = source.precision
     what = "graphs are" if source.graphs is not None else "checkpoint's weights are"
     if source.is_quantized and (source.graphs is not None or precision.is_quantized):
@@ -91,7 +91,7 @@ def _check_base(target: Target, graphs: Bundle) -> None:
 
 
 def _same_recipe(source: Source, precision: Precision) -> bool:
-    """Return whether already quantized graphs equal what a recipe would produce."""
+    """Return whether a quantized source was made by the recipe of `precision`; true if `precision` has no recipe."""
     if precision.recipe is None:
         return True
     made_with = source.graphs and source.graphs.manifest.options.get("recipe")
@@ -99,7 +99,7 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
 
 
 def check_extras(plan: Plan) -> None:
-    """Raise CanvasError if an extra for exporting or quantizing is not installed. Called before anything is written."""
+    """Raise CanvasError if an extra that the build needs is not installed. Called before anything is written."""
     if plan.source.graphs is None:
         require("torch", "export")
     if plan.source.graphs is None or plan.quantizes or plan.target.capability is None:
@@ -113,8 +113,8 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Engines are counted once per precision and capabilities. What is in the cache and the files of interrupted builds
-    are not counted.
+    Plans of the same precision and GPU capabilities count their engines once. Files that are already in the cache do
+    not count, nor do those of interrupted builds.
     """
     cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
@@ -146,8 +146,8 @@ def check_space(plans: Sequence[Plan]) -> None:
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """If the plan's build takes much memory, return a smaller number of layers per segment, and the bytes that a build
-    with this number takes."""
+    """If the plan's build takes much memory, return half its number of layers per segment, and how many bytes of memory
+    a build with that many layers takes; None if that does not help."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
@@ -183,13 +183,13 @@ def _takes(plan: Plan) -> str:
 
 
 def requests_of(plan: Plan) -> str:
-    """Return text with the number and length of the requests that a plan serves."""
+    """Return a text that says how many requests a plan serves, and how long they may get."""
     return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
 
 
 def what_fits(plan: Plan, memory: int) -> str:
-    """Return a hint with options each of which makes the plan fit in this many bytes; failing that, a combination of
-    options; failing that, other targets."""
+    """Return a hint that lists options, each of which makes the plan fit in this many bytes. If there is none, the hint
+    names a combination of options, or else other targets."""
     plan = replace(plan, target=replace(plan.target, memory=memory))
     others = [
         f"--target {target.name}"
@@ -212,7 +212,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return the longest context at which one request fits, in the first precision in which any context fits."""
+    """Return options under which one request fits: the first precision that allows any context, and its longest one."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:
@@ -223,7 +223,7 @@ def _several_options(plan: Plan) -> list[str]:
 
 
 def _contexts(plan: Plan) -> list[int]:
-    """Return shorter contexts by repeated halving."""
+    """Return shorter context lengths, each half of the one before."""
     halves = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))
     return [context for context in halves if context > plan.source.model.canvas_length]
 
@@ -236,7 +236,7 @@ def _precisions(plan: Plan) -> list[Precision]:
     for name in plan.target.precisions:
         if name != plan.precision.name:
             other = parse_precision(name)
-            # The format's blocks may not divide the model's rows.
+            # Skip a format whose blocks do not divide the model's rows.
             with contextlib.suppress(CanvasError):
                 other.formats(plan.source.model)
                 found.append(other)

@@ -38,9 +38,8 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 @dataclass(frozen=True)
 class Job:
     """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of all `capabilities`;
-    if empty, it is built for this machine's GPU.
-
-    `timing` is the file of the timing cache; it need not exist.
+    if there are none, it is built for this machine's GPU. `timing` is the timing cache's file, which is created if
+    missing.
     """
 
     module: str
@@ -68,7 +67,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the inverse of `to_json`."""
+        """Read a job from the text that `to_json` returned."""
         data = json.loads(text)
         gpus = tuple((major, minor) for major, minor in data["capabilities"])
         profiles = {
@@ -81,7 +80,7 @@ class Job:
 
 
 class Children:
-    """The running builder processes. `kill` ends them and prevents new ones."""
+    """The running builder processes. `kill` ends them, and no new ones can be started after it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,7 +108,7 @@ class Children:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # a separate session: Ctrl-C only reaches this process, which kills the others
+                start_new_session=True,  # so that Ctrl-C only reaches this process, which then kills its children
             )
             self._running.add(process)
         return process
@@ -123,8 +122,8 @@ class Children:
 
 
 def compile_graph(job: Job, children: Children | None = None) -> int | None:
-    """Build the engine of a job. Return its bytes of device memory for activations; None if the builder did not report
-    them. Raises CanvasError with TensorRT's message if TensorRT refuses."""
+    """Build the engine of a job in a child process. Return how many bytes of device memory its activations take; None
+    if the builder did not report this. Raises CanvasError with TensorRT's message if the build fails."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
     process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
@@ -151,7 +150,7 @@ def compile_graph(job: Job, children: Children | None = None) -> int | None:
 
 
 def _read(lines: Iterable[str]) -> tuple[list[str], int | None]:
-    """Return the errors and the activations' bytes in the child's output. All lines are logged."""
+    """Log every line of the child's output. Return the error messages, and how many bytes activations take."""
     errors: list[str] = []
     activations = None
     for line in lines:
@@ -165,7 +164,7 @@ def _read(lines: Iterable[str]) -> tuple[list[str], int | None]:
 
 
 def compile_engine(job: Job) -> None:
-    """Build and write a job's engine in this process. Raises CanvasError after TensorRT has logged the reason."""
+    """Build and write a job's engine in this process. If that fails, TensorRT logs why before CanvasError is raised."""
     trt = import_module(job.module)
     capture = Capture()
     builder = trt.Builder(_logger(trt, capture))
@@ -178,7 +177,7 @@ def compile_engine(job: Job) -> None:
         raise CanvasError("the graph cannot be parsed", "see the builder's messages above")
     _let_attention_be_decomposed(trt, network)
     config = _config(trt, builder, network, job)
-    # Stream to the file. Holding the engine in memory in addition to its weights would take a third more.
+    # Stream to the file: the whole engine in memory, next to its weights, would take a third more memory.
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
             raise CanvasError("no engine was built", "see the builder's messages above")
@@ -195,8 +194,8 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """Write the kernel list. Failures are only logged, because the engine works without the list, and another version's
-    list may have a different form."""
+    """Write the kernel list. A failure is only logged, because the engine works without the list, whose form may change
+    between versions of TensorRT."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}
         for name, sizes in job.profiles.items()
@@ -219,17 +218,17 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
-    """Return the builder's configuration: the GPU, the profiles, and one stream."""
+    """Return the builder's configuration, which sets the GPU, the profiles, and a single stream."""
     config = builder.create_builder_config()
-    # With auxiliary streams, parts of attention could run concurrently and need memory at the same time.
+    # On auxiliary streams, parts of attention could run concurrently and need memory at the same time.
     config.max_aux_streams = 0
-    # Makes the builder list its kernels. Changes neither the engine's size nor the build time.
+    # This makes the builder list its kernels; it changes neither the engine's size nor the build time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if job.timing is not None:
         # Reuse kernel timings from earlier builds, and record new ones.
         known = job.timing.read_bytes() if job.timing.is_file() else b""
         config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
-    # Without this flag, a call could allocate memory, which a CUDA graph cannot capture. Only TensorRT-RTX has it.
+    # Only TensorRT-RTX has this flag. Without it, a call could allocate memory, which a CUDA graph cannot capture.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)
     if job.capabilities:
@@ -251,7 +250,7 @@ def _let_attention_be_decomposed(trt: Any, network: Any) -> None:
 
 
 def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
-    """Return TensorRT's profile, which has every input's shape with sizes for its dynamic dimensions."""
+    """Return TensorRT's profile: for every input, its smallest, typical and largest shape."""
     profile = builder.create_optimization_profile()
     for number in range(network.num_inputs):
         value = network.get_input(number)

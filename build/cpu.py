@@ -1,7 +1,7 @@
-"""Builds bundles for the CPU: graphs for ONNX Runtime, with experts and quantized products rewritten for speed.
+"""Builds bundles for the CPU: graphs for ONNX Runtime, in which experts and quantized products are rewritten for speed.
 
-Quantized graphs are lowered first: weights become the same numbers in float32; INT4 weights keep their codes and
-scales.
+Quantized graphs are lowered first: their weights become the same numbers in float32, except INT4 weights, which keep
+their codes and scales.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the files of weights that a build does not read again, since an interrupted build has already lowered
-    their graphs."""
+    """Return the weight files that a build need not read, since an interrupted build has already lowered the graphs
+    that use them."""
     room = unfinished_folder(*lowered_from(graphs))
     files = [Path(each["file"]) for each in graphs.manifest.segments]
     return {str(each.with_suffix(".bin")) for each in files if (room / each.stem).is_dir()}
 
 
 def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str, Any], list[str]]:
-    """Write the quantized graphs that `room` lacks, in float32; with `spend`, remove each graph's weights afterwards.
-    Return the embedding table's entry, and the other files to link."""
+    """Lower the quantized graphs to float32, except those that `room` already has. With `spend`, remove each graph's
+    weights afterwards. Return the embedding table's manifest entry, and the files that are still to be linked."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower, lower_graph
 
@@ -76,8 +76,8 @@ def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str
 def _rewrite(
     segments: list[dict[str, Any]], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rewrite the graphs for a CPU. Return the segments, including the new one for values that only depend on
-    positions, and the changed files."""
+    """Rewrite the graphs for a CPU. Return all segments (a new one computes what only depends on positions), and the
+    changed files' names."""
     require("onnx_ir", "export")
     from canvasrt.graphs.cpu import rewrite_graphs
 

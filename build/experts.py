@@ -1,5 +1,5 @@
-"""The two forms in which a GPU runs the experts: in slots inside the engines, or as our own kernels over sorted rows,
-between engines of one layer. A build selects one form by name; the form implements everything that depends on it."""
+"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, over sorted rows,
+between two engines of each layer. A build selects a form by name, and all code that differs between forms is here."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ from canvasrt.sorted_rows.description import (
 )
 from canvasrt.targets import Target
 
-# Bytes of a piece's engine in addition to its weights.
+# Bytes that a piece's engine takes in addition to its weights.
 PIECE_CODE = 10 * 10**6
 
 
 class Slots:
-    """Experts inside the engines, with the pass plan's rows per expert."""
+    """Experts inside the engines. Each has as many rows as the pass plan says."""
 
     name = SLOTTED
-    # whether the experts are inside the engines
+    # Whether the experts are inside the engines.
     in_engines = True
-    # suffixes of weights that are in no engine
+    # Suffixes of the names of weights that are in no engine.
     outside: tuple[str, ...] = ()
-    # modules that a build needs, with their extras
+    # Modules that a build needs, each followed by the extra that installs it.
     modules: tuple[tuple[str, str], ...] = ()
-    # packages, in addition to the builder, whose versions determine the result
+    # Packages whose versions determine the result, in addition to the builder's.
     packages: tuple[str, ...] = ()
 
     def check(self, target: Target, model: ModelConfig, formats: set[str]) -> None:
-        """Raise CanvasError for targets and weight widths that this form does not support."""
+        """Raise CanvasError for a target, weight format or row length that this form does not support."""
 
     def passes(self, passes: PassPlan) -> PassPlan:
-        """Return the pass plan, given that for slots."""
+        """Adapt a pass plan that was made for slots to this form."""
         return passes
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
-        """Return the bytes of the engines' workspace for experts: gathered rows, intermediate results, and outputs."""
+        """Return how many bytes of workspace experts take: gathered rows, intermediate results, and outputs."""
         slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
         return model.num_experts * passes.most_rows * slot * element
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
-        """Return the bytes of kernel code of all body segments. layers: number of layers by segment. engine: bytes of
-        code per engine."""
+        """Return how many bytes of kernel code all body segments have: `bodies` segments with `layers` layers in total.
+        The engine of a whole segment has `engine` bytes of code."""
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
         """Return the number of execution contexts of all body segments. Every engine has one context per profile, one
-        per place in the batch, and one for shared passes."""
+        per place in the batch, and, if there are several places, one for shared passes."""
         return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
-        """Return the bytes of additional buffers, with `element` bytes per activation."""
+        """Return the size in bytes of the buffers that this form adds, if an activation takes `element` bytes."""
         return 0
 
     def profiles(self, profiles: Mapping[str, dict[str, Range]]) -> dict[str, dict[str, Range]]:
-        """Return the profiles of a body segment's engines."""
+        """Adapt a body segment's profiles to this form."""
         return dict(profiles)
 
 
 class SortedRows(Slots):
-    """Experts as kernels between engines, over rows sorted by expert."""
+    """Experts as kernels that run between engines, over rows sorted by expert."""
 
     name = SORTED
     in_engines = False
@@ -88,7 +88,7 @@ class SortedRows(Slots):
         sizes = ExpertSizes.of(model)
         for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
             form = KernelForm(function, sizes, "bfloat16", format)
-            # Raises CanvasError for formats without a kernel, and for rows that the kernel's steps do not divide.
+            # This raises CanvasError for a format without a kernel, and for rows that the kernel's steps do not divide.
             inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
 
     def passes(self, passes: PassPlan) -> PassPlan:
@@ -120,7 +120,7 @@ _BY_NAME: dict[str, Experts] = {each.name: each for each in (SLOTS, SortedRows()
 
 
 def find_experts(name: str) -> Experts:
-    """Return the form with this name in `--experts` and manifests."""
+    """Return the form that has this name in `--experts` and in manifests."""
     if name not in _BY_NAME:
         raise UsageError(f"unknown --experts {name!r}", f"give {SLOTTED} or {SORTED}")
     return _BY_NAME[name]

@@ -19,7 +19,7 @@ FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 @dataclass(frozen=True)
 class Fit:
-    """A precision in which the released model fits a target, as text for `--precision`, and the memory it needs."""
+    """A precision in which the released model fits a target, as written in `--precision`, and the memory it takes."""
 
     precision: str
     memory: Estimate
@@ -36,9 +36,9 @@ class Fit:
 
 
 def released_fit(target: Target) -> Fit | None:
-    """Return the first of a target's precisions in which the released model fits; None if it fits in none.
+    """Return the first of a target's precisions in which the released model fits; None if there is none.
 
-    For a CPU, whose memory is not known, return the precision that takes the least memory.
+    A CPU's memory is not known, so return the precision that takes the least memory.
     """
     names = [target.default, *target.precisions[1:]]
     fits = [
@@ -53,7 +53,7 @@ def released_fit(target: Target) -> Fit | None:
 def released_memory(
     precision: Precision, target: Target, max_context: int, max_batch: int
 ) -> tuple[PrefillPlan, Estimate]:
-    """Return the prefill plan and the memory of a build of the released model."""
+    """Return how engines built from the released model encode prompts, and how much memory serving them takes."""
     source = Source(Path("released"), released_model(), {})
     made = shortened(Plan(source, target, precision, max_context, max_batch, Path()))
     return made.reading, made.memory

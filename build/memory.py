@@ -19,26 +19,26 @@ from canvasrt.formats import FORMATS
 from canvasrt.pass_shapes import PassPlan, canvas_sizes
 from canvasrt.recipes.recipe import load_recipe, quantizable
 
-# Bytes per weight that is not quantized.
+# Bytes that a weight takes if it is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
-# Factor on the workspace, which all engines share: builders take somewhat more than the tensors counted here.
+# The shared workspace is multiplied by this, because builders use somewhat more than the tensors counted here.
 MEMORY_MARGIN = 1.1
-# Bytes of an engine in addition to its weights: the kernels of all profiles, 16 to 31 MB with TensorRT-RTX.
+# Bytes that an engine takes in addition to its weights. The kernels of all profiles take 16 to 31 MB in TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6
-# Device bytes per execution context, and per layer in a captured graph. Allowances, not measured.
+# Bytes of device memory per execution context, and per layer of a captured graph. These are allowances, not measured.
 CONTEXT, CAPTURED_LAYER = 2 * 10**6, 10**6
-# A context's host memory may be this many times its device memory.
+# A context takes up to this many times as much host memory as device memory.
 CONTEXT_ON_HOST = 4
-# Bytes of Python and ONNX Runtime without a model.
+# Bytes of memory that Python and ONNX Runtime take without a model.
 CPU_PROCESS = 200 * 10**6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of memory while serving.
+    """The memory that serving takes, in bytes.
 
-    `code`: the engines' kernels. `buffers`: inputs, outputs and hidden states. `contexts`: execution contexts and
-    captured graphs. On a CPU, `buffers` is the process itself, and bodies and head do not share a workspace."""
+    `code` is for the engines' kernels; `buffers` for inputs, outputs and hidden states; `contexts` for execution
+    contexts and captured graphs. On a CPU, `buffers` is the process itself, and bodies and head have own workspaces."""
 
     weights: int
     code: int
@@ -54,7 +54,7 @@ class Estimate:
 
     @property
     def contexts_on_host(self) -> int:
-        """The bytes of host memory for execution contexts and captured graphs."""
+        """How many bytes of host memory execution contexts and captured graphs take."""
         return CONTEXT_ON_HOST * self.contexts
 
     def to_json(self) -> dict[str, int]:
@@ -68,10 +68,10 @@ class Weights:
 
     Attributes:
         precision: fp32, bf16, or a recipe's precision.
-        formats: the quantized weights' formats by global name; None takes those of the recipe that `precision` names.
+        formats: the quantized weights' formats by global name. If None, the recipe that `precision` names decides.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
-        in_files: whether to count weights in graphs' files. Otherwise weights that engines hold twice count twice, and
-        sums of blocks that ONNX Runtime adds count, too.
+        in_files: whether sizes are those in graphs' files. Otherwise they are those in memory, where engines store some
+        weights twice, and ONNX Runtime adds sums of blocks.
     """
 
     model: ModelConfig
@@ -97,7 +97,7 @@ class Weights:
         return {name: choice.format for name, choice in recipe.items()}
 
     def segments(self, without: tuple[str, ...] = ()) -> dict[str, int]:
-        """Return the bytes of weights by segment. Names with a suffix in `without` do not count."""
+        """Return every segment's weights in bytes. Weights whose names end with one of `without` do not count."""
         sizes = dict[str, float]()
         for name, size in self.sizes().items():
             if without and name.endswith(without):
@@ -111,7 +111,7 @@ class Weights:
         return {segment: round(size) for segment, size in sizes.items()}
 
     def sizes(self) -> dict[str, float]:
-        """Return the bytes of every weight by global name."""
+        """Return every weight's size in bytes by global name."""
         widths = quantizable(self.model)
         return {
             name: count * self._bytes(name, widths.get(name, 0))
@@ -120,18 +120,18 @@ class Weights:
 
     @property
     def table(self) -> int:
-        """The bytes of the embedding table, without the FP8 copy that products may have."""
+        """The embedding table's size in bytes, without the FP8 copy that some recipes add for products."""
         format = FORMATS.get(self.chosen.get(TABLE, ""))
         count = parameters(self.model)[TABLE]
         plain = format is None or format.projects
         return round(count * _PLAIN_BYTES[self.base]) if plain else round(self.sizes()[TABLE])
 
     def _bytes(self, name: str, width: int) -> float:
-        """Return the bytes per number of a weight with rows of `width`."""
+        """Return how many bytes each number of a weight takes, if its rows have `width` numbers."""
         format, plain = FORMATS.get(self.chosen.get(name, self.base)), _PLAIN_BYTES[self.base]
         if format is None:
             return plain
-        # An FP8 table also keeps its 16-bit rows, for lookups.
+        # Next to its FP8 codes, the table keeps its unquantized rows for lookups.
         rows = plain if name == TABLE and format.projects else 0.0
         if self.on_cpu:
             return rows + format.cpu_bytes(width, self.in_files)
@@ -139,14 +139,13 @@ class Weights:
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Return the matrices' sizes by global name. Norms are too small to count."""
+    """Return how many numbers each matrix has, by global name. Norms are too small to count."""
     counts = {name: each.size for name, each in matrices(model).items()}
     return counts | ({"vision": vision_parameters(model)} if model.vision else {})
 
 
 def vision_parameters(model: ModelConfig) -> int:
-    """Return the number of weights in the vision tower's layers, which are nearly all of its weights. They are not
-    quantized."""
+    """Return the number of weights in the vision tower's layers. The tower has few others, and none are quantized."""
     if model.vision is None:
         return 0
     config = model.vision
@@ -160,11 +159,11 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of serving on a GPU, or on a CPU if `weights.on_cpu`.
 
-    kv_cache: the format of cached keys and values, if it differs from the graphs'.
+    kv_cache: the format of cached keys and values; None for the graphs' own dtype.
     """
     if weights.on_cpu:
         return _on_cpu(weights, passes)
-    # A GPU holds the vision tower from the start.
+    # The vision tower is in the GPU's memory from the start.
     model, segments = weights.model, weights.segments()
     element = 4 if weights.base == "fp32" else 2
     number = 1 if kv_cache else element
@@ -184,7 +183,7 @@ def estimate(
 
 
 def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
-    """A CPU computes in fp32. The vision tower is not counted, because it is only loaded at the first image."""
+    """Estimate a CPU's memory in fp32. The vision tower is left out: it is only loaded at the first image."""
     model = weights.model
     return Estimate(
         weights=sum(size for name, size in weights.segments().items() if name != "vision"),
@@ -196,25 +195,25 @@ def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
 
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
-    """Return the number of execution contexts while serving. The head has one context per profile, and two with
-    captured graphs, for own and shared passes. The vision tower has one."""
+    """Return the number of execution contexts while serving. The head has one per profile, one for captured own passes,
+    and, in batches, one for captured shared passes. The vision tower has one."""
     head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)
 
 
 def _cached_numbers(model: ModelConfig, passes: PassPlan) -> int:
-    """Return the number of elements in one request's cache."""
+    """Return how many numbers one request's cache contains."""
     return sum(
         2 * layer.num_kv_heads * layer.head_dim * passes.cached(layer) for layer in model.layers
     )
 
 
 def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> int:
-    """Return the bytes of the buffers that runtime.gpu.workspace allocates.
+    """Return the size in bytes of the buffers that runtime.gpu.workspace allocates.
 
-    These are: hidden states of every engine, and two more per request; new keys and values of a pass; and a copy of one
-    slot's keys for changes of width. `number` is the bytes per cached element.
+    These are: hidden states of every engine, and two more per request; a pass's new keys and values; and a copy of one
+    slot's keys, needed when its width changes. A cached number takes `number` bytes.
     """
     model, encoded = weights.model, passes.lengths[-1]
     canvases = passes.batch * passes.canvas
@@ -228,7 +227,7 @@ def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> i
 
 
 def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
-    """Return the peak bytes of attention: the larger of the longest prompt chunk and a full batch of canvases."""
+    """Return attention's peak memory in bytes, for the longest prompt chunk or a full batch of canvases."""
 
     def largest(length: int) -> int:
         return max(_layer_attention(model, passes, each, length, element) for each in model.layers)
@@ -239,8 +238,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return the bytes of one request: joined keys and values, or, if attention is not fused, transposed keys and two
-    sets of scores."""
+    """Return how many bytes attention takes for one request. Fused attention has joined keys and values and a mask;
+    attention that is not fused has transposed keys, two sets of scores and a mask."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:
@@ -252,8 +251,8 @@ def _layer_attention(
 
 
 def _head(weights: Weights, passes: PassPlan, element: int) -> int:
-    """Return the bytes of the vocabulary-sized tensors that a GPU's sampler holds at the same time: logits,
-    unnormalised probabilities, and these in the table's format if products with the table quantize their inputs."""
+    """Return the size in bytes of the vocabulary-sized tensors that are in a GPU's memory at the same time: logits,
+    unnormalised probabilities, and the latter's codes if their product with the table is quantized."""
     format = FORMATS.get(weights.chosen.get(TABLE, ""))
     rounded = format.bits / 8 if format is not None and format.projects else 0
     logits = passes.batch * passes.canvas * weights.model.vocab_size
@@ -261,8 +260,8 @@ def _head(weights: Weights, passes: PassPlan, element: int) -> int:
 
 
 def _cpu_head(weights: Weights) -> int:
-    """Return the head's bytes on a CPU. ONNX Runtime runs one request and one operator at a time in float32, and
-    dequantizes one piece of the table. (Only small passes run concurrently.)"""
+    """Return how many bytes the head takes on a CPU. ONNX Runtime runs one operator of one request at a time in float32
+    (only small passes run concurrently), and dequantizes the table piece by piece."""
     logits = weights.model.canvas_length * weights.model.vocab_size
     return round(3.5 * logits * 4) + (
         TABLE_PIECE_BYTES if weights.chosen.get(TABLE) in FORMATS else 0
@@ -270,8 +269,8 @@ def _cpu_head(weights: Weights) -> int:
 
 
 def _cpu_body(model: ModelConfig, passes: PassPlan) -> int:
-    """Return the bytes of the largest operator's tensors in float32: attention scores of all heads plus joined keys and
-    values, or the experts' sorted rows, which have no empty slots."""
+    """Return the size in bytes of the largest operator's tensors in float32. That is attention, with all heads' scores
+    and joined keys and values, or the experts, whose sorted rows need no empty slots."""
     longest = passes.lengths[-1]
     inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
     experts = rows * (2 * model.hidden_size + 3 * inner)

@@ -1,4 +1,4 @@
-"""Estimates the memory and disk that a build takes on this machine, before it starts."""
+"""Estimates, before a build starts, the memory and disk that it takes on this machine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder's memory without weights in bytes, and its bytes per byte of a segment's weights, if their format has no
-# factor of its own. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
+# A builder takes this many bytes without weights, and this many more per byte of a segment's weights, unless their
+# format has its own factor. Measured in TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
-# Parallel builders use a third of the free memory. The rest is for the page cache.
+# Parallel builders together use at most a third of the free memory. The rest is for the page cache.
 SHARE = 3
-# Bytes of this process with torch and ModelOpt.
+# Bytes of memory that this process takes after importing torch and ModelOpt.
 _PROCESS = 850 * 10**6
-# Bytes of a weight that are read at a time, and rows of a matrix that are quantized at a time (export/).
+# In export/, this many bytes of a weight are read at a time, and this many rows of a matrix are quantized at a time.
 CHUNK, ROWS = 1 << 26, 16_384
 
 # The hint for a build that does not fit.
@@ -39,14 +39,14 @@ LIGHTER = (
 
 @dataclass(frozen=True)
 class Needs:
-    """A build's needs in bytes.
+    """The memory and disk that a build needs, in bytes.
 
     Attributes:
-        segments: the builder's memory by segment.
-        quantizing: the memory of writing graphs.
-        graph_files, engine_files: what is written to disk, by segment.
-        table: the embedding table in the head's graph, which stays when other weights are removed.
-        workers: how many builders may run at once.
+        segments: for every segment, the memory of its builder.
+        quantizing: the memory that writing graphs takes.
+        graph_files, engine_files: for every segment, the size of its files on disk.
+        table: the embedding table in the head's graph; it stays on disk when the head's other weights are removed.
+        workers: the largest number of builders that run at once.
     """
 
     segments: Mapping[str, int]
@@ -59,12 +59,12 @@ class Needs:
 
     @property
     def building(self) -> int:
-        """The bytes of the largest builder process."""
+        """The memory of the largest builder process."""
         return max(self.segments.values(), default=0)
 
     @property
     def writing(self) -> int:
-        """The memory until all graphs are written."""
+        """The memory that calibrating and writing graphs take."""
         return max(self.quantizing, self.calibration.memory if self.calibration else 0)
 
     @property
@@ -82,7 +82,7 @@ class Needs:
 
     def disk(self, spends_graphs: bool) -> int:
         """Return the peak disk use in bytes. A calibration's files are removed before graphs are written. With
-        `spends_graphs`, a segment's graph is removed once its engine is built."""
+        `spends_graphs`, a segment's weights in graphs are removed once its engine is built."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:
             return max(most, self.graphs + self.engines)
@@ -97,7 +97,7 @@ class Needs:
         return most
 
     def left(self, built: Collection[str]) -> Needs:
-        """Return the needs of a build whose graphs are written, and whose `built` segments are in the cache."""
+        """Return what a build still needs once its graphs are written and its `built` segments are in the cache."""
         graphs, engines = (
             {name: size for name, size in files.items() if name not in built}
             for files in (self.graph_files, self.engine_files)
@@ -105,7 +105,7 @@ class Needs:
         return replace(self, calibration=None, graph_files=graphs, engine_files=engines)
 
     def _first_builders(self) -> list[str]:
-        """Return the segments that are built first, at the same time (build/parallel.py)."""
+        """Return the segments whose builders start first and run at the same time (build/parallel.py)."""
         first: list[str] = []
         left = available_bytes() // SHARE
         for name in sorted(self.segments, key=lambda each: -self.segments[each]):
@@ -127,13 +127,13 @@ def host_needs(
     workers: int = 1,
     calibration: CalibrationNeeds | None = None,
 ) -> Needs:
-    """Return the needs of a build with an empty cache, which first calibrates and writes `graphs`."""
+    """Return what a build needs if the cache is empty, so that it first calibrates and writes `graphs`."""
     engines: dict[str, int] = {}
     stored = replace(built, in_files=True).segments()
     if not built.on_cpu:
         engines = {name: size + ENGINE_CODE for name, size in built.segments().items()}
     elif built.precision not in PLAIN:
-        # A CPU's engines are links to the graphs, unless weights are widened to float32.
+        # A CPU's engines take disk space only if they are lowered from quantized graphs. Otherwise they are links.
         engines = stored
     return Needs(
         {} if built.on_cpu else builder_needs(built, experts),
@@ -147,8 +147,8 @@ def host_needs(
 
 
 def _quantizing(graphs: Weights) -> int:
-    """Return the memory of quantizing the largest weights: two pieces, each as read and in float32; two float32
-    matrices; and codes, in addition to those of experts, whose memory the allocator keeps."""
+    """Return how much memory quantizing the largest weights takes: two pieces, each as read and in float32; two float32
+    matrices; their codes; and the codes of earlier experts, whose memory the allocator keeps."""
     pieces = matrix = 0
     experts, others = 0.0, 0.0
     for name, each in matrices(graphs.model).items():
@@ -164,15 +164,12 @@ def _quantizing(graphs: Weights) -> int:
 
 
 def builders_at_once(target: Target) -> int:
-    """Return how many engines may be built at once: only one on the GPU itself, where builders time kernels."""
+    """Return how many engines can be built at once: only one on the GPU itself, since builders time kernels there."""
     return len(os.sched_getaffinity(0)) if target.builds_anywhere else 1
 
 
 def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
-    """Return the builder's memory by segment.
-
-    The memory is that of whole segments; pieces without experts take less.
-    """
+    """Return the builder's memory by segment, as if segments were built whole; single pieces take less."""
     kinds = {weights.precision, *(weights.formats or {}).values()}
     head = {weights.chosen.get(TABLE, weights.base)}
     sizes = weights.segments(without=experts.outside)
@@ -183,7 +180,7 @@ def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:
-    """Return the bytes that building a segment takes, from its weights' bytes and formats."""
+    """Return how many bytes of memory building a segment takes. `weights` is its weights' size in bytes."""
     known = [FORMATS[name].builder_factor for name in formats if name in FORMATS]
     least = HEAD_FACTOR if segment == "head" else BUILDER_FACTOR
     return BUILDER_BASE + round(weights * max(known, default=least))
@@ -217,7 +214,7 @@ def check_memory_to_write(needs: Needs) -> None:
 
 
 def check_disk(needed: Mapping[Path, int]) -> None:
-    """Raise CanvasError if the disks of folders have less free space than needed. `needed`: bytes by folder."""
+    """Raise CanvasError if a disk has less free space than needed. `needed`: how many bytes each folder needs."""
     disks: dict[int, tuple[Path, int]] = {}
     for folder, count in needed.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())

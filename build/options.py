@@ -15,13 +15,13 @@ from canvasrt.defaults import (
 )
 from canvasrt.errors import UsageError
 
-# Folders of LoRA adapters, and their factors.
+# For each LoRA adapter, its folder and its factor.
 Adapters = tuple[tuple[Path, float], ...]
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The user's options. None is the default of the source or the target."""
+    """The user's options. None stands for the default of the source or the target."""
 
     precision: str | None = None
     max_context: int | None = None
@@ -37,7 +37,7 @@ DEFAULT_OPTIONS = BuildOptions()
 
 
 def check_adapters(source: Source, adapters: Adapters) -> None:
-    """Raise CanvasError for folders without an adapter, and for sources that cannot be adapted."""
+    """Raise CanvasError for a folder without an adapter, or if the source cannot be adapted."""
     for path, _ in adapters:
         check_adapter(path)
     if adapters and source.graphs is not None:
@@ -50,7 +50,7 @@ def check_adapters(source: Source, adapters: Adapters) -> None:
 
 
 def check_context(source: Source, requested: int | None) -> int:
-    """Check and return `--max-context`. Without the option, it is the smaller of the model's limit and our default."""
+    """Check and return `--max-context`. If it is left out, return the smaller of the model's limit and our default."""
     model = source.model
     limit = model.max_position_embeddings
     context = min(limit, MAX_CONTEXT) if requested is None else requested
@@ -69,7 +69,7 @@ def check_context(source: Source, requested: int | None) -> int:
 
 
 def check_layers(source: Source, requested: int | None) -> int:
-    """Check `--layers-per-segment`. Graphs are already divided into segments."""
+    """Check and return `--layers-per-segment`. Exported graphs allow only the number that they were divided by."""
     if requested is not None and requested < 1:
         raise UsageError(f"--layers-per-segment {requested} is less than 1", "give 1 or more")
     if source.graphs is None:

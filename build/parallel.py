@@ -12,7 +12,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class ParallelTask(Generic[ResultT]):
-    """A task for a thread, and the bytes of memory that it takes."""
+    """A task for a thread. It takes `memory` bytes."""
 
     name: str
     memory: int
@@ -29,9 +29,9 @@ def run_all(
 ) -> dict[str, ResultT]:
     """Run all tasks and return their results by name.
 
-    Concurrent tasks take at most `memory` bytes; a task that needs more runs alone. `started` and `finished` are called
-    with the task's name on this thread. If a task fails or this thread is interrupted, `stop` is called to end the
-    other tasks. Then the first failure is raised.
+    Concurrent tasks take at most `memory` bytes together; a task that needs more runs alone. `started` and `finished`
+    are called on this thread with the task's name. If a task fails or this thread is interrupted, `stop` is called and
+    must end all running tasks. Then the first failure is raised.
     """
     waiting, results = list(tasks), {}
     running: dict[Future[ResultT], ParallelTask[ResultT]] = {}

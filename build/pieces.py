@@ -1,4 +1,4 @@
-"""Cuts body segments into pieces, with the experts' kernels and weights between them (`--experts sorted`)."""
+"""Cuts body segments into pieces, between which the experts' kernels run (`--experts sorted`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class PieceGraph:
-    """The graph of one piece, and its weights' bytes."""
+    """The graph of one piece, and the size of its weights in bytes."""
 
     name: str
     file: Path
@@ -35,8 +35,8 @@ class PieceGraph:
 
 
 def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
-    """Write the pieces of a body segment's graph to `folder`. Weights stay in the graph's weight file, which is
-    linked."""
+    """Write the pieces of a body segment's graph to `folder`. They share the graph's weight file, which is linked
+    there."""
     ir = require("onnx_ir", "export")
     from canvasrt.sorted_rows.cut import cut_body
 
@@ -62,9 +62,10 @@ def join_pieces(
 ) -> Json:
     """Write a segment's kernels and weights to `out`, next to the engines of its pieces.
 
-    Returns the manifest's `file`, and `kernels`, which replaces the pieces' kernel lists if there are any.
+    Returns two fields of the manifest: `file`, and, if all pieces have kernel lists, `kernels`, which joins these
+    lists.
 
-    pieces: the engines' files, in order, and their SHA-256.
+    pieces: in order, each engine's file and its SHA-256.
     """
     ir = require("onnx_ir", "export")
     from canvasrt.sorted_rows.stacks import GraphExperts
@@ -100,8 +101,8 @@ def join_pieces(
 def _compile(
     form: KernelForm, capabilities: Iterable[Capability], out: Path
 ) -> tuple[dict[str, KernelImage], str]:
-    """Compile a kernel for every capability. Return the images, and the matrix instruction for the oldest
-    capability."""
+    """Compile a kernel for every capability. Return the images, and the matrix instruction that the first capability's
+    image uses."""
     images: dict[str, KernelImage] = {}
     instruction = ""
     for major, minor in capabilities:

@@ -45,7 +45,7 @@ from canvasrt.targets import Target, find_target
 
 
 class PrefillPlan(NamedTuple):
-    """How prompts are encoded: maximum tokens per encoding pass, and whether images are supported."""
+    """How prompts are encoded: how many tokens an encoding pass has at most, and whether images are supported."""
 
     prefill_chunk: int
     sees: bool
@@ -55,8 +55,7 @@ class PrefillPlan(NamedTuple):
 class Plan:
     """One engine bundle to build.
 
-    `calibration` is a file of prompts, for a recipe that needs calibration. `adapters` are merged
-    into the checkpoint.
+    `calibration` is a file of prompts, which only some recipes need. `adapters` are merged into the checkpoint.
     """
 
     source: Source
@@ -73,8 +72,8 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights are removed from the cache once its engine is built. A CPU's engines may be links
-        to them."""
+        """Whether a segment's weights in graphs are removed from the cache once its engine is built. They are kept if
+        the engine only links to them, as plain engines for a CPU do."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
@@ -82,7 +81,7 @@ class Plan:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The user's choices for the manifest's `options`. Values equal to `_DEFAULTS` are omitted."""
+        """The user's choices, as `options` in the manifest. Values equal to those in `_DEFAULTS` are left out."""
         chosen: dict[str, Any] = {
             "precision": self.precision.name,
             "max_context": self.max_context,
@@ -102,7 +101,7 @@ class Plan:
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
-        """The adapters' files by SHA-256 and their weights, as in the graphs' manifest."""
+        """For each adapter, its files' SHA-256 and its weight, as in the graphs' manifest."""
         return [
             {"files": hash_files(path, ADAPTER_FILES), "weight": weight}
             for path, weight in self.adapters
@@ -110,21 +109,21 @@ class Plan:
 
     @cached_property
     def calibration_hash(self) -> str | None:
-        """The SHA-256 of the user's calibration file; None without one."""
+        """The SHA-256 of the user's calibration file; None if there is none, or if the precision needs none."""
         if self.calibration is None or not self.precision.is_calibrated:
             return None
         return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
 
     @cached_property
     def formats(self) -> dict[str, str] | None:
-        """The quantized weights' formats by global name; None if unknown before the export."""
+        """The quantized weights' formats by global name; None if they are unknown before the export."""
         if self.precision.recipe is None and self.source.is_quantized:
             return self.source.formats
         return self.precision.formats(self.source.model)
 
     @property
     def kv_cache(self) -> str | None:
-        """The cache format of the requested recipe, or of the recipe in the graphs."""
+        """The key-value cache's format: that of the requested recipe, or else of the recipe in the graphs."""
         if self.precision.recipe is not None:
             return self.precision.recipe.kv_cache
         graphs = self.source.graphs
@@ -145,8 +144,8 @@ class Plan:
 
     @cached_property
     def reading(self) -> PrefillPlan:
-        """How prompts are encoded. Shorter passes, or engines without images, are only chosen if nothing else fits the
-        target. If nothing fits at all, the default is returned."""
+        """How prompts are encoded. The first way that fits the target's memory is chosen: the default, shorter passes,
+        no images, or both. If none fits, the default is chosen."""
         model, limit = self.source.model, self.target.memory
         chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
         sights = (True, False) if model.vision else (False,)
@@ -155,7 +154,7 @@ class Plan:
         return next(fitting, ways[0])
 
     def passes_when(self, reading: PrefillPlan) -> PassPlan:
-        """Return the pass plan for a way to encode prompts. Without images, passes need no expert rows for them."""
+        """Return the pass plan for a way to encode prompts. Without images, experts need fewer rows."""
         sizes = self.max_context, self.max_batch, reading.prefill_chunk
         return self.experts.passes(plan_passes(self._seen(reading), *sizes))
 
@@ -165,7 +164,7 @@ class Plan:
         return self.passes_when(self.reading)
 
     def memory_when(self, reading: PrefillPlan) -> Estimate:
-        """Return the memory of serving if prompts are encoded as in `reading`."""
+        """Return how much memory serving takes if prompts are encoded as in `reading`."""
         weights = replace(self.weights, model=self._seen(reading))
         return estimate(weights, self.passes_when(reading), self.kv_cache, self.experts)
 
@@ -175,17 +174,17 @@ class Plan:
 
     @cached_property
     def memory(self) -> Estimate:
-        """The memory of serving."""
+        """The memory that serving takes."""
         return self.memory_when(self.reading)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the plan fits the target's memory; None if this memory is unknown."""
+        """Whether serving fits the target's memory; None if this memory is unknown."""
         return None if self.target.memory is None else self.memory.total <= self.target.memory
 
     @cached_property
     def needs(self) -> Needs:
-        """The needs of the build on this machine."""
+        """What the build needs on this machine."""
         source, graphs = self.source, None
         if source.graphs is None or self.quantizes:
             graphs = replace(self.weights, on_cpu=False, in_files=True)
@@ -193,20 +192,20 @@ class Plan:
                 exported = source.precision or self.precision.exported
                 graphs = replace(graphs, precision=exported, formats=source.formats)
         calibration = None
-        with contextlib.suppress(CanvasError):  # invalid prompts, for which `check_plan` raises
+        with contextlib.suppress(CanvasError):  # unusable prompts are reported by `check_plan`
             calibration = self.calibrates
         workers = builders_at_once(self.target)
         return host_needs(self.weights, graphs, self.experts, workers, calibration)
 
     @property
     def disk(self) -> int:
-        """The most that a build with an empty cache has on disk at a time."""
+        """The peak disk use, in bytes, of a build with an empty cache."""
         return self.needs.disk(self.spends_graphs)
 
     @cached_property
     def calibrates(self) -> CalibrationNeeds | None:
-        """The needs of the calibration; None if the build does not calibrate. Raises CanvasError for unusable
-        prompts."""
+        """What the calibration needs; None if the build does not calibrate, or if its prompts are unknown. Raises
+        CanvasError for unusable prompts."""
         recipe, checkpoint = self.precision.recipe, self.source.checkpoint
         if recipe is None and checkpoint and checkpoint.quantization:
             leaves = self.source.is_quantized and not checkpoint.quantization.static
@@ -224,9 +223,9 @@ class Plan:
         return calibration_needs(prompts, self.source.path, width)
 
     def existing(self) -> Bundle | None:
-        """Return the bundle at `out` if this build would write the same bundle.
+        """Return the bundle at `out` if this build would write the same one; None if there is none.
 
-        Raises CanvasError if `out` has different content.
+        Raises CanvasError if a different bundle is there.
         """
         if not (self.out / MANIFEST).exists():
             return None
@@ -292,19 +291,19 @@ def plan(
 ) -> Plan:
     """Plan a build: check its options against the model and the target.
 
-    `precision` is this target's, if the caller has already resolved `options.precision`.
+    `precision` is this target's precision, if the caller has already derived it from `options.precision`.
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:
         (precision,) = choose_precisions([target], options.precision, source.precision)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
-    # Do not refuse prompts here, because another target of the same build may need them.
+    # Accept prompts even if this target does not need them, because another target of the build may.
     check_calibration(options.calibration, True, precision.text)
     check_adapters(source, options.adapters)
     context = check_context(source, options.max_context)
     layers = check_layers(source, options.layers_per_segment)
-    # Raises CanvasError for a recipe with a pattern that matches nothing.
+    # This raises CanvasError for a recipe that has a pattern without a match.
     formats = precision.formats(source.model)
     experts = find_experts(options.experts)
     experts.check(target, source.model, _expert_formats(source, formats))
@@ -325,8 +324,8 @@ def plan(
 
 
 def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
-    """Return the formats of the experts' weights. For a quantized checkpoint, only its precision is known before the
-    export."""
+    """Return the formats of the experts' weights. Before the export of a quantized checkpoint, only its precision is
+    known, and is returned."""
     if source.is_quantized and source.graphs is None:
         return {str(source.precision)}
     found = (source.formats if source.is_quantized else formats) or {}
@@ -334,13 +333,13 @@ def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[st
 
 
 def shortened(plan: Plan) -> Plan:
-    """Return the plan with segments of `SHORT_SEGMENT` layers if longer ones take much memory to build, and the target
-    has room for short ones, which take slightly more of its memory.
+    """Return the plan with segments of `SHORT_SEGMENT` layers if building longer ones takes much memory, and the target
+    has room for short ones, which take slightly more memory to serve.
 
-    A target has room if its memory is unknown, or if it stays under 95% full and encodes prompts in the same chunks. A
-    CPU's segments are cut in the same way, so that targets can share an export.
+    A target has room if its memory is unknown, or if short segments fill at most 95% of it and do not change how
+    prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an export.
     """
-    # The experts' weights dominate the memory.
+    # Builders take much memory only because of the experts' weights.
     if plan.source.graphs is not None or not plan.experts.in_engines:
         return plan
     built = builder_needs(replace(plan.weights, on_cpu=False), plan.experts)
@@ -353,8 +352,8 @@ def shortened(plan: Plan) -> Plan:
 
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
-    """Give all plans of one source and precision the same segments, so that they share graphs. Segments are long if any
-    target has no room for short ones."""
+    """Give plans of one source the same segments if they have the same precision, so that they share graphs. Segments
+    are long if any target has no room for short ones."""
     longest: dict[str, int] = {}
     for each in plans:
         kind = each.precision.text
@@ -362,9 +361,9 @@ def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
     return [replace(each, layers_per_segment=longest[each.precision.text]) for each in plans]
 
 
-# Graphs up to this many bytes are kept in the cache.
+# A plan's graphs are kept in the cache if they take at most this many bytes.
 KEPT_GRAPHS = 2 * 10**9
-# Options with these values are not listed in a manifest.
+# A manifest leaves out options with these values.
 _DEFAULTS: dict[str, Any] = {
     "adapters": [],
     "calibration": None,

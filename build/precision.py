@@ -14,7 +14,7 @@ from canvasrt.targets import Target, check_precision
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision. `name` is as in the table of targets. Without a recipe, the source's quantized weights are kept."""
+    """A precision, named as in the table of targets. Without a recipe, a source's quantized weights are kept."""
 
     name: str
     recipe: Recipe | None = None
@@ -32,16 +32,16 @@ class Precision:
 
     @property
     def exported(self) -> str:
-        """The precision of the exported graphs."""
+        """The precision of graphs exported from a plain checkpoint."""
         return self.name if self.name in PLAIN else "bf16"
 
     @property
     def text(self) -> str:
-        """The recipe's name, else the precision's."""
+        """The recipe's name if there is a recipe, else the precision's name."""
         return self.recipe.name if self.recipe else self.name
 
     def formats(self, model: ModelConfig) -> dict[str, str] | None:
-        """Return the quantized weights' formats by global name; None without a recipe."""
+        """Return the quantized weights' formats by global name; None if only the source knows them."""
         if self.recipe is None:
             return None if self.is_quantized else {}
         return {name: choice.format for name, choice in self.recipe.formats(model).items()}
@@ -67,9 +67,9 @@ def choose_precisions(
 ) -> list[Precision]:
     """Choose every target's precision.
 
-    of_source: the precision of graphs or of a quantized checkpoint; None for a plain checkpoint. Without `requested`, a
-    target gets the source's precision if it supports it, else its own default. A CPU among other targets keeps its
-    default if it does not support `requested`.
+    `of_source` is the precision of graphs or of a quantized checkpoint; None for a plain checkpoint. If `requested` is
+    None, a target that supports the source's precision gets it, and any other target gets its own default. A CPU that
+    does not support `requested` gets its default if another target supports it.
     """
     if requested is None:
         return [_default(target, of_source) for target in targets]
@@ -81,7 +81,7 @@ def choose_precisions(
             chosen.append(_default(target, None))
             continue
         _check(target, wanted, several=len(targets) > 1)
-        # A source with this precision is built unchanged.
+        # A source that already has the requested precision is built unchanged.
         named = requested == wanted.name and of_source == wanted.name
         chosen.append(Precision(wanted.name) if named else wanted)
     return chosen

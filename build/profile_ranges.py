@@ -11,14 +11,14 @@ from canvasrt.defaults import OCTET, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
 from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes, usual_capacity
 
-# The context length for which kernels are tuned. All lengths up to --max-context work.
+# Kernels are tuned for this context length. All lengths up to --max-context work.
 TYPICAL_CONTEXT = 2048
 
 DENOISE_BATCH, IMAGES_PROFILE = "denoise_batch", "images"
 DENOISE_SMALL = "denoise_small"
 
 
-# Dimension's name in the graph → range of sizes.
+# The range of each dynamic dimension's size, by the dimension's name in the graph.
 Profile = dict[str, Range]
 
 
@@ -28,8 +28,8 @@ def profiles(
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
     `encode` is for a prefill chunk or a finished canvas of one request; `denoise` for one request's canvas;
-    `denoise_batch` for a full batch of canvases, some of which may be padding. Smaller canvases run in `encode`, and in
-    the head's `denoise_small`. Kernels are tuned for `opt`; `max` is the limit.
+    `denoise_batch` for a full batch of canvases, including padding. Canvases below the full length run in the bodies'
+    `encode` and the head's `denoise_small`. Kernels are tuned for a range's `opt`; `max` is the limit.
     """
     if "layers" in segment:
         return _body(segment, model, passes)
@@ -43,13 +43,13 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter's name for the patch dimension is this expression.
+    # The runtime processes one image at a time. The exporter names the patch dimension by this expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
 
 def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
-    """Return profiles as in the manifest, in the engine's order."""
+    """Return profiles as the manifest lists them, in the order in which the engine has them."""
     return [
         {"name": name, **{dimension: size.to_json() for dimension, size in sizes.items()}}
         for name, sizes in made.items()
@@ -59,7 +59,7 @@ def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
 def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> dict[str, Profile]:
     cached = {"full": octets(passes.widths[-1]), "sliding": octets(passes.window)}
     past = {
-        # A request's first pass has a past of one empty octet.
+        # In a request's first pass, the past is one empty octet (group of eight tokens).
         f"octets_{kind}": Range(1, min(TYPICAL_CONTEXT // OCTET, cached[kind]), cached[kind])
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
@@ -80,15 +80,15 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
             made[name] = {**size, **_slots(model, rows), **past}
             continue
         tokens = passes.canvas if _feeds_all_tokens(segment) else None
-        # A canvas may route all tokens to the same experts.
+        # In the worst case, a canvas routes all tokens to the same experts.
         rows = Range(1, passes.canvas_rows[0], passes.canvas_rows[-1])
         made[name] = {**size, **_slots(model, rows, tokens), **past}
     return made
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Return the ranges of the experts' dimensions: `slots` rows per expert; or, for the first product, all `tokens`
-    for every expert."""
+    """Return the ranges of the experts' dimensions. Every expert has `slots` rows; but if `tokens` is set, every expert
+    has all these tokens in the first product."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}
@@ -97,8 +97,8 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Return whether a single canvas feeds all its tokens to every expert's first product.
 
-    This is faster for formats with fast arithmetic: reading the weights dominates in both cases, and tokens are
-    quantized once instead of once per slot. In slower formats, arithmetic would dominate.
+    This is faster in formats with fast arithmetic, where reading the weights takes longest either way, and each token
+    is quantized once instead of once per slot. In slower formats, arithmetic would take longest.
     """
     formats = segment.get("quantized") or {}
     return any(
@@ -107,7 +107,7 @@ def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
 
 
 def _rows(passes: PassPlan) -> dict[str, Range]:
-    """Return the possible numbers of requests per denoising pass: one, and a full batch if it is larger."""
+    """Return, by profile, how many requests a denoising pass has: one, or in a second profile a full batch."""
     rows = {DENOISE: _always(1)}
     if passes.batch > 1:
         rows[DENOISE_BATCH] = _always(passes.batch)

@@ -19,7 +19,7 @@ from canvasrt.types import Json
 
 
 def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
-    """Return the files of weights that no plan reads again, since what is built from them is in the cache."""
+    """Return the weight files that no plan needs to read, since all that is built from them is in the cache."""
     gone = [
         (cpu if each.target.capability is None else tensorrt).built_weights(each, graphs)
         for each in plans
@@ -28,14 +28,14 @@ def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
 
 
 def reusable_graphs(plans: Sequence[Plan]) -> Bundle | None:
-    """Return the graphs of plans of one precision if they exist, with all weights that their builds read."""
+    """Return the graphs that these plans of one precision share; None unless all weights that they read exist."""
     if plans[0].source.graphs is not None and not plans[0].quantizes:
         return plans[0].source.graphs
     return _cached(plans[0], partial(built_weights, plans))
 
 
 def held_bytes(plans: Sequence[Plan]) -> int:
-    """Return the size of cached files from which interrupted builds of these plans resume."""
+    """Return the size, in bytes, of the cached files from which these plans would resume."""
     sizes = {}
     for folder in {folder for plan in plans for folder in _begun(plan)}:
         for file in folder.rglob("*"):
@@ -45,12 +45,12 @@ def held_bytes(plans: Sequence[Plan]) -> int:
 
 
 def is_calibrated(plan: Plan) -> bool:
-    """Whether an earlier build has left the result of the plan's calibration."""
+    """Return whether an earlier build has left the result of this plan's calibration in the cache."""
     return any((folder / CALIBRATED).is_file() for folder in _quantizing(plan))
 
 
 def _begun(plan: Plan) -> list[Path]:
-    """Return the folders of a plan's graphs, finished or not, and of those being lowered; they need not exist."""
+    """Return the folders of a plan's unfinished, finished and lowered graphs. They need not exist."""
     folders = _quantizing(plan)
     if found := _cached(plan, lambda bundle: bundle.manifest.files):
         folders += [found.path, unfinished_folder(*lowered_from(found))]
@@ -58,8 +58,8 @@ def _begun(plan: Plan) -> list[Path]:
 
 
 def _quantizing(plan: Plan) -> list[Path]:
-    """Return the folder with the progress of a plan's quantization, which need not exist; none if there is nothing to
-    quantize."""
+    """Return the folder that keeps a plan's progress in quantizing, as a list. The folder need not exist. The list is
+    empty if the plan does not quantize."""
     source, recipe = plan.source, plan.precision.recipe
     if not plan.quantizes or recipe is None:
         return []

@@ -15,9 +15,9 @@ from canvasrt.checkpoints.description import Description, describe
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, described by `checkpoint`, or a graph bundle (`graphs`). `made_from` are its hashes.
+    """A checkpoint, described by `checkpoint`, or the graph bundle `graphs`. `made_from` identifies it by hashes.
 
-    `precision` is that of the graphs or of a quantized checkpoint; None for a plain checkpoint.
+    `precision` is the precision of the graphs or of a quantized checkpoint; None for a plain checkpoint.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class Source:
 
     @property
     def formats(self) -> dict[str, str] | None:
-        """The formats of the graphs' quantized weights by global name; None if unknown."""
+        """The formats of the graphs' quantized weights by global name; None for a checkpoint."""
         if self.graphs is None:
             return None
         entries = self.graphs.manifest.segments
@@ -42,7 +42,7 @@ class Source:
 
 
 def find_source(source: Path | str) -> Source:
-    """Locate a checkpoint or a graph bundle. Only reads its metadata.
+    """Find a checkpoint or a graph bundle, and read only its metadata.
 
     `made_from` is empty until `hash_source` fills it in.
     """
@@ -57,7 +57,7 @@ def find_source(source: Path | str) -> Source:
 
 
 def hash_source(source: Source) -> Source:
-    """Return the source with its hashes in `made_from`. Raises CanvasError if a graph bundle is damaged."""
+    """Hash the source, and return it with `made_from` filled in. Raises CanvasError if a graph bundle is damaged."""
     if source.graphs is not None:
         graphs = load_checked(source.path, "graphs")
         made_from = {"kind": "graphs", "digest": graphs.manifest.digest}

@@ -1,4 +1,4 @@
-"""Builds engines for NVIDIA GPUs: with TensorRT-RTX ahead of time and without a GPU, or with TensorRT on the GPU."""
+"""Builds engines for NVIDIA GPUs. TensorRT-RTX builds them on any machine; TensorRT needs the GPU itself."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from canvasrt.types import Json
 
 @dataclass(frozen=True)
 class SegmentBuild:
-    """One engine to build: name, graph, bytes and formats of the weights, profiles, and all inputs that determine
-    it."""
+    """One engine to build. `weights` is the size of its weights in bytes, `formats` are their formats, `sizes` its
+    profiles, and `made_from` is everything that determines the engine."""
 
     name: str
     graph: Path
@@ -63,7 +63,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     manifest, target = graphs.manifest, _target(plan)
     entries = [each for each in manifest.segments if each["name"] != "vision" or plan.reading.sees]
     with staging(plan.out) as tmp:
-        # By segment; a segment in pieces has several engines.
+        # For each segment, the engines to build: several if it is in pieces.
         builds = [_segment(plan, graphs, entry, target, tmp / _PIECES) for entry in entries]
         each_engine = [each for found in builds for each in found]
         made = _engines(plan, each_engine, tmp)
@@ -102,8 +102,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the files of weights that a build does not read again, since the engines built from them are in the
-    cache."""
+    """Return the weight files that a build need not read, since the engines built from them are in the cache."""
     if not plan.experts.in_engines:
         return set()
     target, cache = _target(plan), EngineCache()
@@ -119,7 +118,7 @@ def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
 
 
 def _target(plan: Plan) -> Json:
-    """Return the manifest's entry for the target."""
+    """Return the target's entry in the manifest."""
     module = require(*BUILDER_MODULES[plan.target.builder])
     return {
         "name": plan.target.name,
@@ -134,7 +133,7 @@ def _target(plan: Plan) -> Json:
 def _segment(
     plan: Plan, graphs: Bundle, entry: Json, target: Json, folder: Path
 ) -> list[SegmentBuild]:
-    """Return a segment's engines to build: one, or one per piece. The pieces' graphs are written to `folder`."""
+    """Return the engines to build for a segment: one, or one per piece. The pieces' graphs are written to `folder`."""
     sizes = profiles(entry, graphs.manifest.model, plan.passes)
     whole = "layers" not in entry or plan.experts.in_engines
     if not whole:
@@ -144,7 +143,7 @@ def _segment(
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
         "precision": plan.precision.name,
         "profiles": to_json(sizes),
-        # The target's name is not part of the key, because engines only depend on the capabilities.
+        # The target's name is left out, because engines only depend on its GPU's capabilities.
         **{name: value for name, value in target.items() if name != "name"},
     }
     formats = tuple((entry.get("quantized") or {}).values())
@@ -169,7 +168,7 @@ def _segment(
 
 
 def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, Json]:
-    """Write every engine to `out`, from the cache if possible. Return `sha256`, `bytes` and `facts` by name."""
+    """Write every engine to `out`, from the cache if possible. Return `sha256`, `bytes` and `facts` by engine name."""
     cache = EngineCache()
     made: dict[str, Json] = {}
     tasks: list[ParallelTask[Json]] = []
@@ -187,7 +186,7 @@ def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, J
         tasks.append(ParallelTask(each.name, need, _builder(plan, each, out, cache, children)))
     return_freed_memory()
     made |= run_all(
-        # The largest engine first, because it determines the total time.
+        # The largest engine is built first, because it determines the total time.
         sorted(tasks, key=lambda task: -task.memory),
         available_bytes() // SHARE,
         builders_at_once(plan.target),
@@ -205,7 +204,7 @@ def _builder(
     cache: EngineCache,
     children: Children,
 ) -> Any:
-    """Return a function that builds one segment; for calls on threads."""
+    """Return a function that builds one engine, to be called on a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
     gpus = plan.target.capabilities if plan.target.builds_anywhere else ()
     engine = out / segment.file
@@ -224,24 +223,23 @@ def _builder(
 
 
 def _timings(made_from: Json) -> Path:
-    """Return the timing cache's file for a builder's version and a GPU."""
+    """Return the file of the timing cache that belongs to a builder's version and a GPU."""
     about = {
         name: made_from[name] for name in ("builder_version", "compute_capability", "built_on")
     }
     return cache_folder() / "timing" / key_of(about)
 
 
-# Name of the folder for the pieces' graphs during the build.
+# During the build, a folder of this name has the pieces' graphs.
 _PIECES = "pieces"
-# Tolerance in bytes for small tensors that the plan does not count.
+# Activations may exceed the plan by this many bytes, because it does not count small tensors.
 _UNCOUNTED = 1 << 28
 
 
 def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
-    """Raise CanvasError for engines whose activations take more memory than planned, if that exceeds the target's
-    memory.
+    """Raise CanvasError if activations take so much more memory than planned that serving exceeds the target's memory.
 
-    A builder may order operators so that intermediate results of a whole layer are alive at the same time.
+    This happens if a builder orders operators so that a whole layer's intermediate results exist at the same time.
     """
     needs = {name: each["facts"]["activation_bytes"] or 0 for name, each in made.items()}
     name = max(needs, key=lambda each: needs[each])
@@ -264,7 +262,7 @@ def _described(
     made: Mapping[str, Json],
     out: Path,
 ) -> Json:
-    """Return a segment's entry in the engines' manifest. Joins pieces first."""
+    """Return a segment's entry in the engines' manifest. If the segment is in pieces, join them first."""
     first, *others = builds
     sizes = {"profiles": to_json(first.sizes)}
     if not others:
@@ -287,6 +285,6 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 
 @cache
 def _code() -> str:
-    """Return a hash of the code that builds engines. A change of the code invalidates the cache."""
+    """Return a hash of the code that builds engines, so that a change of this code invalidates the cache."""
     listing = (builder_log, dims, fused_attention, parse, resolve, tensor_shapes, store)
     return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

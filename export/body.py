@@ -20,8 +20,8 @@ from canvasrt.export.moe import Experts, Router, Slots
 
 
 class BodyLayer(nn.Module):
-    """Attention, then a shared MLP in parallel with the experts, all with norms before and after, then the layer's
-    scalar."""
+    """Attention, then a shared MLP next to the experts, then multiplication by the layer's scalar. Attention, MLP and
+    experts have norms before and after them."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class BodyLayer(nn.Module):
         self.pre_experts_norm = RMSNorm(size, eps)
         self.post_experts_norm = RMSNorm(size, eps)
         self.post_norm = RMSNorm(size, eps)
-        # The only weights that differ between the two phases.
+        # Only these weights differ between encoding and denoising.
         self.encoder_scalar = placeholder(1)
         self.decoder_scalar = placeholder(1)
 
@@ -52,14 +52,14 @@ class BodyLayer(nn.Module):
         valid: Tensor,
         slots: Slots,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Map `x` `[1, B·L, D]` to the same shape. Also return this call's key and value, and the experts' loads `[1,
+        """Map `x` `[1, B·L, D]` to the same shape. Also return this call's keys and values, and the experts' loads `[1,
         E]`.
 
-        Outside attention, all requests' tokens are on one axis, because TensorRT-RTX then quantizes in fewer kernels.
+        Outside attention, all requests' tokens share one axis, because TensorRT-RTX then quantizes in fewer kernels.
         """
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
         x = x + self.post_attention_norm(attended)
-        # The normalization is computed once for router, experts and MLP, whose norms only differ in their weights.
+        # Normalize once for router, experts and MLP: their norms differ only in the weights.
         normed = rms_norm(x, self.eps)
         index, weights = self.router(normed)
         own = (normed * self.pre_experts_norm.weight).squeeze(0)
@@ -98,23 +98,25 @@ class BodySegment(nn.Module):
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Run the layers over one call's tokens.
 
-        Shapes: B rows, L tokens per row, D hidden size, E experts, O octets (groups of eight) of cached tokens. Hidden
-        states, keys and values are float32 in fp32 graphs, and bf16 in bf16 and quantized ones; a recipe's `kv_cache: fp8`
-        makes cached keys and values E4M3. In the graph, names end with a layer's kind (`past_positions_full`) or its
-        index in the segment (`past_key_0`, `past_value_0`, `new_key_0`, `new_value_0`).
+        Shapes: B rows, L tokens per row, D hidden size, E experts, O groups of eight cached tokens (octets). Hidden
+        states, keys and values are float32 in graphs exported or quantized from fp32, else bf16; but a recipe with
+        `kv_cache: fp8` makes cached keys and values E4M3. In the graph, names end with a layer's kind
+        (`past_positions_full`) or its index (`past_key_0`, `past_value_0`, `new_key_0`, `new_value_0`).
 
         Args:
             hidden: `[B, L, D]`, the embeddings or the previous segment's output.
             positions: `[B, L]` int64; −1 marks padding, whose outputs are undefined.
-            groups: `[B, L]` int64 image numbers, −1 for text; tokens of one image attend to each other.
+            groups: `[B, L]` int64, the number of a token's image, −1 for text. Tokens of one image attend to each
+            other.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
-            slots, gate_slots, gate_queues: int64; `down`, `gate` and `gate_queues` of `canvasrt.export.moe.Slots`.
-            past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.
-            past: per layer, the cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
+            slots, gate_slots, gate_queues: int64, called `down`, `gate` and `gate_queues` in
+            `canvasrt.export.moe.Slots`.
+            past_positions: per kind of layer, `[B, O, 8]` int64, the cached tokens' positions; −1 marks empty places.
+            past: per layer, the cached keys and values `[B, kv_heads, O, 8, head_dim]`. O is at least 1.
         Returns:
-            hidden `[B, L, D]` (in the graph `hidden_out`), the experts' loads `[layers, E]` int32, and this call's key
-            and value `[B, kv_heads, L, head_dim]` per layer. `chain` reduces the loads to the largest of every layer,
-            `load` `[layers]` int64.
+            hidden `[B, L, D]` (in the graph `hidden_out`), the experts' loads `[layers, E]` int32, and, per layer, this
+            call's keys and values `[B, kv_heads, L, head_dim]`. `chain` replaces the loads by `load` `[layers]` int64,
+            every layer's largest.
         """
         masks, turns = {}, {}
         for kind, octets in past_positions.items():

@@ -1,6 +1,6 @@
 """Joins single-layer graphs to the graph of a segment.
 
-Tracing takes seconds per layer, and all layers of a kind have the same trace. So every kind is traced once and copied.
+Tracing a layer takes seconds, and layers of one kind have equal graphs. So each kind is traced once, and copied.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from canvasrt.export.onnx import OPSET
 def chain(layers: Sequence[ir.Model]) -> ir.Model:
     """Return one graph that runs the single-layer graphs one after another.
 
-    Inputs of the same name are merged. A layer's `hidden` is the previous layer's `hidden_out`; loads are concatenated.
-    Weights of layer k, which its own graph names `layers.0.…`, are renamed to `layers.k.…`. Buffers of the same name
-    are merged. Keys and values are ordered by layer.
+    Inputs of the same name are merged, as are buffers. A layer's `hidden` is the previous layer's `hidden_out`. The
+    output `load` has every layer's largest load. Each traced graph names its weights `layers.0.…`; those of layer k are
+    renamed to `layers.k.…`. Keys and values are ordered by layer.
     """
     joined = layers[0].clone()
     graph = joined.graph
@@ -45,14 +45,14 @@ def chain(layers: Sequence[ir.Model]) -> ir.Model:
     graph.inputs[:] = [*inputs.values(), *pasts]
     graph.outputs[:] = [hidden, _largest(graph, loads), *news]
     joined.opset_imports[""] = OPSET
-    # Masks and rotations are the same in every layer of a kind.
+    # This merges masks and rotations, which are the same in every layer of a kind.
     CommonSubexpressionEliminationPass()(joined)
     RemoveUnusedNodesPass()(joined)
     return joined
 
 
 def _largest(graph: ir.Graph, loads: Sequence[ir.Value]) -> ir.Value:
-    """Add nodes that compute the largest load of every layer, `[layers]` int64, in one kernel."""
+    """Add nodes that compute every layer's largest load, `[layers]` int64, in one kernel."""
     for index, load in enumerate(loads):
         load.name = f"loads_{index}"
     axis = ir.node("Constant", [], {"value": ir.tensor([1])}, name="node_load_axis")
@@ -87,8 +87,8 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
 
 
 def _node_name(name: str, number: int) -> str:
-    """Return a node's name in the chain: its module's, or for a node outside of modules, such as a mask, the traced
-    layer's."""
+    """Return a node's name in the chain. It starts with the node's module, or, outside of modules (as in masks), with
+    `layer_<number>/`."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

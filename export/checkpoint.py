@@ -1,7 +1,7 @@
 """A lazy reader of Hugging Face checkpoints: sharded safetensors, one tensor in memory at a time.
 
-Unlike the safetensors library, it does not memory-map files, because mapped pages would count as this process's memory
-while the file is open.
+Unlike the safetensors library, it does not memory-map files, because the mapped pages of an open file would count as
+this process's memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 )
-# Encoder and decoder have different ones.
+# Weights whose names end with this differ between encoder and decoder.
 _UNTIED = "layer_scalar"
-# Bytes of a large tensor to hold in memory at a time.
+# At most this many bytes of a tensor are read at a time.
 _CHUNK = 1 << 26
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -61,7 +61,7 @@ class Checkpoint:
         return self._find(name) is not None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's dtype in the file."""
+        """Return the dtype in which the file stores a tensor."""
         return self._entry(name)[2].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -89,7 +89,8 @@ class Checkpoint:
             yield shard.read(found, first, min(count, entry.shape[0] - first))
 
     def check_tied(self) -> None:
-        """Raise CanvasError if a tied weight is stored twice, with different values: the reference then uses both."""
+        """Raise CanvasError if a tied weight is stored twice with different values, both of which the reference
+        uses."""
         for ours, theirs in _ALIASES:
             for name in self._names:
                 alias = theirs + name[len(ours) :]
@@ -103,7 +104,7 @@ class Checkpoint:
 
     def _are_equal(self, name: str, other: str) -> bool:
         kinds = [(self.shape(each), self.dtype(each)) for each in (name, other)]
-        # As they are in the files, without adapters.
+        # Compare what the files store: `self.chunks` may merge adapters.
         pairs = zip(Checkpoint.chunks(self, name), Checkpoint.chunks(self, other), strict=False)
         return kinds[0] == kinds[1] and all(bytes_of(a) == bytes_of(b) for a, b in pairs)
 
@@ -139,7 +140,7 @@ class Checkpoint:
         return None
 
     def _index(self) -> dict[str, str]:
-        """Return tensor name → file."""
+        """Return the name of each tensor's file, by the tensor's name."""
         index, single = read_index(self.path), self.path / SINGLE
         if index is not None:
             return index
@@ -159,7 +160,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file; its bytes begin at offset `start`."""
+    """One tensor of a file. Its data begins at byte `start` of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -189,7 +190,7 @@ class Shard:
         }
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        """Return one tensor in the file's dtype, or `rows` of its first axis from `first` on."""
+        """Return one tensor in the file's dtype. With `rows`, return that many rows, starting at row `first`."""
         entry = self.tensors[name]
         shape = entry.shape
         start = entry.start

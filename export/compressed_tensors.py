@@ -1,7 +1,8 @@
-"""INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, also by AWQ or GPTQ).
+"""INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, including AWQ and GPTQ).
 
-A module has `weight_packed`, int32 words of eight unsigned codes (plus 8), the first in the lowest bits, and
-`weight_scale`, one scale per group of inputs. XOR with 0x88 turns the words' bytes into the graph's.
+Each module has `weight_packed` and `weight_scale`. The former consists of int32 words of eight codes, each stored plus
+8 and the first in the lowest bits; XOR with 0x88 turns their bytes into the graph's. The latter has one scale per
+group.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
 
 @dataclass(frozen=True)
 class Int4Codes:
-    """One weight of a graph in the checkpoint's INT4 form; its inputs are not quantized."""
+    """One weight of a graph that the checkpoint stores in INT4. The weight's inputs are not quantized."""
 
     weight: Weight
     form: Form
-    # INT4 has no scales of inputs that could be missing.
+    # In INT4, inputs have no scales that could be missing.
     is_complete = True
 
     def pack(self, input_scale: float | None = None) -> Packed:
@@ -43,47 +44,47 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield the checkpoint's values in float32, part by part, in the order of `Weight.read`. Uses the checkpoint's
-        exact scales, which graphs round to bfloat16."""
+        """Yield the weight in float32, part by part, in the order of `Weight.read`. Scales are exactly the
+        checkpoint's, while graphs round them to bfloat16."""
         for part in self.weight.parts:
             codes, scales = self._read(part, torch.float32)
             yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
 
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
-        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`:
-        by default bfloat16, in which the products run."""
+        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`,
+        by default to bfloat16, in which products are computed."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
         scales = _scales(self.weight, part, dtype)
-        # A scale per output is repeated for all blocks of the row.
+        # If scales cover more inputs than a block has, repeat them.
         return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
 
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table. It is plain in the checkpoint, and is quantized for the graphs."""
+    """The embedding table, which is plain in the checkpoint, but quantized in the graphs."""
 
     weight: Weight
     form: Form
     is_complete = True
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Quantize the table, with one part in float32 at a time."""
+        """Quantize the table piece by piece, so that only one piece is in float32 at a time."""
         parts = (part.numpy() for part in self.weight.read(torch.float32))
         return quantize_weight(parts, self.form.format, None, name=self.weight.name)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield the table in float32, part by part."""
+        """Yield the table in float32, piece by piece."""
         return self.weight.read(torch.float32)
 
 
 def read_int4(weight: Weight) -> Int4Codes | None:
     """Return a weight's INT4 form, or None if the checkpoint does not store it in INT4.
 
-    Raises `CanvasError`, naming the tensor, for unsupported group lengths, shapes that disagree with the configuration,
-    scales that are missing, not positive or not finite, and parts in several formats. `quantization_of` has refused zero
-    points and reordered inputs.
+    Raises `CanvasError`, naming the tensor, for missing scales, unsupported group lengths, shapes that disagree with
+    the configuration, and parts in several formats. `pack` and `wide` check that scales are positive and finite.
+    `quantization_of` has already refused zero points and reordered inputs.
     """
     held = weight.checkpoint
     packed = [part for part in weight.parts if packed_name(part) in held]
@@ -104,7 +105,7 @@ def read_int4(weight: Weight) -> Int4Codes | None:
 
 
 def _rows(weight: Weight, part: str) -> int:
-    """Check one part's shape, and return its number of outputs."""
+    """Check one part's dtype and shape. Return its number of outputs."""
     name, width = packed_name(part), weight.shape[-1]
     held = weight.checkpoint
     shape = held.shape(name)
@@ -115,8 +116,8 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """Return how many inputs share a scale in the graph: the checkpoint's group length, or less if a row is one
-    group."""
+    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if its rows have too
+    few groups for a graph."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:

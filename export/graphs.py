@@ -56,15 +56,15 @@ def export_graphs(
         checkpoint: a folder in the Hugging Face layout, a hub name, the name of a bundled checkpoint, or a description
         of one.
         layers_per_segment: layers per body graph.
-        precision: a key of `DTYPES`, for weights and computation. The default is fp32. A quantized checkpoint's default
-        is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
+        precision: the precision of weights and computation, a key of `TORCH_DTYPES`, by default fp32. A quantized
+        checkpoint's default is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
         calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
-        recipe: how to quantize the weights during the export of bf16 graphs. The result equals that of `quantize_graphs`.
+        recipe: how to quantize weights while bf16 graphs are exported. The result equals that of `quantize_graphs`.
 
-    Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and when
-    `out` is not empty. In all of these cases `out` is not written, but the progress of a calibration or quantization
-    stays in the cache, from which another call resumes.
+    Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and if
+    `out` is not empty. A call that fails does not write `out`. Its progress in calibrating and quantizing stays in the
+    cache, and another call continues from there.
     """
     found = checkpoint if isinstance(checkpoint, Description) else describe(checkpoint)
     folder, config, how = found.folder, found.model, found.quantization
@@ -145,8 +145,8 @@ def _check_precision(folder: Path, how: Quantization | None, precision: str | No
 def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
-    """Raise CanvasError for a weight that is missing or has a wrong shape, before the first graph is traced. Weights that are
-    read in seconds are also checked for NaN and infinity here, all others when they are written."""
+    """Before the first graph is traced, raise CanvasError for a weight that is missing or has a wrong shape. Weights
+    that can be read in seconds must also be finite. The other weights are checked for that when they are written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
             if quantized is not None and quantized.holds(part, weight):
@@ -166,7 +166,7 @@ def _write_graphs(
     rewriter: Quantizer | Prequantized | None,
     room: Path | None,
 ) -> None:
-    """Trace and write every segment. With a folder `room` for unfinished work, only the missing segments."""
+    """Trace and write every segment. If the folder `room` keeps a segment of an interrupted call, link that instead."""
     dtype = TORCH_DTYPES[precision]
     sizes = {part.name: sum(p.numel() for p in part.module.parameters()) for part in parts}
     quantizes = isinstance(rewriter, Quantizer)
@@ -203,7 +203,7 @@ def _write_host_head(
     """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
     Returns the manifest's entry: file, dtype, and the weights in file order. Weights that the checkpoint stores
-    quantized are omitted; they are only needed for more than one step.
+    quantized are left out, since they are only needed for requests of more than one step.
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

@@ -1,7 +1,7 @@
 """The last graph of a denoising step: maps hidden states to the next canvas and its first hidden states.
 
-It contains projection to the vocabulary, softcap, temperature, the draw, entropy-bound acceptance, renoising, embedding
-and self-conditioning. So no vocabulary-sized tensor is an output.
+It projects to the vocabulary, applies softcap and temperature, draws tokens, accepts those within the entropy bound,
+replaces the others by noise, and embeds with self-conditioning. So no vocabulary-sized tensor is an output.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Head(nn.Module):
             hidden: `[B, L, D]` from the last body segment.
             temperature, entropy_bound: `[B]` float32; the bound is in nats.
             uniforms: `[B, L]` float32 in [0, 1), one draw per position.
-            noise: `[B, L]` int64, the new tokens of positions that are not accepted.
+            noise: `[B, L]` int64, the tokens for positions whose drawn token is not accepted.
 
         Returns:
-            canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64, the likeliest tokens; entropy `[B, L]` float32
-            in nats; accepted `[B, L]` bool, true where the canvas keeps the drawn token; next_hidden `[B, L, D]`, the
-            first body segment's next input.
+            canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64, the likeliest tokens; entropy `[B, L]`
+            float32, in nats; accepted `[B, L]` bool, true where the canvas keeps the drawn token; next_hidden `[B, L,
+            D]`, the first body segment's next input.
         """
         raw = self.project(self.norm(hidden))
         # Softcap and temperature do not change the order.
@@ -62,7 +62,7 @@ class Head(nn.Module):
         # H = log Z − Σ (m / Z) log m, which needs no normalised log-probabilities.
         entropy = total.log() - (mass * shifted).sum(dim=-1) / total
         accepted = accept(entropy, entropy_bound)
-        # In addition to the logits, this is the only vocabulary-sized value that is kept.
+        # Apart from the logits, only this vocabulary-sized tensor stays in memory.
         kept = mass.to(hidden.dtype)
         canvas = torch.where(accepted, draw(kept, uniforms, self.grid), noise)
         soft = self.mix(kept).to(torch.float32) / total[..., None]
@@ -76,7 +76,7 @@ class Head(nn.Module):
         return x @ self.table.t()
 
     def mix(self, mass: Tensor) -> Tensor:
-        """Return the sum of the table's rows weighted by `mass` `[..., V]`, `[..., D]`."""
+        """Return the weighted sum of the table's rows, `[..., D]`. `mass` `[..., V]` has the weights."""
         return mass @ self.table
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -89,18 +89,18 @@ class Head(nn.Module):
 
 
 def vocabulary_grid(size: int) -> tuple[int, int]:
-    """Return the two factors of the vocabulary's size that are closest to its square root, the smaller first (262,144 =
+    """Return the two factors of the vocabulary's size that are closest to each other, the smaller one first (262,144 =
     512 × 512)."""
     rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
     return rows, size // rows
 
 
 def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Draw one token `[B, L]` per position by inverse CDF: the first whose cumulative mass exceeds
-    u times the total.
+    """Draw one token per position, `[B, L]`, by inverse CDF: the first token whose cumulative mass exceeds the
+    position's number in `uniforms` times the total mass.
 
-    `mass` `[B, L, V]`, of any dtype, need not be normalised; it is summed in float32. The sum runs over rows of the vocabulary first, and
-    then inside the row that holds the target, so no running sum is as long as the vocabulary.
+    `mass` `[B, L, V]`, of any dtype, need not be normalised; it is summed in float32. The vocabulary is divided into
+    rows. Sums first run over rows, then inside the row that holds the target, so none is as long as the vocabulary.
     """
     rows, columns = grid
     batch, length, _ = mass.shape
@@ -112,7 +112,7 @@ def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
     number = torch.arange(batch * length).view(batch, length) * rows + row.squeeze(-1)
     chosen = F.embedding(number, mass.view(batch * length * rows, columns))
     inside = chosen.to(torch.float32).cumsum(dim=-1)
-    # Rounding may move the target beyond the row's own sum. Then take the last token with any mass.
+    # If rounding moves the target beyond the row's own sum, take the last token that has any mass.
     rest = torch.minimum(target - before, inside[..., -1:] * (1 - 2**-23))
     column = (inside <= rest).sum(dim=-1, keepdim=True)
     return (row * columns + column).squeeze(-1)
@@ -122,8 +122,8 @@ def accept(entropy: Tensor, bound: Tensor) -> Tensor:
     """Return the accepted positions, bool `[B, L]`.
 
     A position is accepted if the entropies of all more certain positions sum to at most `bound` `[B]`
-    (`EntropyBoundSampler.accept_canvas`). The most certain position has none before it, so it is always accepted.
-    `runtime/host_sampler.py` has the same rule for answers under conditions.
+    (`EntropyBoundSampler.accept_canvas`). So the most certain position is always accepted. `runtime/host_sampler.py`
+    applies the same rule to answers under conditions.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)
     kept = ordered.cumsum(dim=-1) - ordered <= bound[:, None]

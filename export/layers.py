@@ -2,8 +2,8 @@
 attention, MLP.
 
 Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, the reference for tests. Weights
-have the checkpoint's `[out, in]` layout; projections of the same input are stacked. Weights are placeholders, so a
-network of any size can be traced.
+have the checkpoint's `[out, in]` layout, and are stacked if they project the same input. Modules only have placeholders
+for them, so a network of any size can be traced.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:
-    """Return `gelu_tanh(gate) * up` of a stacked `[..., 2·inner]` projection."""
+    """Return `gelu_tanh(gate) * up`. `gate_up` `[..., 2·inner]` has both, gate first."""
     gate, up = halves(gate_up)
     return F.gelu(gate, approximate="tanh") * up
 
 
 class RMSNorm(nn.Module):
-    """Learned RMS norm over the last axis."""
+    """RMS norm over the last axis, followed by multiplication by a learned weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class GatedMLP(nn.Module):
 def inverse_frequencies(layer: Layer) -> Tensor:
     """Return RoPE frequencies `[head_dim / 2]` in float32.
 
-    Sliding layers rotate every pair. Full layers are `proportional`: only the first `rope_partial`
-    of the pairs rotate, at frequencies spaced over the whole head
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs rotate, a share of
+    `rope_partial`, and frequencies are spaced as if all did
     (`modeling_rope_utils._compute_proportional_rope_parameters`).
     """
     half = layer.head_dim // 2
@@ -102,7 +102,7 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to `x` `[B, heads, L, head_dim]`. The two halves are paired, as in GPT-NeoX."""
+    """Apply RoPE to `x` `[B, heads, L, head_dim]`. As in GPT-NeoX, a pair has one number of each half of the head."""
     first, second = halves(x)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -118,9 +118,9 @@ def attention_mask(
     """Return the additive mask `[B, 1, L, past + L]`: 0 where a query attends to a key, else a large negative number.
 
     A clean token (`causal[b]`) attends to keys up to its own position; in a sliding layer, only to the last `window` of
-    them. It also attends to all tokens of its own image. A canvas token attends to every key, without a window. Keys at
-    position −1 are empty. The reference is `create_masks_for_generate` and `create_diffusion_decoder_attention_mask`
-    with the dynamic cache.
+    them. It also attends to all tokens of its own image. A canvas token attends to all keys, even in a sliding layer.
+    No token attends to keys at position −1, which are empty. The references are `create_masks_for_generate` and
+    `create_diffusion_decoder_attention_mask` with a dynamic cache.
     """
     key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]
     key_groups = torch.cat([torch.full_like(past_positions, -1), groups], dim=1)[:, None, :]
@@ -130,13 +130,13 @@ def attention_mask(
         seen = seen & (queries - key_positions < window)
     seen = seen | ((groups[:, :, None] == key_groups) & (key_groups >= 0))
     seen = (seen | ~causal[:, None, None]) & (key_positions >= 0)
-    # Half the lowest value, so that adding a score cannot overflow in any dtype.
+    # Only half the lowest number, so that adding a score cannot overflow in any dtype.
     hidden = torch.finfo(dtype).min / 2
     return torch.where(seen, 0.0, hidden).to(dtype)[:, None]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer, for clean tokens and canvases. The scale is 1."""
+    """Grouped-query attention of one layer, for clean tokens and canvases. Scores are not scaled."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         past_key: Tensor,
         past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map `x` `[1, B·L, D]` to the attention's output `[1, B·L, D]`, and this call's key and value `[B, kv_heads,
+        """Map `x` `[1, B·L, D]` to the attention's output `[1, B·L, D]`, and this call's keys and values `[B, kv_heads,
         L, head_dim]`."""
         batch, _, length, _ = mask.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
@@ -183,8 +183,8 @@ class Attention(nn.Module):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend `[B, heads, L, d]` queries to `[B, kv_heads, K, d]` keys at scale 1, as one ONNX
-    `Attention` node."""
+    """Attend with queries `[B, heads, L, d]` to keys `[B, kv_heads, K, d]`, without scaling scores. It becomes one
+    ONNX node, `Attention`."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
 
@@ -194,14 +194,14 @@ def folded_attention(
 ) -> Tensor:
     """Attention in primitive operators. Cached and new keys are not joined, because that would copy the whole cache.
 
-    Both sides get a softmax in float32, and are merged at the end. The queries of a group are rows of one product, so
-    keys are not repeated for every head. A few heads of every group are processed at a time, because the scores of all
-    heads over a long context would take gigabytes.
+    Each of these two sides gets its own softmax in float32, and the results are merged. All heads that share a key are
+    rows of one product, so keys are not repeated for every head. A few heads per key are processed at a time, because
+    the scores of all heads over a long context would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
-    # Always zero, since no mask is positive. A builder would fold a constant zero.
+    # This is always zero, since no mask is positive. It is not a constant, which builders would remove.
     zero = (masks[-1][:, :, 0, 0, None, None, None] > 0).to(query.dtype)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
@@ -211,8 +211,7 @@ def folded_attention(
             # Adding this zero makes this part depend on the previous one. Otherwise TensorRT computes all scores
             # concurrently.
             part = part + parts[-1][:, :, :1, :1, :1] * zero
-        # All sizes are explicit: for a −1, TensorRT takes the product of all dynamic sizes as the bound, and reserves
-        # that memory.
+        # No size is −1: for that, TensorRT would reserve memory for the product of all dynamic sizes.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)

@@ -23,7 +23,7 @@ from canvasrt.hashes import hash_files
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES
 
 _HINT = "merge it with PEFT's merge_and_unload(), save the whole checkpoint, and export that"
-# Settings with which a LoRA is not just a sum, or changes weights that it does not name.
+# Settings under which a LoRA does more than add B A to each of the weights that it names.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -39,7 +39,8 @@ _UNSUPPORTED = {
     "trainable_token_indices": "trained tokens",
     "layer_replication": "replicated layers",
 }
-# Initialisations that change the base model's weights. PEFT can convert such adapters when it saves them.
+# Initialisations that change the base model's weights. When PEFT saves such adapters, it can convert them to plain
+# ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLE = ("embed_tokens", "lm_head")
 # Prefixes of the text stack's names. Tools that do not distinguish encoder and decoder write `model.`.
@@ -49,7 +50,8 @@ _OURS = ("model.encoder.", f"{DECODER}.")
 
 @dataclass(frozen=True)
 class Delta:
-    """An adapter's delta of one tensor: `alpha / rank · B A`, for experts `B[e] A[e]`; if `root`, `alpha / √rank`."""
+    """What an adapter adds to one tensor: `alpha / rank · B A`, or `B[e] A[e]` for experts. `root` replaces rank by
+    √rank."""
 
     file: Shard
     module: str
@@ -61,7 +63,8 @@ class Delta:
         return self.file.tensors[self._name("A")].shape, self.file.tensors[self._name("B")].shape
 
     def add_to(self, chunk: Tensor, first: int, total: int) -> None:
-        """Add the delta in place, in float32, to `rows`, which start at row `first` of a tensor with `total` rows."""
+        """Add the delta to `chunk` in place, in float32. `chunk` starts at row `first` of a tensor with `total`
+        rows."""
         a, b = (self.file.read(self._name(each)).to(torch.float32) for each in "AB")
         rank = len(a) if chunk.dim() == 2 else len(a) // total
         scale = self.alpha / (math.sqrt(rank) if self.root else rank)
@@ -80,7 +83,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter folder, and its deltas by the checkpoint's tensor names."""
+    """An adapter's folder and factor, and its deltas by the names of the checkpoint's tensors."""
 
     path: Path
     weight: float
@@ -95,7 +98,7 @@ class Adapter:
 
 
 class Adapted(Checkpoint):
-    """A checkpoint with adapters merged in, `W + Σ weight · scale · B A`, summed in float32."""
+    """A checkpoint whose weights include adapters: `W + Σ weight · scale · B A`, summed in float32."""
 
     def __init__(self, path: Path, adapters: Sequence[Adapter]) -> None:
         """Open the checkpoint. Raises `CanvasError` for an adapter that does not fit it."""
@@ -141,8 +144,8 @@ class Adapted(Checkpoint):
 def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
     """Read an adapter's configuration and its tensors' names. `weight` scales all deltas.
 
-    Encoder and decoder share their text weights in the graphs, as in transformers. An adapter for both adds both
-    deltas, as PEFT's merge does. Raises `CanvasError` for a folder without an adapter, and for kinds of adapters that
+    Encoder and decoder share their text weights in the graphs, as in transformers. If an adapter has deltas for both,
+    both are added, as PEFT's merge does. Raises `CanvasError` for a folder without an adapter, and for an adapter that
     cannot be merged.
     """
     folder = Path(path).expanduser()
@@ -234,7 +237,7 @@ def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
 
 
 def _ours(key: str) -> str:
-    """Return the checkpoint's name of a module or parameter, with the decoder's prefix for the text stack."""
+    """Return a module's or parameter's name in the checkpoint. Text weights get the decoder's prefix."""
     for stack in _STACKS:
         if key.startswith(stack) and not (stack == "model." and key.startswith(_OURS)):
             return f"{DECODER}.{key[len(stack) :]}"
@@ -242,7 +245,8 @@ def _ours(key: str) -> str:
 
 
 def _alpha(config: dict[str, Any], key: str) -> float:
-    """Return alpha by PEFT's rule: that of the first pattern that matches the end of the module's name."""
+    """Return alpha by PEFT's rule: the first pattern that matches the end of the module's name decides, or the
+    default."""
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", key):
             return float(value)

@@ -1,8 +1,8 @@
 """Weights that a checkpoint already stores quantized: codes and block scales are copied to the graph unchanged.
 
-A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts become one scalar
-and factors after the product. Input scales are replaced by their maximum, since the input is quantized once for all
-matrices.
+A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts become one scalar,
+and factors that multiply the product. Input scales are replaced by their maximum, since the input is quantized once for
+all matrices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from canvasrt.export.weights import DAMAGED, Weight, check_scales
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.lowbits import Bytes, Floats, dequantize
 
-# Formats by the dtype of a quantized weight in the file.
+# A quantized weight's format, by its dtype in the file.
 _BY_DTYPE = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
 _NAN = 0x7F  # E4M3's code of NaN, without its sign
 
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """One weight of a graph in the checkpoint's FP8 or NVFP4 form. `input_scale` is None if the checkpoint has none."""
+    """One weight of a graph that the checkpoint stores in FP8 or NVFP4. `input_scale` is None if it is not stored."""
 
     weight: Weight
     form: Form
@@ -37,11 +37,11 @@ class StoredCodes:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the checkpoint has all of its scales."""
+        """Whether the checkpoint stores the input's scale, too."""
         return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Read codes and block scales. `input_scale` is used if the checkpoint has none."""
+        """Read codes and block scales. `input_scale`, if set, replaces the checkpoint's."""
         found = self.input_scale if input_scale is None else np.array(input_scale, np.float32)
         if found is None:
             raise CanvasError(
@@ -70,7 +70,7 @@ class StoredCodes:
             yield torch.from_numpy(dequantize(self.form.format, codes, 1, blocks) * scale)
 
     def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
-        """Read one tensor of every part, and stack them along the outputs."""
+        """Read the tensor `kind` of every part, and stack these tensors along the outputs."""
         out = np.empty(shape, np.uint8)
         flat = out.reshape(-1, shape[-1])
         first = 0
@@ -100,8 +100,7 @@ class StoredCodes:
 
 
 def read_codes(weight: Weight) -> StoredCodes | None:
-    """Return the codes that the checkpoint stores for a graph's weight, or None if it is not
-    quantized.
+    """Return the codes that the checkpoint stores for a graph's weight; None if the weight is not quantized there.
 
     Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not
     finite, for shapes that disagree with the configuration, and for a weight whose parts have
@@ -153,12 +152,12 @@ def _read(weight: Weight, format: NumberFormat) -> StoredCodes:
 
 
 def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:
-    """Split the rows' scales `[E, out]` into one scale of the weight and factors after the product."""
+    """Split the rows' scales `[E, out]` into the weight's scale, and factors that multiply the product, if needed."""
     if (scales == scales[0, 0]).all():
         return np.array(scales[0, 0]), None
     if not format.blocks and not batched:
         return scales[0], None
-    # A power of two, so that no bits of the checkpoint's scales are lost.
+    # The scale is a power of two, so that no bits of the checkpoint's scales are lost.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = scales / scale
     if batched:

@@ -1,9 +1,9 @@
-"""The mixture of experts in standard ONNX operators: exact, and close to the cost of reading each
-expert's weights once.
+"""The mixture of experts in standard ONNX operators. It is exact, and hardly slower than reading each expert's weights
+once.
 
 Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product, and results are
-gathered back. Alternatively, the first product takes all tokens for every expert. The capacity is a dynamic dimension.
-The output `load` shows whether it was too small.
+gathered back. Alternatively, every expert's first product has all tokens. The capacity is a dynamic dimension. The
+output `load` shows whether it was too small.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # Renormalising the best of a softmax over all experts equals a softmax over only these. The first is the
-        # largest.
+        # A softmax over only the best scores equals a softmax over all, renormalised over the best. The first score is
+        # the largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)
@@ -42,7 +42,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs, one per expert, as batched weights in the checkpoint's `[E, out, in]` layout."""
+    """One gated MLP per expert. Their weights are batched in the checkpoint's layout, `[E, out, in]`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -59,18 +59,18 @@ class Experts(nn.Module):
         Args:
             x: `[T, D]`.
             index, weights: `[T, top_k]`.
-            valid: `[T]`, false for padding, which takes no slot.
-            slots: the rows of both products; see `Slots`.
+            valid: `[T]`, false for padding, which gets no slot.
+            slots: selects the rows of both products; see `Slots`.
         Returns:
             the weighted sum `[1, T, D]`, and the load: the number of tokens per expert, int32 `[1, E]`. If a load
-            exceeds the slots, tokens were dropped and the sum is wrong.
+            exceeds the number of slots, tokens were dropped and the sum is wrong.
         """
         queue = queues(index, valid, self.experts)
-        # The first product has one row per token of the queues that feed it.
+        # The first product has one row per slot, filled from the queues that `gate_queues` selects.
         gate_queue = queue.index_select(1, slots.gate_queues)
         both = F.embedding(tokens_in_slots(gate_queue, slots.gate), x)
         both = both @ self.gate_up.transpose(1, 2)
-        # Select the results for the tokens in every expert's own queue.
+        # Of the first product's results, every expert keeps those of the tokens in its own queue.
         token = tokens_in_slots(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
         cell = token * (self.experts + 1) + slots.gate_queues[:, None]
@@ -78,14 +78,14 @@ class Experts(nn.Module):
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1
-        # A token's choices are the first axis, so that the sum needs no reshape, which would prevent fusion.
+        # The first axis counts a token's experts, so that the sum needs no reshape, which would prevent fusion.
         chosen = gather_rows(result, index.t(), place.t())
         mixed = sum_of_halves(chosen * weights.t()[:, :, None].to(x.dtype), 0)
         return mixed, queue[-1:, : self.experts]
 
 
 def sum_of_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, which is kept with size 1.
+    """Sum over a short dimension, which stays in the shape as 1.
 
     TensorRT-RTX fuses sums over four elements with surrounding operators, but not sums over eight.
     """
@@ -100,9 +100,10 @@ def sum_of_halves(x: Tensor, dim: int) -> Tensor:
 class Slots:
     """Selects the tokens in the experts' products.
 
-    gate_queues: int64 `[E]`, every expert's own queue for gate and up projections; or `[1]` with the value E, the queue
-    of all tokens, for all experts. gate, down: int64, 0 … S − 1 and 0 … C − 1. Their lengths are the rows per expert in
-    the product with gate and up, and in the product with down.
+    gate_queues: int64, the queues that feed gate and up projections: `[E]`, every expert's own; or `[1]` with the value
+    E, the queue of all tokens, which then feeds every expert.
+    gate, down: int64, 0 … S − 1 and 0 … C − 1. In the product with gate and up, every expert has S rows; in the product
+    with down, C rows.
     """
 
     gate_queues: Tensor
@@ -111,28 +112,30 @@ class Slots:
 
 
 def gather_rows(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
-    """Gather rows of `[E, S, n]` by expert and place. Places out of range return arbitrary rows, which are not used."""
+    """Gather rows of `[E, S, n]` by expert and place. A place out of range gives an arbitrary row, which is not
+    used."""
     experts, places, size = rows.shape
     number = (expert * places + place).clamp(min=0, max=experts * places - 1)
     return F.embedding(number, rows.view(experts * places, size))
 
 
 def tokens_in_slots(queue: Tensor, slots: Tensor) -> Tensor:
-    """Return the slots' tokens, `[Q, C]`, from the running counts `[T, Q]`.
+    """Return the index of the token in every slot, `[Q, C]`, from the running counts `[T, Q]`.
 
-    Slot c has the first token whose count exceeds c. Its index is the number of counts that are at most c. Empty slots hold
-    the last token; their results are not used.
+    Slot c has the first token at which the count exceeds c. The index of this token is the number of counts that are at
+    most c. Empty slots get the last token, and their results are not used.
     """
     before = (queue[:, :, None] <= slots.to(torch.int32)).sum(dim=0, dtype=torch.int32)
     return before.clamp(max=queue.shape[0] - 1).to(torch.int64)
 
 
 def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """Return the running counts of tokens in the experts' queues, int32 `[T, E + 1]`. Padding is not counted.
+    """Return, for every token, how many tokens up to it are in each expert's queue, int32 `[T, E + 1]`.
 
-    The last column counts all tokens. A token's place in an expert's queue is the count at the token minus one.
+    Padding is not counted there, but the last column counts all tokens. A token's place in a queue is its count minus
+    1.
     """
-    # A token's experts are distinct, so the sum over its choices is 0 or 1. (TensorRT does not support `any`.)
+    # A token's experts differ from each other, so this sum is 0 or 1. (TensorRT does not support `any`.)
     given = torch.where(valid[:, None], index, -1)
     given = torch.cat([given, torch.full_like(index[:, :1], experts)], dim=1)
     chosen = (given[:, :, None] == torch.arange(experts + 1)).sum(dim=1, dtype=torch.int32)

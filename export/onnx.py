@@ -23,7 +23,7 @@ from canvasrt.graphs.external import Stored
 
 OPSET = 23
 
-# Metadata key under which torch's exporter stores a node's scopes; some are not modules.
+# The metadata key under which torch's exporter stores a node's scopes. Some scopes are not modules.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _MODULE = re.compile(r"[a-z][\w.]*$")
 
@@ -37,12 +37,12 @@ def trace(
     input_names: Sequence[str],
     output_names: Sequence[str],
 ) -> ir.Model:
-    """Return the graph of `module` with placeholders for weights, from a trace or the cache.
+    """Return the graph of `module`, from a trace or the cache. It has placeholders instead of weights.
 
     Args:
         inputs: example values by argument name of `forward`.
-        dynamic: the names of dynamic dimensions, in the structure of `inputs`.
-        input_names, output_names: names in the graph, in flattened order.
+        dynamic: the names of dynamic dimensions, nested like `inputs`.
+        input_names, output_names: names in the graph, in the order of the flattened inputs and outputs.
     """
 
     def make() -> ir.Model:
@@ -56,8 +56,7 @@ def trace(
                 output_names=list(output_names),
                 opset_version=OPSET,
                 dynamo=True,
-                # Without the optimizer, which merges and renames small weights, so that they would not match the
-                # checkpoint.
+                # The optimizer would merge and rename small weights, which then would not match the checkpoint.
                 optimize=False,
                 verbose=False,
             )
@@ -78,7 +77,7 @@ def trace(
 
 
 def _scoped_name(node: ir.Node) -> str:
-    """Return the node's name, prefixed with its module's: `layers.0.attention/node_mul_182`."""
+    """Return the node's name after its module's name, as in `layers.0.attention/node_mul_182`."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     module = scopes[-2] if len(scopes) > 1 else ""
     return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
@@ -91,13 +90,13 @@ def write_graph(
     dtype: torch.dtype = torch.float32,
     own_files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `model` to `file`, with its weights next to it as external data.
+    """Write `model` to `file`, and its weights to external files next to it.
 
     Args:
         weights: in file order; read one after another.
-        dtype: of every `Weight` in the file; a `Stored` weight is written unchanged.
-        own_files: weight name → file name, for weights (or their quantized parts) that other graphs also read. All
-        other weights are in `file` with the suffix `.bin`.
+        dtype: the dtype in which every `Weight` is written; a `Stored` weight is written unchanged.
+        own_files: the names of files for weights, or their quantized parts, that get a file of their own, by weight
+        name. All remaining weights are in `file` with the suffix `.bin`.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: finds the weights whose codes are copied to graphs, and describes them for the manifest."""
+"""Finds the weights of quantized checkpoints whose codes are copied to graphs, and describes them for the manifest."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Prequantized:
         """Find the quantized weights, and check their scales.
 
         Args:
-            dtype: of the graphs.
-            packs: whether codes are copied to the graphs. Otherwise weights are dequantized, as are weights without a
-            quantized form in graphs, such as the vision tower's.
+            dtype: the dtype of unquantized weights in the graphs.
+            packs: whether codes are copied to the graphs. Otherwise all weights are dequantized. Weights that have no
+            quantized form in graphs, such as the vision tower's, always are.
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        # The weights that the checkpoint stores quantized, by global name.
+        # By global name, the weights that the checkpoint stores quantized, and the table if it is quantized for graphs.
         self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
         # Checkpoints have no input scales for the table.
@@ -83,7 +83,7 @@ class Prequantized:
 
     @property
     def static(self) -> bool:
-        """Whether the checkpoint has the input scales of all its weights."""
+        """Whether the checkpoint has every input scale that the graphs need."""
         return all(self.held[name].is_complete for name in self._packed)
 
     @property
@@ -106,11 +106,11 @@ class Prequantized:
 
     @property
     def made_from(self) -> dict[str, Any]:
-        """What the quantization adds to `made_from` in the manifest."""
+        """The entries that quantization adds to `made_from` in the manifest."""
         return {"calibration": self._prompts} if self._prompts else {}
 
     def holds(self, part: SegmentModule, weight: Weight) -> bool:
-        """Return whether the checkpoint stores a weight in any quantized form."""
+        """Return whether a weight of a graph is in `held`."""
         return global_name(part.name, part.layers, weight.name) in self.held
 
     def formats(self, part: SegmentModule) -> dict[str, str]:
@@ -119,7 +119,7 @@ class Prequantized:
         return {name: self.held[name].form.format for name in names if name in self._packed}
 
     def calibrated(self, found: Calibration) -> None:
-        """Set the input scales that the checkpoint would compute at run time, because TensorRT needs constants."""
+        """Set the input scales that the checkpoint leaves to run time. TensorRT needs them to be constants."""
         self._inputs = {
             name: FORMATS[held.form.format].scale(found.amax[name])
             for name in self._packed
@@ -155,8 +155,8 @@ class Prequantized:
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:
     """Return the checkpoint's quantization as a recipe.
 
-    If it equals one of canvasrt's recipes, return that one, with its limits. `forms` are the quantized weights by
-    global name.
+    If one of canvasrt's recipes quantizes the same weights to the same formats, the result has its name and limits.
+    `forms` are the quantized weights' forms by global name.
     """
     choices = {
         name: Choice(form.format, "per_channel" if _by_channel(form) else "per_tensor")
@@ -191,7 +191,7 @@ def _by_channel(form: Form) -> bool:
 def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bool:
     try:
         wanted = recipe.formats(config)
-    except CanvasError:  # weights whose widths the format does not support
+    except CanvasError:  # the format does not support the width of a weight
         return False
     return {name: choice.format for name, choice in wanted.items()} == {
         name: form.format for name, form in forms.items()
@@ -199,7 +199,7 @@ def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bo
 
 
 def _patterns(names: list[str], config: ModelConfig) -> list[str]:
-    """Return the names, with one pattern in place of a weight that every layer has."""
+    """Return patterns that match the names: one for each weight that every layer has, and all other names unchanged."""
     found: dict[str, list[str]] = {}
     for name in names:
         first, _, rest = name.partition(".")

@@ -25,7 +25,7 @@ EMBEDDING_FILE = "embedding.bin"
 
 @dataclass(frozen=True)
 class SegmentModule:
-    """One graph: its module, where its weights come from, and which layers of the model it holds."""
+    """One graph: its module, the sources of its weights, and the indices of the model's layers in it."""
 
     name: str
     module: nn.Module
@@ -38,7 +38,7 @@ class SegmentModule:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its weights."""
+        """The dtype of the graph's weights."""
         return next(self.module.parameters()).dtype
 
     def trace(self, config: ModelConfig, traced: dict[Layer, ir.Model]) -> ir.Model:
@@ -65,8 +65,8 @@ def segments(
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     dtype: torch.dtype = torch.float32,
 ) -> list[SegmentModule]:
-    """Return every graph of the model in the order in which they run; `dtype` is for weights and
-    hidden states."""
+    """Return the model's graphs: bodies in the order of their layers, head, vision tower. `dtype` is the dtype of
+    weights and hidden states."""
     cut: list[SegmentModule] = []
     count = len(config.layers)
     with _default_dtype(dtype):
@@ -95,9 +95,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def trace_layer(
     module: BodySegment, layer: Layer, config: ModelConfig, dtype: torch.dtype
 ) -> ir.Model:
-    """Return the graph of a body segment of one layer. Inputs and outputs: see `BodySegment.forward`."""
+    """Return the graph of a body segment of one layer. `BodySegment.forward` describes its inputs and outputs."""
     batch, length, slots, past = 2, 3, 4, 5
-    # Two tensors, because the tracer merges inputs that get the same one.
+    # Key and value are two tensors, because the tracer would merge inputs that share one tensor.
     cached = (batch, layer.num_kv_heads, past, OCTET, layer.head_dim)
     key, value = (torch.zeros(cached, dtype=dtype) for _ in "kv")
     inputs: dict[str, Any] = {
@@ -134,9 +134,9 @@ def trace_layer(
 
 
 def _either_queue(model: ir.Model) -> None:
-    """Allow `gate_queues` to have one element, which torch cannot trace: all experts then share one input.
+    """Let `gate_queues` also have one element, so that all experts share one input. Torch cannot trace that.
 
-    Shapes derived from the old size are dropped.
+    Shapes of intermediate values are removed, because they may depend on the traced size.
     """
     queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
     queues.shape = ir.Shape(["gate_queues"])
@@ -148,7 +148,7 @@ def _either_queue(model: ir.Model) -> None:
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
-    """Name a body graph's cached and new keys and values by the model's layers."""
+    """Rename a body graph's cached and new keys and values after the layers' indices in the model."""
     for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
         names = _per_layer(stem, layers)
         for value, name in zip(values[len(values) - len(names) :], names, strict=True):
@@ -189,7 +189,7 @@ def trace_vision(module: Vision, config: ModelConfig, dtype: torch.dtype) -> ir.
         "pixel_positions": torch.zeros(images, patches, 2, dtype=torch.int64),
     }
     n = torch.export.Dim("images")
-    # A soft token is pooled from a whole square of patches.
+    # The number of patches is divisible by `square`, because a soft token is pooled from a square of patches.
     p = square * torch.export.Dim("soft_tokens")
     dynamic = {name: {0: n, 1: p} for name in inputs}
     return onnx.trace(module, inputs, dynamic, list(inputs), ["features", "valid"])

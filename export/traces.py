@@ -1,4 +1,4 @@
-"""Keeps traced graphs in the cache: a trace takes seconds and does not depend on the weights' values."""
+"""Keeps traced graphs in the cache, because tracing takes seconds and does not depend on the weights' values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
 def kept(
     module: nn.Module, inputs: Mapping[str, Any], names: list[str], make: Callable[[], ir.Model]
 ) -> ir.Model:
-    """Return the graph that `make` traces: the one in the cache if the module has the same structure.
+    """Return the graph that `make` traces, from the cache if a module of the same structure was traced before.
 
     Args:
         inputs: example values, whose shapes and dtypes determine the graph.
-        names: those of the graph's inputs and outputs.
+        names: the names of the graph's inputs and outputs.
 
-    A damaged file is traced again. Without a writable cache, nothing is kept.
+    A damaged file is replaced by a new trace. If the cache cannot be written, nothing is kept.
     """
     made_from = {
         "module": _structure(module),
@@ -58,7 +58,7 @@ def _form(value: Any) -> Any:
 
 
 def _structure(module: nn.Module) -> dict[str, Any]:
-    """Everything in a module that determines its graph: classes, settings, weights' shapes, and constants."""
+    """Return everything in a module that determines its graph: classes, settings, weights' shapes, and constants."""
     own = vars(nn.Module()).keys()
     return {
         name: {
@@ -88,7 +88,7 @@ def _parsed(data: bytes) -> ir.Model:
 
 
 def _without_weights(model: ir.Model, module: nn.Module) -> bytes:
-    """Return the graph as bytes. Weights keep shape and dtype, and name a file that does not exist."""
+    """Return the graph as bytes. Its weights have shape and dtype, but refer to a file that does not exist."""
     parameters = dict(module.named_parameters())
     for name, value in model.graph.initializers.items():
         if name in parameters:

@@ -1,5 +1,4 @@
-"""The vision tower and its projection into the language model as one graph: patches in, soft tokens
-out.
+"""The vision tower and its projection into the language model, as one graph that maps patches to soft tokens.
 
 Follows `transformers.models.gemma4.modeling_gemma4.Gemma4VisionModel` and
 `DiffusionGemmaMultimodalEmbedder`.
@@ -26,7 +25,7 @@ from canvasrt.export.layers import (
 
 
 class ClippedLinear(nn.Module):
-    """A projection whose input and output are clamped to ranges that the checkpoint may specify."""
+    """A projection. If the checkpoint has ranges for its input and output, they are clamped to these."""
 
     input_min: Tensor
     input_max: Tensor
@@ -50,7 +49,7 @@ class ClippedLinear(nn.Module):
 
 
 class VisionLayer(nn.Module):
-    """Bidirectional attention with two-dimensional RoPE, then a gated MLP, each between norms."""
+    """Bidirectional attention with two-dimensional RoPE, then a gated MLP. Norms precede and follow both."""
 
     def __init__(self, vision: dict[str, Any]) -> None:
         super().__init__()
@@ -144,8 +143,8 @@ class Vision(nn.Module):
 
 
 def plane_rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine `[N, P, 1, 2, head_dim / 2]` of the x and y rotations at `positions`
-    `[N, P, 2]`."""
+    """Return cosine and sine of the rotations by x and by y, `[N, P, 1, 2, head_dim / 2]`, at `positions` `[N, P,
+    2]`."""
     angles = positions[..., None].to(torch.float32) * frequencies
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]
     return angles.cos(), angles.sin()
@@ -166,9 +165,8 @@ def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def average_pool(x: Tensor, places: Tensor, empty: Tensor, pool: int) -> tuple[Tensor, Tensor]:
     """Average squares of `pool` × `pool` patches.
 
-    Returns `[N, P / pool², size]`, and which squares are not empty. The reference marks a square as
-    filled if any patch falls into it, padding included. Padding falls into the first square, which
-    always holds patches.
+    Returns the averages `[N, P / pool², size]`, and bool `[N, P / pool²]`, true for squares that are not empty. As in
+    the reference, padding also fills a square. It falls into the first one, which has patches anyway.
     """
     patches = x.shape[1]
     count = patches // (pool * pool)

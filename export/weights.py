@@ -26,18 +26,18 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 
 Sources = dict[str, tuple[str, ...]]
-"""Weight of a graph → the checkpoint tensors that are stacked along the first axis to form it."""
+"""For each weight of a graph, the checkpoint's tensors that form it when stacked along the first axis."""
 
 ENCODER = "model.encoder.language_model"
 VISION_TOWER = "model.encoder.vision_tower"
 
-# Dtypes of weights without scales.
+# The dtypes in which weights need no scales.
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# The hint for missing or broken scales.
+# The hint if scales are missing or broken.
 DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
-# Limits of a clipped product's inputs and outputs; infinite without one.
+# The limits of a clipped product's inputs and outputs. A limit can be infinite.
 _LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 # The name that compressed-tensors gives a packed weight.
@@ -54,7 +54,7 @@ def check_scales(values: npt.NDArray[Any], name: str, source: Path) -> None:
 
 
 def check_finite(values: Tensor, name: str, source: str | Path) -> None:
-    """Raise CanvasError for a tensor with a number that is not finite."""
+    """Raise CanvasError if a tensor contains a number that is not finite."""
     if not all(map(torch.isfinite, torch.aminmax(values))):
         raise CanvasError(
             f"{name} in {source} contains numbers that are not finite",
@@ -63,7 +63,7 @@ def check_finite(values: Tensor, name: str, source: str | Path) -> None:
 
 
 def body_sources(config: ModelConfig, first: int, count: int) -> Sources:
-    """Return the sources of a body segment over layers `first … first + count − 1`."""
+    """Return the sources of a body segment that has layers `first … first + count − 1`."""
     return {
         f"layers.{local}.{name}": tensors
         for local in range(count)
@@ -135,9 +135,9 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name there, its shape, and its parts, read one at a time.
+    """One weight of a graph: its name and shape there, and the checkpoint's tensors that are its parts.
 
-    Parts are stacked along the first axis. Batched experts may have a matrix per expert, in order.
+    Parts are stacked along the first axis. If the checkpoint stores experts separately, their matrices are the parts.
     """
 
     name: str
@@ -147,13 +147,13 @@ class Weight:
 
     @property
     def rows(self) -> int:
-        """Rows of all parts together."""
+        """The number of rows of all parts together."""
         split = len(self.shape) == 3 and len(self.parts) > 1
         return self.shape[0] * self.shape[1] if split else self.shape[0]
 
     def read(self, dtype: torch.dtype, check: bool = True) -> Iterator[Tensor]:
-        """Yield the values in order, as `dtype`, in pieces along the first axis of the parts. Raises CanvasError for one that
-        is not finite, unless `check` is false."""
+        """Yield the values in order, as `dtype`, in pieces along the parts' first axis. With `check`, raise CanvasError
+        for a value that is not finite."""
         self.check()
         for part in self.parts:
             for chunk in self.checkpoint.chunks(part):
@@ -207,7 +207,7 @@ def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list
 def parts_of(
     sources: tuple[str, ...], shape: tuple[int, ...], checkpoint: Checkpoint
 ) -> tuple[str, ...]:
-    """Return the sources. If the checkpoint stores each expert separately, return their weights instead."""
+    """Return the sources. If the checkpoint stores each expert separately, return the experts' own tensors instead."""
     prefix, _, name = sources[0].rpartition(".")
     if len(shape) != 3 or sources[0] in checkpoint:
         return sources

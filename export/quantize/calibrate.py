@@ -1,7 +1,8 @@
 """Calibration: the model generates from real prompts while the largest activations are recorded.
 
 Prefill, commits and denoising at every noise level run as in serving, with self-conditioning and the runtime's
-generator. The network runs layer by layer, so memory depends neither on the model's depth nor on the number of prompts.
+generator. One layer is in memory at a time, so memory depends neither on the model's depth nor on the number of
+prompts.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Calibration:
-    """The result of a calibration: maxima of activations, and routing.
+    """The result of a calibration: activations' largest magnitudes, and statistics of routing.
 
     Attributes:
-        amax: by a weight's global name, the largest magnitude of its input. The experts of a layer share one value.
-        cache: the same for cached numbers, by `layers.<i>.key` and `layers.<i>.value`; empty without an FP8 cache.
-        routed: by layer, the number of tokens per expert.
-        steps: number of denoising passes by step of the schedule, starting with the first, noisiest step.
-        prompts: number of prompts. sha256: their file's.
+        amax: per weight, by global name, the largest magnitude of its input. The experts of a layer share one value.
+        cache: per `layers.<i>.key` and `layers.<i>.value`, the cached numbers' largest magnitude; empty if the cache is
+        not FP8.
+        routed: per layer, how many tokens each expert got.
+        steps: per step of the schedule, from the noisiest on, the number of denoising passes.
+        prompts: the number of prompts.
+        sha256: the SHA-256 of the prompts' file.
     """
 
     amax: dict[str, float] = field(default_factory=dict)
@@ -52,7 +55,7 @@ class Calibration:
 
     @property
     def idle_experts(self) -> dict[int, list[int]]:
-        """By layer, the experts to which no token was routed."""
+        """Each layer's experts that got no token."""
         idle = {
             layer: [expert for expert, count in enumerate(counts) if not count]
             for layer, counts in self.routed.items()
@@ -61,7 +64,7 @@ class Calibration:
 
     @classmethod
     def read(cls, file: Path) -> Calibration:
-        """Return what `calibrate` found before, from its file."""
+        """Read the result that an earlier `calibrate` wrote to `file`."""
         data = json.loads(file.read_text(encoding="utf-8"))
         data["routed"] = {int(layer): counts for layer, counts in data["routed"].items()}
         return cls(**data)
@@ -84,10 +87,10 @@ def calibrate(
 ) -> Calibration:
     """Generate from `prompts` and record the inputs of the recipe's weights. Products are computed in fp32.
 
-    room: a folder for the progress of an interrupted calibration.
+    room: the folder that keeps the progress if calibration is interrupted, and its result.
 
-    Raises `CanvasError` for a recipe that does not fit the model; for unusable prompts, with file and line; for weights
-    and activations that are not finite, with their names; and if a GPU's memory runs out.
+    Raises `CanvasError` for a recipe that does not fit the model; for unusable prompts, naming file and line; for
+    weights and activations that are not finite, naming them; and if GPU memory runs out.
     """
     from canvasrt.export.quantize.network import gpu_memory
 
@@ -96,7 +99,7 @@ def calibrate(
         return Calibration.read(finished)  # unless the file is missing or cut off
     with gpu_memory():
         found = _observe(weights, recipe, prompts, room)
-    # The sweeps make room for graphs.
+    # The sweeps' files are removed to make room for graphs.
     whole = finished.with_suffix(".new")
     whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
     sync(whole)
@@ -115,7 +118,7 @@ def _observe(
     formats = recipe.formats(config)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
     work = prompts.check()
-    # Implements what the generator needs of a `Model`, for requests without images.
+    # The network has all that the generator needs of a `Model` for requests without images.
     saved = SavedSweeps(room / "sweeps", device_here())
     network: Any = StreamedNetwork(weights, work.together, saved)
     steps = _generate(network, prompts, work)
@@ -133,18 +136,20 @@ def _observe(
 
 
 def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[int]:
-    """Run all prompts, `work.together` at a time. Return the number of passes by step of the schedule."""
+    """Run all prompts, `work.together` at a time. Return how many passes each step of the schedule had."""
     generator = Generator(network, work.together)
     steps: list[int] = []
     waiting = iter(prompts)
-    left: dict[int, int] = {}  # remaining passes of the running requests if none stops early
+    left: dict[
+        int, int
+    ] = {}  # how many passes each running request still has, if it does not stop early
     done = 0
     while True:
         while len(left) < generator.max_batch and (request := next(waiting, None)) is not None:
             left[generator.add(request)] = most_passes(request, generator.model.config)
         if not left:
             return steps
-        # Repeated sweeps take no time, so counting them would make the estimate too short.
+        # Repeated sweeps take no time, so reporting them would make the estimate of the remaining time too short.
         if not network.is_repeating:
             report("calibrating", done, work.passes)
         for event in generator.step():

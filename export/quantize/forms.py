@@ -1,15 +1,15 @@
 """Rewrites weights in an exported graph to quantized forms that TensorRT multiplies without dequantizing them in
 memory.
 
-Each `weight → Transpose → MatMul` becomes the following, with T the graph's dtype, and scales in float32 if not in T:
+Each `weight → Transpose → MatMul` becomes the following. T is the graph's dtype; scales are float32 unless noted.
 
-- without blocks (FP8): `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the
-  weight by one scale; scales per output multiply the product, in float32;
-- in blocks with scales in T (INT4): `DequantizeLinear → Transpose` of the weight, the input as it is;
-- in blocks whose scales are quantized too (NVFP4): `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input,
-  `DequantizeLinear → Cast(T) → Transpose` of the weight, after dequantizing its block scales by the global scale;
+- Without blocks (FP8), the input passes `QuantizeLinear → DequantizeLinear(T)`, and the weight `DequantizeLinear(T) →
+  Transpose` with one scale. If there is a scale per output, these multiply the product in float32 instead.
+- In blocks with scales in T (INT4), the weight passes `DequantizeLinear → Transpose`. The input is unchanged.
+- In blocks with quantized scales (NVFP4), the input passes `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)`, and
+  the weight `DequantizeLinear → Cast(T) → Transpose`. Its block scales are dequantized first, by the global scale.
 
-then the MatMul, followed by a multiplication if there are factors.
+Then comes the MatMul, and a multiplication if there are factors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
 
 KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
-# The first IR version with 4-bit numbers.
+# The first IR version that has 4-bit numbers.
 _IR_VERSION = 11
 _TENSORRT = "trt"
 
@@ -53,12 +53,12 @@ _TENSORRT = "trt"
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     """Replace weights of `model` by quantized ones, in place. `forms` are the forms by initializer name.
 
-    A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and, if the
-    form has them, `w.block_scales` and `w.factor`. They have no data; see `stored_parts`. If several weights of one
-    format share an input, it is quantized once, with the first weight's `input_scale`.
-    Raises `CanvasError` for a name that is not the weight of exactly one matrix product, and for a wrong shape.
+    A weight `w` is replaced by those of the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
+    `w.factor` that its form has. They have no data yet (see `stored_parts`). If weights of one format share an input,
+    it is quantized once, with the first weight's `input_scale`. If only the table's products are quantized, they use
+    `projection`, and the table is kept for lookups.
 
-    A table with 16-bit rows is kept for lookups; its products use `projection` instead.
+    Raises `CanvasError` for a name that is not the weight of exactly one matrix product, and for a wrong shape.
     """
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
@@ -73,11 +73,11 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
 
 
 def quantize_cache(model: ir.Model) -> list[str]:
-    """Rewrite a body graph in place so that cached keys and values are E4M3, as inputs and outputs. Return the scales'
+    """Rewrite a body graph in place so that its inputs and outputs have keys and values in E4M3. Return the scales'
     names.
 
-    For layer k of this graph, `layers.<k>.attention.key_scale` and `value_scale` are new initializers without data. A
-    call's own keys and values are not rounded in its attention.
+    For layer k of this graph, `layers.<k>.attention.key_scale` and `value_scale` are new initializers without data. In
+    attention, a call's own keys and values are not rounded.
     """
     graph = model.graph
     layers = [
@@ -94,7 +94,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
 
 
 def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
-    """Yield the parts of a quantized weight `name` in a rewritten graph, to be written as external data."""
+    """Yield the parts that a rewritten graph has of the quantized weight `name`, to be written as external data."""
     format = FORMATS[packed.format]
     block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT32
     name = PROJECTION if name == TABLE and format.projects else name
@@ -123,14 +123,13 @@ def quantized_items(
     pack: Callable[[Any], Packed],
     cache_scales: Mapping[str, float] | None = None,
 ) -> Iterator[Weight | Stored]:
-    """Rewrite `model` when iteration starts. Yield the weights to write, in which quantized weights are replaced by
-    their parts.
+    """Rewrite `model` when iteration starts. Yield the weights to write: unquantized ones, the parts of quantized ones,
+    and the cache's scales.
 
     Args:
-        forms: by initializer name.
-        pack: called for one item at a time, in order.
-        cache_scales: the scales of an FP8 key-value cache by initializer name; None for a cache in
-            the graph's dtype.
+        forms: the quantized weights' forms by initializer name.
+        pack: quantizes an item. It is called for one item at a time, in order.
+        cache_scales: an FP8 key-value cache's scales by initializer name; None if the cache has the graph's dtype.
     """
     if forms:
         quantize_graph(model, forms)
@@ -139,7 +138,9 @@ def quantized_items(
         if item.name not in forms:
             yield item
             continue
-        if item.name in model.graph.initializers:  # the table's rows are kept
+        if (
+            item.name in model.graph.initializers
+        ):  # the unquantized table, which is kept for lookups
             yield item
         packed = pack(item)
         if packed.form != forms[item.name]:
@@ -151,9 +152,10 @@ def quantized_items(
 
 
 def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
-    """Load a graph. Return it, its weights in file order, and the files of weights that it shares with other graphs.
+    """Load a graph. Return it, its weights in file order, and, by name, the files of weights that are not in its own
+    weight file.
 
-    If weights are in files, initializers inside the graph are constants, and stay there.
+    If any weights are in files, initializers inside the graph are constants, and stay there.
     """
     model = ir.load(source)
     own = source.with_suffix(".bin").name
@@ -165,20 +167,21 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
 
 
 def _place(value: ir.Value) -> tuple[str, int]:
-    """Return an initializer's location: file (empty for the graph itself) and offset."""
+    """Return the file in which an initializer is stored, and its offset there. The file is empty if it is the graph."""
     tensor = value.const_value
     return str(getattr(tensor, "location", "")), int(getattr(tensor, "offset", 0) or 0)
 
 
 class _Product(Quantized):
-    """The matrix product with one weight."""
+    """The matrix product that uses one weight."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
         super().__init__(graph, name, form)
         self.node = self._find()
 
     def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
-        """Replace the product by the quantized form. `inputs` caches inputs that are already quantized."""
+        """Replace the product by its quantized form. `inputs` keeps the quantized inputs, so that products share
+        them."""
         x = self.node.inputs[0]
         assert x is not None
         rank = len(self.form.shape)
@@ -239,7 +242,7 @@ class _Product(Quantized):
             return self._add("DequantizeLinear", [values, scale], "weight", output_dtype=wide)
         blocks = (*rows, last // self.form.block)
         if block_scales is None:
-            # In any other dtype, TensorRT would write the whole dequantized weight to memory.
+            # If these scales had another dtype, TensorRT would write the whole dequantized weight to memory.
             scales = self._initializer(BLOCK_SCALES, self.dtype, blocks)
             each = {"axis": -1, "block_size": self.form.block}
             return self._add("DequantizeLinear", [values, scales], "weight", **each)
@@ -249,7 +252,8 @@ class _Product(Quantized):
         return self._widen(values, scales, "weight")
 
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-        """Cast to the graph's dtype. TensorRT only dequantizes E2M1 to float32; the cast is free."""
+        """Dequantize to float32, the only dtype that TensorRT allows for E2M1, then cast to the graph's dtype for
+        free."""
         wide = self._add(
             "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=self.form.block
         )
@@ -258,10 +262,10 @@ class _Product(Quantized):
         return self._add("Cast", [wide], name, to=int(self.dtype))
 
     def _scale_outputs(self, product: ir.Value, old: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Multiply by the scales per output. Return the result, and the value that it replaces.
+        """Multiply the product by its scales per output. Return the result, and the value that it replaces.
 
-        With scales inside the DequantizeLinear, TensorRT would write the product in float32. A reshape to heads is
-        moved before the multiplication, because between multiplication and norm it would prevent fusion.
+        If the DequantizeLinear had these scales, TensorRT would write the product in float32. A reshape to heads is
+        moved before the multiplication, because it would prevent fusion between multiplication and norm.
         """
         scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
         where, users = self.node, old.consumers()
@@ -309,7 +313,7 @@ class _Product(Quantized):
 
 
 def _last_size(node: ir.Node) -> int | None:
-    """Return the last size of a Reshape's result if it is constant; None for other nodes."""
+    """Return the last size of a Reshape's result; None if it is not constant, or if the node is no Reshape."""
     shape = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] else None
     last = shape.inputs[-1] if shape is not None and shape.op_type == "Concat" else None
     size = None if last is None else ir.convenience.get_const_tensor(last)
@@ -325,7 +329,7 @@ def _is_plain_gemm(node: ir.Node) -> bool:
 
 
 def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
-    """Change the graph's input `name` to E4M3, and connect its readers to the dequantized value."""
+    """Change the graph's input `name` to E4M3. Nodes that read the input now read its dequantized value."""
     value = next(each for each in graph.inputs if each.name == name)
     assert value.dtype is not None
     node = ir.node(

@@ -1,7 +1,7 @@
-"""The network with the weights of one layer in memory at a time.
+"""A network that has the weights of only one layer in memory at a time.
 
-The tokens of all requests run through a layer before the next layer is read. So one sweep over the weights is one pass
-of every request.
+The tokens of all requests run through a layer before the next layer is read. So one sweep over the weights runs one
+pass of every request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import segments
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# Tokens that run through a layer together: enough for many tokens per expert, in at most a few hundred MB.
+# How many tokens run through a layer together: so many that experts get many each, yet in at most a few hundred MB.
 _TOGETHER = 4096
 
 
@@ -67,7 +67,7 @@ class StreamedNetwork:
         )
         self._encoding: list[Call] = []
         self._saved = saved
-        # The outputs of all sweeps so far, including those of an earlier start, without hidden states.
+        # The outputs of all sweeps so far, also of an earlier start's. Hidden states are left out.
         self._outputs: list[list[dict[str, Tensor]]] = []
         self._earlier: list[Any] = saved.state.get("outputs", [])
         self._rows: dict[int, CachedRow] = {}
@@ -105,7 +105,7 @@ class StreamedNetwork:
         return rms_norm(self._embed(canvas), self.config.rms_norm_eps)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Add clean tokens to their requests' caches, in the next sweep."""
+        """Have the next sweep add clean tokens to their requests' caches."""
         for each in inputs:
             row: CachedRow = each.row
             hidden = self._embed(each.tokens)[None]
@@ -115,7 +115,7 @@ class StreamedNetwork:
     def denoise_each(
         self, inputs: Iterable[DenoiseInput], count: int
     ) -> Generator[DenoiseOutput, None, None]:
-        """Run one step of `count` requests; yield the outputs in order."""
+        """Run one step of every request in `inputs`, and yield the outputs in order."""
         yield from self.denoise(list(inputs))
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
@@ -148,8 +148,8 @@ class StreamedNetwork:
         return outputs
 
     def _again(self) -> list[DenoiseOutput]:
-        """Return an earlier start's outputs. The last of these sweeps also restores the state that the next sweep
-        needs."""
+        """Return the outputs that an earlier start saved for this sweep. If it was the last one saved, also restore the
+        state that the next sweep needs."""
         found = [
             {name: each.numpy() for name, each in output.items()}
             for output in self._earlier[self.sweeps]
@@ -211,8 +211,8 @@ def device_here() -> str:
 
 @contextlib.contextmanager
 def gpu_memory() -> Iterator[None]:
-    """Give back all memory of a GPU at the end, because kernels are timed on it next. Raises CanvasError if it runs
-    out."""
+    """Free all GPU memory at the end, because builders time kernels on the GPU next. Raises CanvasError if this memory
+    runs out."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -228,7 +228,7 @@ def gpu_memory() -> Iterator[None]:
 
 
 def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:
-    """Divide the calls, in order, into groups of about `_TOGETHER` tokens."""
+    """Divide the calls, in order, into groups of at most `_TOGETHER` tokens. A longer call is a group of its own."""
     group: list[Call] = []
     for call in calls:
         if group and sum(each.length for each in group) + call.length > _TOGETHER:

@@ -1,7 +1,7 @@
-"""Layers and the head in float32, which record the inputs of their products with weights.
+"""Float32 layers and head that record the inputs to their weight matrices.
 
-The modules are the ones that are traced to graphs, with two exceptions: experts run one after another, and attention
-runs one request after another.
+The modules are those that are traced to graphs, but experts run one after another, and attention runs one request after
+another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from canvasrt.export.segments import SegmentModule
 
 @dataclass
 class Observed:
-    """The records so far: largest magnitudes of inputs by weight, and of cached numbers by `layers.<i>.key` or
-    `.value`; and by layer, the number of tokens per expert."""
+    """Recorded so far: per weight, its inputs' largest magnitude; per `layers.<i>.key` or `.value`, that of cached
+    numbers; per layer, tokens per expert."""
 
     amax: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor] = field(default_factory=dict)
 
     def note(self, name: str, x: Tensor) -> None:
-        """Record a tensor's largest magnitude; NaN is kept."""
+        """Record a tensor's largest magnitude. If it contains NaN, that stays recorded."""
         least, most = torch.aminmax(x)
         largest = torch.maximum(-least, most)
         before = self.amax.get(name)
@@ -52,7 +52,8 @@ class Observed:
 
 @dataclass
 class CachedRow:
-    """A request's keys and values, float32 `[1, kv_heads, n, head_dim]` by layer. `length` counts all its clean tokens."""
+    """A request's keys and values, float32 `[1, kv_heads, n, head_dim]` per layer. `length` is the number of its clean
+    tokens, even if sliding layers keep fewer."""
 
     number: int
     caches: list[tuple[Tensor, Tensor]]
@@ -61,8 +62,8 @@ class CachedRow:
 
 @dataclass
 class Call:
-    """The tokens of one request in a sweep, from position `start` on. `hidden` `[1, L, D]` is updated by every
-    layer."""
+    """The tokens of one request in a sweep. The first is at position `start`. Every layer updates `hidden` `[1, L,
+    D]`."""
 
     row: CachedRow
     start: int
@@ -75,7 +76,7 @@ class Call:
 
 
 class ObservedPart:
-    """A layer or the head. Its weights stay in memory until `load` of any part is called."""
+    """A layer or the head. Its weights stay in memory until the next `load` into the same buffer."""
 
     def __init__(self, part: SegmentModule, observed: Observed) -> None:
         self.module: Any = part.module
@@ -101,7 +102,7 @@ class ObservedPart:
             layer.attention = _RowsApart(part.module, part.layers[0], observed)
 
     def bytes(self, weights: WeightSource) -> int:
-        """The bytes of the weights in memory."""
+        """Return how many bytes the weights take in memory."""
         shapes = ((name, shape) for name, (_, _, shape) in self._weights.items())
         return sum(
             _padded(shape.numel() * self._dtype(name, weights).itemsize) for name, shape in shapes
@@ -117,19 +118,19 @@ class ObservedPart:
             begin += _padded(size)
             first = 0
             for piece in weights.read(self._part, name, check):
-                # Converted to float32 on the device, after the copy.
+                # The assignment converts to float32, after the copy to the device.
                 place[first : first + piece.numel()] = piece.reshape(-1).to(place.device)
                 first += piece.numel()
             assert first == shape.numel(), name
             module._parameters[own] = nn.Parameter(place.view(shape), requires_grad=False)
 
     def _dtype(self, name: str, weights: WeightSource) -> torch.dtype:
-        """Return a weight's dtype in memory: experts keep the stored dtype, and are converted one by one."""
+        """Return a weight's dtype in memory: float32, except that experts keep the stored dtype until each one runs."""
         return weights.dtype if name.endswith((GATE_UP, DOWN)) else torch.float32
 
 
 class _SortedExperts(nn.Module):
-    """A layer's experts, one after another over the tokens that chose them."""
+    """A layer's experts. They run one after another, each over the tokens that were routed to it."""
 
     def __init__(self, experts: Experts, layer: int, observed: Observed) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class _SortedExperts(nn.Module):
 
 
 class _RowsApart(nn.Module):
-    """Attention over the tokens of several calls, each with its own past."""
+    """Attention over the tokens of several calls, each of which has its own past."""
 
     def __init__(self, segment: BodySegment, index: int, observed: Observed) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class _RowsApart(nn.Module):
         return out
 
     def _kept(self, past: Tensor, new: Tensor, known: Tensor) -> Tensor:
-        """Return the past and the new numbers together, without tokens that no later token attends to."""
+        """Join past and new keys or values. Leave out tokens to which no later token attends."""
         joined = torch.cat([past, new], 2)[:, :, int((known < 0).sum()) :]
         if self._window is not None:
             joined = joined[:, :, -(self._window - 1) :]

@@ -15,7 +15,7 @@ from canvasrt.graphs.lowbits import Bytes, Floats
 
 @dataclass(frozen=True)
 class Form:
-    """A quantized weight's format and shapes, named as in `Packed`; `block` is the length of its blocks."""
+    """A quantized weight's format and shapes, named as in `Packed`. `block` is how many numbers a block has."""
 
     format: str
     shape: tuple[int, ...]
@@ -26,16 +26,18 @@ class Form:
 
 @dataclass(frozen=True)
 class Packed:
-    """One quantized weight: `values × block_scales × scale × factor`, `[out, in]` or `[E, out, in]`.
+    """One quantized weight, `[out, in]` or `[E, out, in]`. It equals `values × block_scales × scale × factor`.
 
     Attributes:
         format: a name in the table of number formats.
-        values: uint8; a code per byte `[…, out, in]`, or two 4-bit codes `[…, out, in / 2]`, the first one low.
-        scale: float32, a scalar, or one per output, `[out]`, for 2-D FP8 weights and the INT8 table; None for INT4.
+        values: uint8 `[…, out, in]`, one code per byte; or `[…, out, in / 2]`, two 4-bit codes, the first in the low
+        bits.
+        scale: float32; a scalar, or `[out]` for the INT8 table and 2-D FP8 weights that are scaled per output; None for
+            INT4.
         input_scale: float32 scalar, the input's scale; None if inputs are not quantized.
-        block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`; INT4's scales `[…, out, in / block]`, float32 numbers that
-            a bfloat16 holds exactly.
-        factor: float32, multiplies the product: `[E, 1, 1]` or `[E, 1, out]`, for a 2-D weight `[out]`.
+        block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`; or INT4's scales `[…, out, in / block]`, as float32
+            numbers that are exact in bfloat16.
+        factor: float32 by which the product is multiplied: `[E, 1, 1]` or `[E, 1, out]`; `[out]` for a 2-D weight.
     """
 
     format: str

@@ -46,12 +46,12 @@ from canvasrt.types import Json
 
 CALIBRATION_FILE = "calibration.json"
 PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir")
-# Rows of a matrix to hold in float32 at a time.
+# At most this many rows of a matrix are in float32 at a time.
 _ROWS = 16_384
 
 
 class Part(NamedTuple):
-    """One graph of a bundle: its name, and the layers of the model that it holds."""
+    """One graph of a bundle: its name, and the indices of the model's layers in it."""
 
     name: str
     layers: Sequence[int]
@@ -74,7 +74,7 @@ class Quantizer:
 
     @property
     def made_from(self) -> Json:
-        """What the quantization adds to `made_from` in the manifest."""
+        """The entries that quantization adds to `made_from` in the manifest."""
         sha256 = self._calibration.sha256
         return {"calibration": sha256} if sha256 else {}
 
@@ -134,7 +134,7 @@ class Quantizer:
         choice = self._choices[name]
         amax = None
         if FORMATS[choice.format].rounds_inputs:
-            # If calibration saw only zeros, any scale works; use 1.
+            # If the calibration recorded only zeros, any scale works. Use 1.
             amax = self._calibration.amax[name] or FORMATS[choice.format].largest
         if name == TABLE and amax is not None:
             return quantizers.quantize_in_parts(parts, choice.format, amax, name)
@@ -169,13 +169,13 @@ def quantize_graphs(
     """Write the quantized graph bundle of `graphs` to `out`.
 
     Args:
-        graphs: a bundle that `canvasrt export` wrote, bf16 for GPUs, or fp32.
-        recipe: the name of one of canvasrt's, a file, or a loaded recipe.
-        calibration_file: prompts as JSONL; by default those that come with canvasrt.
-        calibration: an earlier result, which replaces the run. Recipes that only quantize weights need none.
+        graphs: a bundle that `canvasrt export` wrote, in bf16 (which GPUs need) or fp32.
+        recipe: the name of one of canvasrt's recipes, a recipe file, or a loaded recipe.
+        calibration_file: a JSONL file of prompts; by default, the prompts that come with canvasrt.
+        calibration: the result of an earlier calibration, to skip it. Recipes that only quantize weights need neither.
 
-    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and if
-    `out` is not empty. An interrupted call leaves its progress in the cache, and another call continues from it.
+    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
+    if `out` is not empty. An interrupted call leaves its progress in the cache, and another call continues from it.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     out = Path(out).expanduser().resolve()
@@ -211,9 +211,8 @@ def read_calibration(bundle: Bundle) -> dict[str, Any]:
 
 
 def _load_modelopt() -> None:
-    """Import ModelOpt once without its warnings about transformers' version: it does not load models here.
-
-    It compiles no kernels either, so torch's warning about CUDA without a GPU does not matter.
+    """Import ModelOpt, without warnings that do not matter here: ModelOpt warns about transformers' version, but loads
+    no models; torch warns about CUDA without a GPU, but no kernels are compiled.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -232,8 +231,7 @@ def _check(graphs: Bundle) -> None:
 
 
 def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
-    """Write every file of the bundle except the manifest. Graphs with quantized weights are new files; others are
-    links."""
+    """Write all graphs and their files, but not the manifest. Graphs in which nothing is quantized become links."""
     files = graphs.manifest.files
     changed = [entry for entry in graphs.manifest.segments if quantizer.changes(Part.of(entry))]
     data = {str(Path(entry["file"]).with_suffix(".bin")) for entry in changed}
@@ -260,15 +258,15 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
 
 
 def counted(items: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
-    """Yield weights. After a weight was written, call `advance` with its number of elements."""
+    """Yield weights. Call `advance` with each one's number of elements after it is written."""
     for item in items:
         yield item
         advance(math.prod(item.shape))
 
 
 def _matrices(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
-    """Yield a weight in float32 in pieces: one expert's matrix `[out, in]`, or some rows of another weight, at a
-    time."""
+    """Yield a weight in float32, piece by piece. A piece is one expert's matrix `[out, in]`, or some rows if the weight
+    is not an expert's."""
     *_, width = shape = item.shape
     size = width * (shape[-2] if len(shape) == 3 else min(shape[0], _ROWS))
     rest = np.empty(0, np.float32)

@@ -1,4 +1,4 @@
-"""Quantizes weights to the table's formats with ModelOpt, which is imported when something is quantized."""
+"""Quantizes weights to the formats of `canvasrt.formats`. ModelOpt is imported when something is quantized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvasrt.formats import E2M1, FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import Bytes, Floats
 
-# The search for a block's scale starts at this share of its largest magnitude. Smaller shares were never the best.
+# The search for a block's scale starts at this share of the block's largest magnitude. Smaller shares were never best.
 _LEAST_REACH = 0.7
 
 
@@ -48,15 +48,15 @@ def quantize_weight(
     """Quantize a weight with ModelOpt.
 
     Args:
-        parts: float32 matrices `[out, in]`, read one at a time: one per expert with `experts`, else stacked along the
-            first axis to one weight.
-        input_amax: the largest magnitude of the input; unused by formats that quantize only weights.
-        method: how scales are chosen: `max`, so that nothing saturates, or `mse`, for the least squared error.
-        weights: whether FP8 has one scale per output.
-        name: for errors.
+        parts: float32 matrices `[out, in]`, read one at a time. With `experts`, each is one expert's; otherwise they
+            are stacked along the first axis.
+        input_amax: the input's largest magnitude. Formats that quantize only weights ignore it.
+        method: how scales are chosen: with `max`, nothing saturates; with `mse`, the squared error is smallest.
+        weights: with `per_channel`, FP8 has one scale per output. Formats with blocks ignore it.
+        name: the weight's name, for errors.
 
-    Raises `CanvasError` for numbers that are not finite, an `input_amax` that is not positive, and rows that the
-    format's blocks do not divide.
+    Raises `CanvasError` for numbers that are not finite, an `input_amax` that is not positive and finite, and rows that
+    the format's blocks do not divide.
     """
     if not FORMATS[format].rounds_inputs:
         return _quantize_weights(parts, format, method, experts, name)
@@ -69,7 +69,7 @@ def quantize_weight(
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
-    # A power of two and bfloat16 factors lose no bits in any dtype of the product.
+    # The scale is a power of two, and factors are exact in bfloat16, so no bits are lost in any dtype of the product.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = (scales / scale).reshape(len(quantized), 1, -1)
     return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)
@@ -80,7 +80,7 @@ def quantize_in_parts(
 ) -> Packed:
     """Quantize a matrix that does not fit in memory, with one scale that covers its largest number.
 
-    parts: returns the rows in order, float32 `[…, in]`; it is called twice. Other arguments are as in
+    parts: called twice, and returns the rows in order, float32 `[…, in]`. All other arguments are as in
     `quantize_weight`.
     """
     amax = max(float(np.abs(part).max()) for part in parts())
@@ -93,7 +93,7 @@ def quantize_in_parts(
 
 
 def _input_scale(format: str, amax: float | None, name: str) -> np.float32:
-    """Return the scale of a product's input. Raises CanvasError if no input was recorded, or if it is not finite."""
+    """Return the scale of a product's input. Raises CanvasError if `amax` is None, not positive or not finite."""
     if amax is None or not (math.isfinite(amax) and amax > 0):
         raise CanvasError(
             f"{name}: its input's largest magnitude is {amax}", "calibrate with more prompts"
@@ -104,8 +104,8 @@ def _input_scale(format: str, amax: float | None, name: str) -> np.float32:
 def _quantize_one(
     part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
 ) -> tuple[np.ndarray, ...]:
-    """Quantize a matrix with its own scale; `short_scale` rounds the scale up to a bfloat16. Return codes, scale and, in
-    blocks, their scales."""
+    """Quantize a matrix with its own scale, which `short_scale` rounds up to a bfloat16. Return codes, scale and, if
+    the format has blocks, the blocks' scales."""
     weight = _checked(part, format, name)
     amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
     # Zeros need a scale too, and any will do.
@@ -123,7 +123,7 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """Quantize to a format that leaves the inputs of products unquantized."""
+    """Quantize to a format that does not quantize the inputs of products."""
     encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
     # Every row has its own scales, so parts of a matrix can be quantized one by one.
     made = [encode(_checked(part, format, name), method == "mse") for part in parts]
@@ -134,7 +134,7 @@ def _quantize_weights(
 
 
 def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
-    """Return a matrix as a tensor; CanvasError if it cannot be quantized."""
+    """Return a matrix as a tensor. Raises CanvasError if it cannot be quantized."""
     weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
     if not torch.isfinite(weight).all():
         raise CanvasError(
@@ -164,7 +164,7 @@ def _nvfp4_max(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose a block's scale with the least error among all E4M3 numbers."""
+    """Quantize to NVFP4. For each block, choose the E4M3 scale that makes the squared error smallest."""
     from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
@@ -190,9 +190,9 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Return codes `[out, in / 2]` and one bfloat16 scale per block, as float32 `[out, in / block]`.
+    """Return codes `[out, in / 2]`, and one scale per block, float32 `[out, in / block]` that is exact in bfloat16.
 
-    With `search`, a block's largest numbers may saturate, if that lowers the squared error.
+    With `search`, a block's largest numbers saturate if that lowers the squared error.
     """
     from modelopt.torch.quantization.calib.mse import MseCalibrator
 
@@ -225,7 +225,8 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Return codes `[out, in]` and bfloat16 scales as float32 `[out]`; `search` is ignored: 8 bits gain nothing from it."""
+    """Return codes `[out, in]`, and scales, float32 `[out]` that are exact in bfloat16. `search` is ignored, because it
+    would gain nothing in 8 bits."""
     amax = weight.abs().amax(dim=-1)
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
     scale = (amax / FORMATS["int8"].largest).bfloat16().float()
@@ -234,7 +235,7 @@ def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
-    """Return the amax with the least squared error, for the whole matrix or per row."""
+    """Return the largest magnitude to represent, per matrix or per row, for which the squared error is smallest."""
     from modelopt.torch.quantization.calib.mse import MseCalibrator
     from modelopt.torch.quantization.tensor_quant import fp8_eager
 
@@ -245,17 +246,17 @@ def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """Return the next bfloat16 that is not smaller."""
+    """Round a scale up to a bfloat16."""
     bits = scale.view(torch.int32)
     return (bits + 0xFFFF & ~0xFFFF).view(torch.float32)
 
 
 Search = Callable[[Tensor, Tensor], Tensor]
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-# By format and method: the search for the largest magnitude (None: the weight's own), and the encoder.
+# Per format and method, how to find the largest magnitude to represent (None: use the weight's), and how to encode.
 _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
 }
-# For formats that quantize only weights: the encoder, with or without a search for the scales.
+# Per format that quantizes only weights, its encoder. The second argument says whether to search for the best scales.
 _WEIGHTS_ALONE = {"int4": _int4, "int8": _int8}

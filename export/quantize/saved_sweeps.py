@@ -19,11 +19,11 @@ _STATE = "state.pt"
 
 
 class SavedSweeps:
-    """One calibration's state in a folder: tensors of every sweep, and one file per request with its keys and values."""
+    """One calibration's state in a folder: tensors of every sweep, and a file of keys and values per request."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Read the state of an earlier start; `state` is empty if there is none, if a file is missing or cut off, or if
-        it ran on another device, whose sums differ in their last bits."""
+        """Read the state of an earlier start. `state` is empty if there is none, if a file is missing or cut off, or if
+        that start ran on another device, where sums differ in their last bits."""
         self._folder, self._device = folder, device
         folder.mkdir(exist_ok=True)
         self._saved = time.monotonic()
@@ -51,8 +51,8 @@ class SavedSweeps:
     def save(
         self, sweeps: int, state: Mapping[str, Any], rows: Mapping[int, Any], live: set[int]
     ) -> None:
-        """Save the state after `sweeps` sweeps. `rows` are the keys and values that changed, `live` the requests that still
-        run. Raises CanvasError if the disk is full; what was saved before stays."""
+        """Save the state after `sweeps` sweeps. `rows` has the changed keys and values by request; `live`, the
+        requests that still run. If the disk is full, raises CanvasError, and keeps the earlier state."""
         files = {number: name for number, name in self._files.items() if number in live}
         files |= {number: f"row-{number}-{sweeps}.pt" for number in rows}
         try:
@@ -63,7 +63,7 @@ class SavedSweeps:
             _write(whole, self._folder / f"{_STATE}.new")
             os.replace(self._folder / f"{_STATE}.new", self._folder / _STATE)
         except (OSError, RuntimeError) as error:
-            is_full = is_disk_full(error, self._folder)  # before room is made
+            is_full = is_disk_full(error, self._folder)  # checked before `_clean` frees space
             self._clean()
             if not is_full:
                 raise
@@ -83,6 +83,6 @@ class SavedSweeps:
 
 
 def _write(value: Any, file: Path) -> None:
-    """Save tensors through a file of Python's: torch's own writer hides why a write failed."""
+    """Save tensors to a file that Python opened, because torch's own writer hides why a write failed."""
     with file.open("wb") as out:
         torch.save(value, out)

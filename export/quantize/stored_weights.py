@@ -1,4 +1,4 @@
-"""The network's weights, read a piece at a time from a checkpoint or a graph bundle, and the embedding table by row."""
+"""Reads the network's weights from a checkpoint or a graph bundle, piece by piece, and the embedding table by row."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat1
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, rounded to `dtype`, that of experts and table in graphs. `held` has what it stores
-    quantized, by global name."""
+    """The weights of a checkpoint, rounded to `dtype`, in which graphs store experts and table. `held` has, by global
+    name, the weights that are stored quantized."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CheckpointWeights:
         }
 
     def read(self, part: SegmentModule, local: str, check: bool) -> Iterator[Tensor]:
-        """Yield a weight's numbers in order. With `check`, raise CanvasError for one that is not finite."""
+        """Yield a weight's numbers in order. With `check`, raise CanvasError for a number that is not finite."""
         name = global_name(part.name, part.layers, local)
         if name in self._held:
             return (each.to(self.dtype) for each in self._held[name].wide())
@@ -56,7 +56,7 @@ class CheckpointWeights:
 
 
 class StoredWeights:
-    """The weights of the plain graphs in a bundle. Reading leaves nothing mapped, so nothing stays in memory."""
+    """The weights of the plain graphs in a bundle. Files are read, not mapped, so that no weight stays in memory."""
 
     def __init__(self, graphs: Bundle) -> None:
         manifest = graphs.manifest
@@ -91,5 +91,5 @@ class StoredWeights:
         return torch.from_numpy(np.asarray(self._table[tokens], np.float32))
 
 
-# Where calibration reads weights.
+# The source of calibration's weights.
 WeightSource = CheckpointWeights | StoredWeights

@@ -21,10 +21,10 @@ class EmbeddingTable(Quantized):
     """The embedding table: one product uses it, another uses its transpose, and rows are looked up."""
 
     def rewrite(self) -> None:
-        """Put a dequantized table before the products, and dequantize looked-up rows by themselves.
+        """Let the products use the dequantized table, and dequantize rows that are looked up on their own.
 
-        Rows are dequantized with a scale of 1 before the lookup and scaled after it, so TensorRT looks up codes. With the
-        scales before the lookup, it would write out every row.
+        Before the lookup, rows are dequantized by a scale of 1; after it, they are scaled. So TensorRT looks up codes.
+        If rows were scaled before the lookup, TensorRT would write the whole dequantized table to memory.
         """
         first = self.graph[0]
         values = self._values()
@@ -52,14 +52,14 @@ class EmbeddingTable(Quantized):
 
 
 class Projection(Quantized):
-    """The table as its two products use it: hidden states times its transpose, and probabilities times the table."""
+    """The table in its two products: hidden states times the transposed table, and probabilities times the table."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
         super().__init__(graph, name, form)
         self.name = PROJECTION
 
     def rewrite(self) -> None:
-        """Quantize the products, with one copy of the codes. Lookups of rows still read the unquantized table."""
+        """Quantize both products, which share one copy of the codes. Lookups still read the unquantized table."""
         scale = self._initializer(SCALE, FLOAT32, ())
         wide = self._wide(self.graph[0], self._values(), scale, "wide")
         for node, place in list(self.weight.uses()):
