@@ -41,5 +41,5 @@ def quantized_from(plan: Plan) -> Json:
 
 
 def lowered_from(graphs: Bundle) -> tuple[str, Json]:
-    """Return what identifies a lowering of graphs for a CPU: the name of this work, and all inputs of it."""
+    """Return what identifies a lowering of graphs for a CPU: the name of this work, and all of its inputs."""
     return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}

@@ -212,7 +212,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return options under which one request fits: the first precision that allows any context, and its longest one."""
+    """Return options under which one request fits: the first precision that allows any context, with its longest context."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:

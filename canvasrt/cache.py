@@ -61,7 +61,7 @@ def key_of(made_from: Mapping[str, Any]) -> str:
 def code_hash(paths: Sequence[Path]) -> str:
     """Return the SHA-256 of source files, and of those in folders.
 
-    As part of a key, it prevents the reuse of files that other code made.
+    As part of a key, it prevents the reuse of files that were made by different code.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -231,8 +231,8 @@ def _remove_old(rooms: Iterable[Path]) -> None:
 
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
-    """Put a piece of unfinished work into the folder `out`. `write` makes it, unless an earlier start has. Return
-    whether an earlier start has."""
+    """Put a piece of unfinished work into the folder `out`. `write` makes it, unless an earlier start made it. Return
+    whether it was already there."""
     kept = piece.is_dir()
     if not kept:
         with staging(piece) as folder:

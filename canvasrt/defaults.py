@@ -39,5 +39,5 @@ TABLE_PIECE_BYTES = 1 << 27
 
 
 def octets(tokens: int) -> int:
-    """Return the number of octets for this many tokens; at least one, which may be empty."""
+    """Return how many octets, groups of `OCTET` tokens, hold this many tokens; at least one, possibly empty."""
     return max(1, -(-tokens // OCTET))

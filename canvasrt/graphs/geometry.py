@@ -17,7 +17,7 @@ from canvasrt.graphs import external
 from canvasrt.graphs.edit import drop_unused
 from canvasrt.graphs.names import PAST
 
-# The inputs of a body that stay the same over a pass, besides cached keys and values.
+# Inputs of a body, other than cached keys and values, that are constant during a pass.
 _FIXED = ("positions", "groups", "causal", "past_positions_")
 
 

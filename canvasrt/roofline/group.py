@@ -46,7 +46,7 @@ def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     if product or "Exp" in step_names(kernel):
         # A kernel of a layer stays that layer's even if masks, which belong to none, are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
-    # Ties are broken arbitrarily, but masks and norms have the lowest priority.
+    # In a tie, masks lose first, then norms; the rest is arbitrary.
     losers = (MASKS, NORMS)
     number, part = max(
         found,

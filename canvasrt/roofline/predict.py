@@ -172,7 +172,7 @@ class Predictor:
             )
 
     def _rows(self, batch: int) -> int:
-        """Return the rows of a pass of `batch` canvases; `batch` itself if it exceeds the engines' limit."""
+        """Return the rows of a pass of `batch` canvases: the engines' limit, or `batch` if that is 1 or above the limit."""
         return self.passes.batch if 1 < batch <= self.passes.batch else batch
 
     def _bodies(self) -> list[str]:

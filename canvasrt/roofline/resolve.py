@@ -136,7 +136,7 @@ def _is_unknown(size: Dim) -> bool:
 def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
     """Return the tensor outside a kernel that `name`, with `size` elements, is a view of: that tensor has the same
     elements in a different shape, or each element of `name` is computed from one of its elements. None if the kernel
-    computes, writes or reads all of `name`."""
+    computes it, writes or reads it whole, or if several tensors match."""
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []
     while (node := writers.get(views[-1])) is not None:

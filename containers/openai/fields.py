@@ -1,6 +1,6 @@
 """Unsupported fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests: left out with a warning, or refused.
 
-A table has the fields that cannot change an answer here, each with the values that are accepted. Other values are
+Each table lists the fields that cannot change an answer here, with their accepted values. Other values are
 refused. A list is accepted if all of its elements are. A field that is neither in a table nor in the body's model is
 unknown.
 """
