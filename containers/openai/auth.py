@@ -20,7 +20,7 @@ class Keys:
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """Return a name that identifies the caller's key; empty if no key is needed. Raises ApiError 401 if the request's
+        """Return a name that identifies the caller's key; the name is empty if no key is needed. Raises ApiError 401 if the request's
         headers have no accepted key. Anthropic's clients send it in x-api-key."""
         if not self._digests:
             return ""
@@ -38,7 +38,7 @@ class Keys:
 
 
 class Callers:
-    """One API key may wait for at most `most` answers at the same time; None means no limit.
+    """Limits how many answers one API key may wait for at a time: to `most`, or not at all if that is None.
 
     Without keys, callers cannot be distinguished, so there is no limit.
     """

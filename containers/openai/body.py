@@ -113,8 +113,8 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# In JSON, 5.0 is an integer; some clients write all numbers like that. Stands after an integer's limits: before them,
-# pydantic would leave them out of the OpenAPI document.
+# In JSON, 5.0 is an integer; some clients write all numbers like that. This comes after an integer's limits, because
+# pydantic would otherwise leave them out of the OpenAPI document.
 INTEGRAL = BeforeValidator(_integer)
 Budget = Annotated[
     Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None, about("Most new tokens.")
@@ -332,7 +332,7 @@ def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> 
 
 
 def translated(kind: type[BodyT], fields: Mapping[str, Any], source: Body) -> BodyT:
-    """Return the equivalent request of another API, with those of its `fields` that are not None. Raises ApiError for a
+    """Return the equivalent request of another API, built from the `fields` that are not None. Raises ApiError for a
     wrong value."""
     try:
         made = kind.model_validate({k: v for k, v in fields.items() if v is not None})

@@ -275,7 +275,7 @@ def visible_scores(text: str) -> list[Json]:
 
 
 def token_score(each: Json) -> Json:
-    """Return a token's log-probability in the form of a chat's."""
+    """Return a token's log-probability in the form that chats use."""
     return {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
 
 

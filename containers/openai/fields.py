@@ -145,7 +145,7 @@ MESSAGE: Table = {
 }
 
 _PENALTY = "the tokens of a block are decided together, not one after the other"
-# Reasons for refusals, where the field's name does not explain it.
+# Reasons for refusals that the field's name does not explain.
 REASONS = {
     "best_of": "the server returns all n answers",
     "background": "nothing is stored here",

@@ -48,7 +48,7 @@ class Served(NamedTuple):
 class Generation:
     """A request in the model's terms: `n` answers to a chat, or `n` answers per prompt.
 
-    `options` holds, by name, the model's inputs that all answers share; `prompts` holds those of each prompt. Without a
+    `options` holds, by name, the model's inputs that all answers share; `prompts` holds each prompt's own inputs. Without a
     seed, callers expect a different answer every time, so a random seed is drawn.
     """
 
@@ -214,7 +214,7 @@ class Reply(ABC):
         return [error.to_json()]
 
     def encode(self, chunk: Any) -> bytes:
-        """Return an object of a stream as bytes. Those with a type are events of that name."""
+        """Return an object of a stream as bytes. An object that has a type becomes an event of that name."""
         name = f"event: {chunk['type']}\n" if "type" in chunk else ""
         return f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
 

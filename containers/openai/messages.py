@@ -37,7 +37,7 @@ class Chat(NamedTuple):
 
 @dataclass
 class _Found:
-    """State while messages are read: the images so far; warnings about ignored fields, None if those are refused; and
+    """State while messages are read: the images so far; warnings about ignored fields, or None if those are refused; and
     `values`, how many more JSON values the arguments of calls may have."""
 
     images: list[tuple[bytes, str]]

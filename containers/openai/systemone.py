@@ -17,7 +17,7 @@ from canvasrt.containers.openai.fields import DECISION, Ignored, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
 from canvasrt.types import Json
 
-MAX_OPTIONS = 26  # of a question
+MAX_OPTIONS = 26  # per question
 
 
 class SystemOneRequest(Ask):

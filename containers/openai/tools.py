@@ -162,7 +162,7 @@ def template_names(request: Conversation) -> dict[str, str]:
 def tools_grammar(request: Conversation) -> dict[str, Any] | None:
     """Return the grammar that enforces the tools' schemas in calls, or None if it is not needed.
 
-    A required call follows its schema. An optional one does only if `strict` is true.
+    A required call follows its schema. An optional call follows it only if `strict` is true.
     """
     found = schemas(request)
     if found is None:

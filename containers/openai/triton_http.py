@@ -138,15 +138,15 @@ def _check(text: bytes, size: int) -> None:
 
 
 def _count(shape: list[Any]) -> float:
-    """Return the number of elements of a tensor; infinity for a shape that is none."""
+    """Return the number of elements of a tensor; infinity for an invalid shape."""
     if len(shape) > _DIMENSIONS or not all(type(each) is int and each >= 0 for each in shape):
         return math.inf
     return math.prod(max(each, 1) for each in shape)
 
 
 def _with_owner(body: bytes, owner: bytes) -> bytes:
-    """Insert the caller's name in a JSON object; return anything else unchanged. A name that the caller sends itself
-    lacks the secret."""
+    """Insert the caller's name in a JSON object; return anything else unchanged. If the caller sends a name,
+    that name lacks the secret."""
     if not (text := body.lstrip(b" \t\r\n")).startswith(b"{"):
         return body
     fields = text[1:].lstrip(b" \t\r\n")

@@ -19,7 +19,7 @@ _SAME = {
 
 
 def sampling_of(request: Sampling) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sampling parameters that the request gives by vLLM's names, and those names. Our own names take
+    """Return the sampling parameters that the request gives under vLLM's names, and the names it uses. Our own names take
     precedence."""
     found = {
         name: value
