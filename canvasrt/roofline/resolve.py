@@ -136,13 +136,13 @@ def _is_unknown(size: Dim) -> bool:
 def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
     """Return the tensor outside a kernel that `name`, with `size` elements, is a view of: that tensor has the same
     elements in a different shape, or each element of `name` is computed from one of its elements. None if the kernel
-    computes it, writes or reads it whole, or if several tensors match."""
+    computes it, if it writes or reads it whole, or unless exactly one tensor matches."""
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []
     while (node := writers.get(views[-1])) is not None:
         seen = {output for output, _ in node.outputs} | set(views)
         same_size = {each for each, dims in node.inputs if times(dims) == size} - seen
-        # If several operands match, the source is unknown.
+        # Unless exactly one operand matches, the source is unknown.
         if len(same_size) != 1 or size in written:
             return None
         viewing.append(node)
