@@ -72,8 +72,8 @@ def code_hash(paths: Sequence[Path]) -> str:
 
 
 def versions(packages: tuple[str, ...], *stages: str) -> dict[str, Any]:
-    """Return the versions of distributions, and a hash of the sources of `stages` and of of the sources that all stages share.
-    Our sources may change without a new version."""
+    """Return the versions of distributions, and a hash of the sources of `stages` and of the sources that all stages
+    share. Our sources may change without a new version."""
     found = {name: version for name in packages if (version := extras.version(name))}
     shared = Path(canvasrt.__file__).parent
     sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]
