@@ -22,6 +22,14 @@ from canvasrt.targets import find_target
 from tests.helpers.configs import RELEASED
 from tests.helpers.memory import estimate
 
+
+def test_parameters_of_the_released_model() -> None:
+    sizes = parameters(RELEASED)
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert experts == pytest.approx(22.8e9, rel=0.01)
+    assert sum(sizes.values()) == pytest.approx(25.2e9, rel=0.01)
+
+
 VISION = {
     "hidden_size": 1152,
     "num_hidden_layers": 27,
@@ -72,6 +80,18 @@ def test_shorter_passes_over_a_prompt_take_less() -> None:
     assert short.workspace < usual.workspace
     assert short.buffers < usual.buffers
     assert (short.weights, short.kv_cache) == (usual.weights, usual.kv_cache)
+
+
+def test_the_released_model_needs_four_bits_on_a_24_gb_gpu() -> None:
+    memory = find_target("rtx-4090").memory or 0
+    assert estimate(RELEASED, "fp8", 8192, 1).total > memory
+    assert estimate(RELEASED, "nvfp4", 8192, 1).weights < memory
+
+
+def test_bf16_fits_an_h100_and_not_an_rtx_5090() -> None:
+    need = estimate(RELEASED, "bf16", 32_768, 4).total
+    assert need < (find_target("h100").memory or 0)
+    assert need > (find_target("rtx-5090").memory or 0)
 
 
 def test_only_full_layers_grow_with_the_context() -> None:
