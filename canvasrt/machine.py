@@ -72,7 +72,8 @@ def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
     for name in filter(None, map(str.strip, names.split(","))):
         of_uuid = [gpu for gpu in listed if gpu.uuid and gpu.uuid.startswith(name)]
         of_number = listed[int(name) : int(name) + 1] if name.isdecimal() else ()
-        found += (of_uuid or list(of_number))[:1]
+        # As in CUDA, a prefix of several UUIDs names no GPU.
+        found += of_uuid if len(of_uuid) == 1 else list(of_number)
     return found
 
 

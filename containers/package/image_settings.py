@@ -91,6 +91,8 @@ class ImageSettings:
         }
         if self.gpu:
             variables |= {
+                # The driver's own compiled kernels, which would fill /tmp: up to 1 GiB.
+                "CUDA_CACHE_PATH": f"{CACHE}/cuda",
                 "NVIDIA_VISIBLE_DEVICES": "all",
                 "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
             }

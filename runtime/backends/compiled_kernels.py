@@ -84,4 +84,5 @@ class CompiledKernels:
             _log.warning("compiled kernels are not stored: %s", error)
             self._file = None  # do not try again: the disk stays full
             if whole is not None:
-                whole.unlink(missing_ok=True)
+                with suppress(OSError):
+                    whole.unlink()

@@ -58,8 +58,9 @@ def test_only_visible_gpus_are_there(three: list[Gpu], monkeypatch: pytest.Monke
         assert machine.gpus() == tuple(three[number] for number in seen)
 
 
-@pytest.mark.parametrize("name", ["3", "GPU-d", "x", "0,1", ""])
+@pytest.mark.parametrize("name", ["3", "GPU-d", "GPU-", "x", "0,1", ""])
 def test_a_gpu_that_is_not_there_is_refused(name: str, three: list[Gpu]) -> None:
+    """Nor may a prefix stand for several."""
     with pytest.raises(UsageError, match="there is no GPU") as caught:
         use_gpu(name)
     assert "1: GPU 1, GPU-bb2" in caught.value.hint

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, Manifest
 from canvasrt.cli.app import run
 from canvasrt.containers.package.image_settings import CACHE, settings_for
 from canvasrt.containers.serve.installation import find_installation
@@ -195,6 +195,13 @@ def test_an_image_keeps_compiled_kernels_in_its_volume(
     for name in ("CANVASRT_CACHE", "HOME"):
         monkeypatch.setenv(name, environment[name])
     assert _compiled_kernels(engines.manifest, "a GPU").is_relative_to(CACHE)
+
+
+def test_kernels_that_the_driver_compiles_are_kept_there_too(engines: Bundle):
+    """By default, they would be below HOME: up to a GiB in a /tmp of 256 MiB."""
+    target = {"name": "h100", "backend": "tensorrt", "builder_version": "11.1.0.106"}
+    image = settings_for([Manifest({**engines.manifest.data, "target": target})])
+    assert Path(image.environment["CUDA_CACHE_PATH"]).parent == Path(CACHE)
 
 
 def test_shared_passes_are_asked_for_and_reach_the_model(

@@ -94,7 +94,7 @@ def test_a_start_removes_kernels_that_nobody_uses_and_no_other_server_s(
     assert {each.name for each in file.parent.iterdir()} == wanted
 
 
-@pytest.mark.parametrize("how", ["full", "nothing"])
+@pytest.mark.parametrize("how", ["full", "read-only since", "nothing"])
 def test_kernels_that_cannot_be_kept_are_a_warning(
     how: str,
     folder: Path,
@@ -102,7 +102,8 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a full volume no partial file stays, and files kept before do."""
+    """On a full volume no partial file stays, and files kept before do. After an error of the disk, nothing can be
+    removed either."""
     file = tmp_path / "cache" / "compiled"
     file.parent.mkdir()
     file.write_bytes(IRuntimeCache().serialize())
@@ -110,14 +111,18 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
         monkeypatch.setattr(IRuntimeCache, "serialize", lambda self: None)
     else:
 
-        def full(self: Path, to: Path) -> None:
+        def full(*_: Any, **__: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(Path, "replace", full)
+    if how == "read-only since":
+        monkeypatch.setattr(Path, "unlink", full)
     server = Server(folder, compiled=file)
     server.model.warm_up()
     assert "compiled kernels are not stored" in capsys.readouterr().err
-    assert [each.name for each in file.parent.iterdir()] == [file.name]
+    there = {each.name for each in file.parent.iterdir()}
+    assert file.name in there
+    assert len(there) == 1 + (how == "read-only since")
 
 
 def test_a_read_only_volume_gives_the_kernels_that_it_has(
