@@ -4,10 +4,12 @@ against transformers."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +102,27 @@ def test_only_tensorrt_rtx_is_tried_for_other_gpus(
     assert [tried for tried, _ in found] == [
         *("tensorrt_rtx, CURRENT", "tensorrt_rtx, none", "tensorrt, none", "engines")
     ]
+
+
+def test_the_probe_times_a_context_that_returns_to_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    model = SimpleNamespace(
+        new_row=object,
+        release=lambda row: None,
+        encode=lambda inputs: lengths.append(len(inputs[0].tokens)),
+    )
+    monkeypatch.setattr(probe, "gpus", lambda: (Gpu("an H100", 80 << 30, (9, 0), "580.95"),))
+    monkeypatch.setattr(probe, "_generated", lambda *given: probe.RAN)
+    monkeypatch.setattr(
+        "canvasrt.pipeline.build_bundle", lambda *given: SimpleNamespace(path=tmp_path)
+    )
+    monkeypatch.setattr("canvasrt.runtime.open.open_model", lambda *given, **named: model)
+    said = probe._engines(tmp_path)
+    assert [int(each) for each in re.findall(r"(\d+): [\d.]+(?:,|$)", said)] == lengths
+    assert lengths[:2] == [64, 64]
+    assert lengths[2] != lengths[3] == 64
 
 
 def test_a_probe_that_is_cut_keeps_what_was_tried(
