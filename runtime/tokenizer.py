@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ def _byte_table() -> dict[str, int]:
 
 
 _BYTES = _byte_table()
+
+
+@contextlib.contextmanager
+def _readable(file: Path | None) -> Iterator[None]:
+    """Raise CanvasError, which names the file, for any error. The libraries' own errors do not name it."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise CanvasError(
+            f"cannot use {file}: {error}", "the file is damaged: fetch it again"
+        ) from error
 
 
 class Tokenizer:
@@ -75,10 +87,12 @@ class Tokenizer:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> Tokenizer:
-        """Create a tokenizer from its files. `files` are paths by name, and include `tokenizer.json`."""
-        config = {}
-        if "tokenizer_config.json" in files:
-            config = json.loads(files["tokenizer_config.json"].read_text("utf-8"))
+        """Create a tokenizer from its files. `files` are paths by name, and include `tokenizer.json`. Raises CanvasError
+        for a damaged file."""
+        settings, config = files.get("tokenizer_config.json"), {}
+        if settings:
+            with _readable(settings):
+                config = dict(json.loads(settings.read_text("utf-8")))
         template = config.get("chat_template")
         if isinstance(template, list):  # named templates: [{"name": ..., "template": ...}]
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -89,7 +103,10 @@ class Tokenizer:
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
-        return cls(FastTokenizer.from_file(str(files["tokenizer.json"])), template, special)
+        with _readable(files["tokenizer.json"]):
+            core = FastTokenizer.from_file(str(files["tokenizer.json"]))
+        with _readable(files.get("chat_template.jinja", settings)):
+            return cls(core, template, special)
 
     @property
     def has_template(self) -> bool:

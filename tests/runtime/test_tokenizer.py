@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Core
 from transformers import AutoTokenizer
 
-from canvasrt.checkpoints.locate import DEMO_FOLDER
+from canvasrt.checkpoints.locate import DEMO_FOLDER, demo_checkpoint
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
@@ -136,3 +136,16 @@ def test_rendering_is_transformers_own(reference, name: str) -> None:
     plain = [*chat[:1], {"role": "assistant", "content": "|turn>46 <"}, *chat[:1]]
     text = ours.render_chat(plain)
     assert ours.encode_chat(plain) == ours.encode(text, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("chat_template.jinja", "{% if")],
+)
+def test_a_damaged_file_is_named(name: str, text: str, tmp_path: Path) -> None:
+    """`build` reads the tokenizer before it calibrates."""
+    whole = demo_checkpoint()
+    files = {each: whole / each for each in ("tokenizer.json", "tokenizer_config.json")}
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CanvasError, match=f"cannot use .*{name}"):
+        Tokenizer.read(files | {name: tmp_path / name})
