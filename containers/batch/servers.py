@@ -22,6 +22,7 @@ _FIRST_REST, _LONGEST_REST = 0.5, 30.0  # pauses for a server that is down, in s
 PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
 MOST_REPLY = 64 * 2**20  # maximum size of a reply, in bytes
 _log = logging.getLogger(__name__)
+_TRITON_REPLIES = ({"error": "Not Found"}, {"error": "Method Not Allowed"})  # HTTP API, metrics
 _SHOWN = 200  # maximum characters to show of a server's message
 
 
@@ -118,8 +119,8 @@ class Servers:
                     f"{server.root} refused the request: {_message(reply.body)}",
                     f"set {KEY_VARIABLE} to one of the server's keys, and repeat the command",
                 )
-            if reply.status == 404 and reply.body == {"error": "Not Found"}:
-                raise CanvasError(f"what answers at {server.root} is Triton's HTTP API", PORT_HINT)
+            if reply.body in _TRITON_REPLIES:
+                raise CanvasError(f"what answers at {server.root} is Triton", PORT_HINT)
             return reply
 
     async def _next(self) -> _Server:

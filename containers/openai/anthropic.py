@@ -78,6 +78,7 @@ class MessagesRequest(Sampling):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: OutputConfig | None = None
+    output_format: Json | None = None  # what older clients send for output_config.format
     image_tokens: ImageTokens = None
 
 
@@ -135,8 +136,9 @@ def _chat(body: MessagesRequest) -> ChatRequest:
         fields["parallel_tool_calls"] = False
     if body.thinking is not None:
         fields["enable_thinking"] = body.thinking.get("type") != "disabled"
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = {"schema": body.output_config.format.get("schema")}
+    form = (body.output_config and body.output_config.format) or body.output_format
+    if form is not None:
+        schema = {"schema": form.get("schema")}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     return translated(ChatRequest, fields, body)
 

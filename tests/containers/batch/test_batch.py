@@ -151,10 +151,13 @@ def test_others_take_over_and_none_ends_it(
 
 
 @needs_triton
-def test_tritons_port_ends_it_before_the_first_line(tmp_path: Path, server: Server) -> None:
+@pytest.mark.parametrize("port", ["http", "metrics"])
+def test_tritons_ports_end_it_before_the_first_line(
+    tmp_path: Path, server: Server, port: str
+) -> None:
     file = write(tmp_path, *(chat(text) for text in TEXTS))
-    opened = Servers([f"127.0.0.1:{server.ports.http}"], "", 60)
-    with pytest.raises(CanvasError, match="is Triton's HTTP API") as error:
+    opened = Servers([f"127.0.0.1:{getattr(server.ports, port)}"], "", 60)
+    with pytest.raises(CanvasError, match=r"is Triton$") as error:
         asked(file, "out.jsonl", opened)
     assert "--url" in error.value.hint
 

@@ -167,9 +167,10 @@ def test_formats(front: FrontEnd) -> None:
     """The model is random, so only a grammar can make it follow a schema."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
-    body = {**SAME, "max_tokens": 40, "messages": HELLO, "output_config": {"format": form}}
-    reply = httpx.post(f"{front.url}/messages", json=body, timeout=60).json()
-    assert json.loads(reply["content"][0]["text"]) == {"a": 1}
+    for field in ({"output_config": {"format": form}}, {"output_format": form}):
+        body = {**SAME, "max_tokens": 40, "messages": HELLO, **field}
+        reply = httpx.post(f"{front.url}/messages", json=body, timeout=60).json()
+        assert json.loads(reply["content"][0]["text"]) == {"a": 1}
 
 
 def test_images_are_a_chats() -> None:
