@@ -73,7 +73,11 @@ ODD: dict[str, list[Any]] = {
     ],
     "/v1/messages": [
         {"messages": [{"role": "user", "content": []}]},
-        {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": 1}}]}]},
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": 1}}]}
+            ]
+        },
         {"messages": [{"role": "user", "content": HALF}]},
         {"messages": CHAT, "tools": [{"type": ["x"]}], "tool_choice": {"type": ["x"]}},
     ],
