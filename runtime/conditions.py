@@ -100,10 +100,13 @@ class Conditions:
         last = max(max(self.pin, default=-1), self.least)
         others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
         found = {}
+        # Positions with equal lists share an array, so that the sampler handles them together.
+        shared: dict[tuple[int, ...], np.ndarray] = {}
         for place in range(length):
             position = begin + place
             if position in self.pin or position in self.allow:
-                found[place] = np.array(self._listed(position, 0), np.int64)
+                listed = self._listed(position, 0)
+                found[place] = shared.setdefault(listed, np.array(listed, np.int64))
             elif others is not None and position < last:
                 found[place] = others
         return found

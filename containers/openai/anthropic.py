@@ -171,7 +171,7 @@ def _messages(body: MessagesRequest) -> list[Json]:
         elif role == "user":
             read += _results(blocks, f"{where}.content")
             content = [_part(each, path) for path, each in blocks if not _is(each, "tool_result")]
-            if content:
+            if content or not blocks:  # the chat refuses an empty message
                 read.append({"role": role, "content": content})
         elif role == "system":
             read.append({"role": role, "content": _texts(blocks, where)})
@@ -206,6 +206,8 @@ def _turn(blocks: list[tuple[str, Json]], where: str) -> Json:
         for _, each in blocks
         if _is(each, "tool_use")
     ]
+    if not all(isinstance(each, str) for each in thoughts):
+        raise _wrong(where, "a thought must be a string")
     told = [one for one in blocks if not _is(one[1], "thinking", "redacted_thinking", "tool_use")]
     turn: Json = {"role": "assistant", "content": _texts(told, where)}
     if calls:

@@ -130,7 +130,7 @@ class Front:
             if endpoint.streams and body.stream:
                 return await streamed(request.receive, run.chunks(self.pool), reply.media_type)
             answers = await unless_disconnected(request.receive, run.answers())
-            size = sum(len(each.final.logprobs) for each in answers)
+            size = sum(len(each.final.logprobs) + len(each.final.text) for each in answers)
             return await self.pool.run(size, lambda: JSONResponse(reply.whole(answers)))
         except ApiError as error:
             raise endpoint.renamed(error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from canvasrt.containers.openai import app
 from canvasrt.containers.openai.chunks import CompletionReply
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+from canvasrt.containers.openai.tokenize import TokenizeReply
 from canvasrt.containers.tensors import MAX_ECHOED, StreamEvent
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder
@@ -113,5 +115,30 @@ def test_long_log_probabilities_are_rendered_on_a_thread(
     with TestClient(app.make_app(settings, ServerState(phase="serving"))) as client:
         text = client.post("/v1/completions", json=body).text
     assert text.count('"token_logprobs"') == 1
+    (name,) = rendered
+    assert name.startswith("canvasrt-")
+
+
+class Encoder(Source):
+    """Answers with the text of many tokens."""
+
+    async def stream(self, *given: Any) -> AsyncGenerator[StreamEvent, None]:
+        async for event in super().stream(*given):
+            yield replace(event, logprobs="", text=json.dumps({"text": "a" * 100_000}))
+
+
+def test_long_lists_of_tokens_are_rendered_on_a_thread(monkeypatch: pytest.MonkeyPatch):
+    rendered: list[str] = []
+    whole = TokenizeReply.whole
+
+    def shown(self: TokenizeReply, answers: Any) -> Any:
+        rendered.append(threading.current_thread().name)
+        return whole(self, answers)
+
+    monkeypatch.setattr(TokenizeReply, "whole", shown)
+    monkeypatch.setattr(app, "Upstream", Encoder)
+    settings = FrontSettings(0, "", "", FrontOptions(hosts=("*",)))
+    with TestClient(app.make_app(settings, ServerState(phase="serving"))) as client:
+        assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
     (name,) = rendered
     assert name.startswith("canvasrt-")

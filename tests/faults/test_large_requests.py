@@ -18,6 +18,7 @@ from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.conditions import read_conditions
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.request import Request
@@ -172,3 +173,12 @@ def test_token_ids_stay_an_array(model: Model):
     params = SamplingParams.from_defaults(model.sampler, model.config, max_new_tokens=4)
     (result,) = Generator(model).run([Request(ids, params)])
     assert result.prompt_token_ids == [2, 5, 6]
+
+
+def test_positions_with_equal_lists_are_sampled_together():
+    """Otherwise each of a canvas's positions takes as long as all of them."""
+    listed = [[5, 6], [5, 6], [7, 8]]
+    conditions = read_conditions({"allow": dict(zip("012", listed, strict=True))})
+    found = conditions.allowed(0, 3, 10, ())
+    assert found[0] is found[1]
+    assert [each.tolist() for each in found.values()] == listed

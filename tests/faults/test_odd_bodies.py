@@ -71,6 +71,16 @@ ODD: dict[str, list[Any]] = {
         },
         {"state": {"a": HALF}, "questions": {"a": {"type": "noul"}}},
     ],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": []}]},
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": {"a": 1}}]}
+            ]
+        },
+        {"messages": [{"role": "user", "content": HALF}]},
+        {"messages": CHAT, "tools": [{"type": ["x"]}], "tool_choice": {"type": ["x"]}},
+    ],
     "/v1/infill": [
         {"text": "{0}"},
         {"text": "a {1-20000000}"},
