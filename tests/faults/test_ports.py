@@ -112,20 +112,14 @@ def test_releases(release: str, safe: bool, monkeypatch: pytest.MonkeyPatch):
             server._check_hosts(Installation(Path("tritonserver"), None))
 
 
-@pytest.mark.parametrize("guard", ["keys", "tls"])
-def test_tritons_ports_are_no_way_around_keys_or_tls(packaged: Bundle, tmp_path: Path, guard: str):
-    options, variables = ["--triton-host", "0.0.0.0"], {}
-    if guard == "keys":
-        variables["CANVASRT_API_KEYS"] = "sesame"
-    else:
-        files = make_certificates(tmp_path)
-        options += ["--ssl-mode", "tls", "--ssl-cert", str(files / "server.pem")]
-        options += ["--ssl-key", str(files / "server.key")]
-    code, errors = refused(packaged, *options, **variables)
+def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, tmp_path: Path):
+    files = make_certificates(tmp_path)
+    options = ["--triton-host", "0.0.0.0", "--ssl-mode", "tls"]
+    options += ["--ssl-cert", str(files / "server.pem"), "--ssl-key", str(files / "server.key")]
+    code, errors = refused(packaged, *options)
     assert code == 2
     assert "--triton-behind-proxy" in errors
-    dry = [*options, "--triton-behind-proxy", "--dry-run"]
-    assert refused(packaged, *dry, **variables)[0] == 0
+    assert refused(packaged, *options, "--triton-behind-proxy", "--dry-run")[0] == 0
 
 
 def test_a_page_of_another_site_cannot_use_a_server_without_keys(keyless: Serving):

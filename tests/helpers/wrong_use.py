@@ -217,9 +217,6 @@ VARIABLES = {
         "NIM_SERVER_PORT": ("x", "NIM_SERVER_PORT is 'x'"),
         "CANVASRT_API_KEYS": (",", "CANVASRT_API_KEYS is set but contains no key"),
     },
-    "serve demo --triton-host 0.0.0.0": {
-        "CANVASRT_API_KEYS": ("key", "--triton-host is 0.0.0.0"),
-    },
 }
 RECIPE = """\
 schema: 1
