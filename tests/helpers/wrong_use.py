@@ -243,6 +243,7 @@ FILES = {
 # Errors that only Python code or a bundle can cause: their place and words of their message → the
 # test with these words.
 ELSEWHERE = {
+    ("containers/serve/checks.py", "ports have no TLS"): "tests/faults/test_ports.py",
     ("containers/package/package.py", "no bundle was given"): (
         "tests/containers/package/test_package.py"
     ),
