@@ -49,19 +49,19 @@ class Ports:
 
     @contextlib.contextmanager
     def held(
-        self, host: str, metrics_host: str | None = None, http: bool = True
+        self, host: str, metrics_host: str | None = None, apis: bool = True
     ) -> Iterator[Ports]:
         """Reserve the ports inside the `with` block. Yields them with every 0 replaced by a free port. Raises
         CanvasError for a port that cannot be used.
 
         A socket that is bound but does not listen reserves a port: no other process gets it, but Triton, whose sockets
-        have SO_REUSEADDR, can listen on it. Without `http`, the HTTP port is not reserved, because another process
-        listens on it.
+        have SO_REUSEADDR, can listen on it. Without `apis`, only the metrics port is reserved, because another process
+        listens on the others.
         """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)
         with contextlib.ExitStack() as stack:
-            numbers = [self.http] if not http else []
+            numbers = [] if apis else [self.http, self.grpc]
             for each in asked[len(numbers) :]:
                 bound = stack.enter_context(bind(each.host, each.port, each.option))
                 numbers.append(bound.getsockname()[1])

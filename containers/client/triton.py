@@ -41,7 +41,7 @@ class Client:
     """A connection to one server, as a context manager.
 
     url: host:port, with or without http://; None means the protocol's default port here. timeout: seconds per
-    call. Over HTTP, the API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
+    call. The API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class Client:
         timeout: float = ANSWER_TIMEOUT,
         keep_stream: bool = False,
     ) -> None:
-        """`keep_stream` keeps a request's gRPC stream open for the next one, which saves a thread and a round trip.
-        While the stream is open, a stopping server waits for it."""
+        """`keep_stream` keeps a request's gRPC stream open for the next one, which saves a thread and a round trip."""
         self.protocol = protocol
         self.url = _host_and_port(url, protocol)
         self.timeout = timeout
@@ -79,10 +78,9 @@ class Client:
         Raises CanvasError if the server is unreachable, the model is missing or not ready, or the reply is an error.
         """
         more: dict[str, Any] = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
-        if self.protocol == "http" and (key := os.environ.get(KEY_VARIABLE)):
-            more = {"headers": {"Authorization": f"Bearer {key}"}}
+        tensors = make_tensors(self._module, inputs)
         with self._errors(ANSWER_MODEL):
-            result = self._client.infer(ANSWER_MODEL, make_tensors(self._module, inputs), **more)
+            result = self._client.infer(ANSWER_MODEL, tensors, headers=_headers(), **more)
         return TritonAnswer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
@@ -118,7 +116,9 @@ class Client:
                     return kept
             self._client.stop_stream(cancel_requests=True)
         replies: Replies = queue.SimpleQueue()
-        self._client.start_stream(callback=lambda result, error: replies.put((result, error)))
+        self._client.start_stream(
+            callback=lambda result, error: replies.put((result, error)), headers=_headers()
+        )
         try:
             self._client.async_stream_infer(STREAM_MODEL, tensors)
         except self._module.InferenceServerException:
@@ -190,6 +190,11 @@ def _host_and_port(url: str | None, protocol: Protocol) -> str:
         url or "127.0.0.1", ("http", "grpc"), "give host:port; TLS is not supported"
     )
     return f"[{host}]:{port or default}" if ":" in host else f"{host}:{port or default}"
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE)
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _taken(replies: Replies, timeout: float) -> Any:

@@ -48,7 +48,7 @@ class DeployOptions:
     grpc_port: int | None = field(
         default=None,
         metadata=port_option(
-            "Port of Triton's gRPC API, which checks no key; not together with API keys.",
+            "Port of Triton's gRPC API; not together with TLS.",
             least=1,
             shown="closed",
         ),
@@ -56,7 +56,7 @@ class DeployOptions:
     http_port: int | None = field(
         default=None,
         metadata=port_option(
-            "Port of Triton's HTTP API; not together with API keys.",
+            "Port of Triton's HTTP API; not together with TLS.",
             least=1,
             shown="closed",
         ),

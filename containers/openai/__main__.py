@@ -30,6 +30,7 @@ from canvasrt.containers.openai.descriptors import affordable, raise_file_limit,
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.tls import server_context
+from canvasrt.containers.openai.triton_grpc import start_grpc_guard
 from canvasrt.containers.openai.triton_http import make_triton_app
 from canvasrt.containers.ports import BACKLOG
 
@@ -96,12 +97,15 @@ async def _serve(
         asyncio.create_task(server.serve([socket.socket(fileno=number)]))
         for server, number in servers
     ]
+    guard = await start_grpc_guard(settings, state) if settings.grpc_address else None
     beats = asyncio.create_task(_beat(heartbeat))
     drained = asyncio.create_task(_drained(state))
     await asyncio.wait([drained, *running], return_when=asyncio.FIRST_COMPLETED)
     drained.cancel()
     for server, _ in servers:
         server.should_exit = True
+    if guard is not None:
+        await guard.stop(None)
     await asyncio.gather(*running)
     beats.cancel()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Response
@@ -38,6 +39,15 @@ class ServerState:
     detail: str = ""
     in_flight: int = 0
     callers: Callers = field(default_factory=lambda: Callers(None))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count a request as in flight inside the `with` block."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
     def refusal(self) -> ApiError | None:
         """Return the error if no request can be accepted now, else None."""

@@ -66,14 +66,13 @@ class Middleware:
         if scope.get("client") in self._places.reserved and scope["path"] not in HEALTH:
             exchange.refusal = too_many_connections()
         exchange.origin, exchange.timeout = self._origin, self._timeout
-        counts = scope["method"] == "POST"
-        self._state.in_flight += counts
         begin = time.perf_counter()
         try:
             with ExitStack() as scope[AT_END]:
+                if scope["method"] == "POST":
+                    scope[AT_END].enter_context(self._state.working())
                 await exchange.run(self._app)
         finally:
-            self._state.in_flight -= counts
             self._report(scope, exchange, time.perf_counter() - begin)
 
     def _report(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:

@@ -148,7 +148,7 @@ class FrontSettings:
     """The settings that the supervisor hands to the front end's process. Sockets are inherited file descriptors."""
 
     socket: int
-    grpc: str  # host:port
+    grpc: str  # address of Triton's gRPC server
     metrics: str  # a URL
     options: FrontOptions
     health_socket: int | None = None
@@ -156,10 +156,12 @@ class FrontSettings:
     request_timeout: int | None = None  # seconds
     # Prefix of callers' names. It proves to the models that the front end wrote them.
     caller_secret: str = ""
-    # The socket for Triton's HTTP API, its address, and the Unix socket on which Triton listens.
+    # The socket for Triton's HTTP API, its address, the Unix socket on which Triton listens, and host:port for its gRPC
+    # API. Only the first is None if the front end guards no ports.
     triton_socket: int | None = None
     triton_host: str = ""
     triton_path: str = ""
+    grpc_address: str = ""
 
     def to_line(self) -> bytes:
         """Return the settings as one line of JSON."""

@@ -40,7 +40,7 @@ _GRACE = 1.0
 _Done = object()
 _ABSENT = "unknown model|not ready|no available versions|[Ss]tub process"
 MAX_IDLE = 64  # idle streams to keep
-_OPTIONS = [
+CHANNEL = [
     ("grpc.enable_http_proxy", 0),  # Triton runs on this machine
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -65,7 +65,7 @@ class Upstream:
         callers' names."""
         self._secret = secret
         self._timeout = timeout
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._idle: list[Stream] = []  # a stream carries one request at a time
 

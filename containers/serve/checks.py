@@ -62,15 +62,12 @@ def _ports(settings: Settings) -> list[PortRequest]:
 
 
 def _check_triton_host(settings: Settings) -> None:
-    """Raise UsageError if callers could use Triton's ports to bypass the API's keys or TLS."""
-    guards = {"API keys": settings.front.keys, "TLS": settings.tls}
-    guarded = [name for name, on in guards.items() if on]
-    if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not guarded:
+    """Raise UsageError if callers could use Triton's ports to bypass the API's TLS."""
+    if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not settings.tls:
         return
     raise UsageError(
-        f"--triton-host is {settings.triton_host}, but Triton's gRPC port checks neither API keys nor TLS,"
-        f" so {' and '.join(guarded)} would protect nothing",
-        "leave out --triton-host; or put a proxy that checks callers in front of ports"
+        f"--triton-host is {settings.triton_host}, but Triton's ports have no TLS",
+        "leave out --triton-host; or put a proxy that has TLS and checks callers in front of ports"
         f" {settings.ports.http} and {settings.ports.grpc}, and say so with --triton-behind-proxy",
     )
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from canvasrt.containers.heartbeat import acknowledged, silence
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings, ServerPhase
-from canvasrt.containers.ports import BACKLOG, listen, url_host
+from canvasrt.containers.ports import BACKLOG, bind, listen, url_host
 from canvasrt.containers.processes import CALLER_SECRET, child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
@@ -51,18 +51,21 @@ class FrontEnd:
     ) -> None:
         """Open the sockets. Raises CanvasError for a port in use.
 
-        grpc: Triton's host:port. metrics: the URL of Triton's metrics. log: a file to append to; None for stderr.
-        request_timeout: seconds per request. triton: the server whose HTTP port the front end guards; None if it guards
-        no port.
+        grpc: the address of Triton's gRPC server. metrics: the URL of Triton's metrics. log: a file to append to; None for
+        stderr. request_timeout: seconds per request. triton: the server whose HTTP and gRPC ports the front end guards;
+        None if it guards no ports.
         """
         self.options = options
         self.log = log
         self._socket = listen(options.host, options.port, "--port", BACKLOG)
         self._health: socket.socket | None = None
         self._triton: socket.socket | None = None
+        # Only reserves the port, on which the process listens.
+        self._grpc: socket.socket | None = None
         try:
             if triton is not None:
                 self._triton = listen(triton.host, triton.ports.http, "--http-port", BACKLOG)
+                self._grpc = bind(triton.host, triton.ports.grpc, "--grpc-port")
             if options.health_port is not None:
                 self._health = listen(options.host, options.health_port, "--health-port", BACKLOG)
         except CanvasError:
@@ -83,7 +86,8 @@ class FrontEnd:
             caller_secret=CALLER_SECRET,
             triton_socket=self._triton.fileno() if self._triton else None,
             triton_host=triton.host if triton else "",
-            triton_path=str(triton.http_socket) if triton else "",
+            triton_path=str(triton.sockets / "http") if triton and triton.sockets else "",
+            grpc_address=_address(self._grpc) if self._grpc else "",
         )
         self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,8 +97,11 @@ class FrontEnd:
     @classmethod
     def over(cls, server: Server, options: FrontOptions) -> FrontEnd:
         """Return the front end of a server that this process runs."""
-        grpc = f"{server.address}:{server.ports.grpc}"
-        guarded = server if server.http_socket is not None else None
+        guarded, host = None, url_host(server.host)
+        if server.sockets is not None:
+            guarded, host = server, f"unix:{server.sockets / 'grpc'}"
+        # Triton appends the port to a socket's path, too.
+        grpc = f"{host}:{server.ports.grpc}"
         return cls(options, grpc, server.metrics_url, server.log, server.request_timeout, guarded)
 
     @property
@@ -240,7 +247,7 @@ class FrontEnd:
                 each.close()
 
     def _sockets(self) -> tuple[socket.socket | None, ...]:
-        return self._socket, self._health, self._triton
+        return self._socket, self._health, self._triton, self._grpc
 
     def _close_heartbeat(self) -> None:
         if self._heartbeat >= 0:
@@ -259,3 +266,9 @@ class FrontEnd:
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(line)
             self._process.stdin.flush()
+
+
+def _address(bound: socket.socket) -> str:
+    """Return host:port of a bound socket."""
+    host, port, *_ = bound.getsockname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # Called with the addresses, keyed by name, once the server is ready.
 Ready = Callable[[dict[str, Any]], None]
-_MOST_BYTES = 40  # maximum length, in bytes, of the temporary folder's path
+_MOST_BYTES = 34  # maximum length, in bytes, of the temporary folder's path
 # SHA-256 of the demo checkpoints' tokenizer.json, by which the web page recognizes these checkpoints.
 _DEMO_TOKENIZER = "0a6d272284ee7af0c13002879d9d1331901cd2ab8a6826fc6d1aff3be1429ef9"
 
@@ -65,11 +65,11 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,
         ServerOutput(settings, stream) as output,
-        # Callers only reach Triton's HTTP server through the front end, unless an external proxy guards it.
+        # Callers only reach Triton through the front end, unless an external proxy guards it.
         tempfile.TemporaryDirectory(prefix=run_name(), dir=_short_folder()) as folder,
     ):
-        http_socket = None if settings.triton_behind_proxy else Path(folder) / "http"
-        settings = replace(settings, ports=ports, http_socket=http_socket)
+        sockets = None if settings.triton_behind_proxy else Path(folder)
+        settings = replace(settings, ports=ports, sockets=sockets)
         # The front end answers health checks before Triton runs.
         front = FrontEnd.over(_triton(settings, Path(), output), settings.front)
         try:
@@ -137,7 +137,7 @@ def _triton(
         options=settings.triton_options,
         ready_timeout=READY_TIMEOUT if settings.ready_timeout is None else settings.ready_timeout,
         gpus=gpus,
-        http_socket=settings.http_socket,
+        sockets=settings.sockets,
     )
 
 

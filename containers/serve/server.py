@@ -78,7 +78,7 @@ class Server:
         options: Sequence[str] = (),
         ready_timeout: float = READY_TIMEOUT,
         gpus: Sequence[str] = (),
-        http_socket: Path | None = None,
+        sockets: Path | None = None,
     ) -> None:
         """Prepare a server; nothing is started yet.
 
@@ -87,8 +87,8 @@ class Server:
         the descriptor `output`, whose last lines are in `recent`. model: the models' options. cache: canvasrt's cache
         folder, if not the default. options: further options of tritonserver. ready_timeout: seconds for loading the
         models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only CUDA's first GPU does.
-        http_socket: a Unix socket for Triton's HTTP server. If given, the front end listens on the HTTP port instead of
-        Triton.
+        sockets: a folder for Unix sockets. If given, Triton's HTTP and gRPC servers listen there, and the front end listens
+        on their ports.
         """
         self.repository = repository
         self.host = host
@@ -104,7 +104,7 @@ class Server:
         self._options = tuple(options)
         self._ready_timeout = ready_timeout
         self._gpus = tuple(gpus)
-        self.http_socket = http_socket
+        self.sockets = sockets
         self.run_name = run_name()
         self._cleanup = contextlib.ExitStack()
         self._folder: Path | None = None  # the scratch folder, while the server runs
@@ -158,7 +158,7 @@ class Server:
         self._check_hosts(installation)
         remove_stale()
         try:
-            ports = self.ports.held(self.host, self.metrics_host, not self.http_socket)
+            ports = self.ports.held(self.host, self.metrics_host, not self.sockets)
             self.ports = self._cleanup.enter_context(ports)
             self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
             self._cleanup.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -329,7 +329,7 @@ class Server:
     def _get(self, port: str, path: str, timeout: float = 5.0) -> bytes:
         """Return the body of a page of the server; empty unless the status is 200."""
         host = callable_host(self.metrics_host) if port == "metrics" else self.address
-        unix = self.http_socket if port == "http" else None
+        unix = self.sockets / "http" if self.sockets and port == "http" else None
         return fetch(host, getattr(self.ports, port), path, timeout, unix)
 
     def log_tail(self, lines: int = 20) -> list[str]:
@@ -346,15 +346,13 @@ class Server:
         )
 
     def _command(self, installation: Installation, folder: Path) -> list[str]:
-        http = self.host
-        if self.http_socket is not None:
-            self.http_socket.unlink(missing_ok=True)  # left by an earlier server
-            http = f"unix:{self.http_socket}"
+        for file in self.sockets.iterdir() if self.sockets else ():
+            file.unlink()  # left by an earlier server
         addresses = {
-            "http": (http, self.ports.http),
-            "grpc": (self.host, self.ports.grpc),
-            "metrics": (self.metrics_host, self.ports.metrics),
+            name: (f"unix:{self.sockets / name}" if self.sockets else self.host, port)
+            for name, port in (("http", self.ports.http), ("grpc", self.ports.grpc))
         }
+        addresses["metrics"] = (self.metrics_host, self.ports.metrics)
         return triton_command(
             installation,
             folder,

@@ -56,14 +56,14 @@ class Settings:
     triton_host: str = field(
         default="127.0.0.1",
         metadata=option(
-            "The address for Triton's HTTP and gRPC; gRPC checks no key.", metavar="ADDRESS"
+            "The address for Triton's HTTP and gRPC, which have no TLS.", metavar="ADDRESS"
         ),
     )
     triton_behind_proxy: bool = field(
         default=False,
         metadata=option(
-            "A proxy authenticates access to Triton's ports, so Triton itself listens on its HTTP port; required"
-            " for --triton-host with API keys or TLS."
+            "A proxy authenticates access to Triton's ports, so Triton itself listens on them; required for"
+            " --triton-host with TLS."
         ),
     )
     profile: str | None = field(
@@ -156,7 +156,7 @@ class Settings:
         default=False, metadata=option("Print what would be served, and where; start nothing.")
     )
     as_json: bool = False
-    http_socket: Path | None = None  # Unix socket of Triton's HTTP server; `run_server` sets it
+    sockets: Path | None = None  # folder of Triton's Unix sockets; `run_server` sets it
 
     @property
     def log_file(self) -> Path | None:

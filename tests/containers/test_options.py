@@ -189,8 +189,11 @@ def test_the_front_end_alone_reads_its_options(name: str) -> None:
     readers = options_read()[name]
     outside = {each for each in readers if not each.startswith("containers/openai/")}
     if name not in _SUPERVISOR:
-        # The server's description is no option, and is also read where it is shown. Bodies are bounded on both HTTP ports.
-        several = {"about": ("about", "app", "ollama_models"), "max_body": ("app", "triton_http")}
+        # The server's description is no option, and is also read where it is shown. Bodies are bounded on all ports.
+        several = {
+            "about": ("about", "app", "ollama_models"),
+            "max_body": ("app", "triton_grpc", "triton_http"),
+        }
         known = {f"containers/openai/{each}.py" for each in several.get(name, ())}
         assert readers == known if known else len(readers) == 1
         assert not outside

@@ -1,4 +1,4 @@
-"""The guard before Triton's HTTP port: it names the callers, and no caller names itself."""
+"""The guard before Triton's ports: it names the callers, and no caller names itself."""
 
 from __future__ import annotations
 
@@ -49,23 +49,28 @@ def test_a_header_names_no_caller(keyed: Serving):
     assert triton(keyed, GENERATE, PROMPT, **{OWNER: "0123456789abcdef"})[0] == 200
 
 
-@pytest.mark.parametrize("owner", ["0123456789abcdef", "~"])
-def test_grpc_names_no_caller(keyed: Serving, owner: str):
+def over_grpc(running: Serving, key: str = "open", **parameters: str) -> None:
     tensor = tritonclient.grpc.InferInput("prompt", [1], "BYTES")
     tensor.set_data_from_numpy(np.array([b"12+34="], np.object_))
-    with tritonclient.grpc.InferenceServerClient(keyed.said["grpc"]) as client:
-        with pytest.raises(InferenceServerException, match="only the front end"):
-            client.infer("canvasrt", [tensor], parameters={OWNER: owner})
+    given = {"authorization": f"Bearer {key}"}
+    with tritonclient.grpc.InferenceServerClient(running.said["grpc"]) as client:
+        client.infer("canvasrt", [tensor], headers=given, parameters=parameters)
 
 
-def test_a_key_s_answers_count_on_both_ports(keyed: Serving):
-    """Answers on Triton's port once did not count."""
+def test_grpc_names_no_caller(keyed: Serving):
+    over_grpc(keyed, **{OWNER: "0123456789abcdef"})
+
+
+def test_a_key_s_answers_count_on_all_ports(keyed: Serving):
+    """Answers on Triton's ports once did not count."""
     head = {**JSON, "Authorization": "Bearer sesame"}
     waiting = http.client.HTTPConnection(keyed.said["http"], timeout=60)
     with contextlib.closing(waiting):
         waiting.request("POST", GENERATE, json.dumps({**PROMPT, **ENDLESS}), head)
         assert eventually(lambda: chat(keyed.host, key="sesame").status == 429)
         assert triton(keyed, GENERATE, PROMPT, "sesame")[0] == 429
+        with pytest.raises(InferenceServerException, match="RESOURCE_EXHAUSTED"):
+            over_grpc(keyed, "sesame")
         assert triton(keyed, GENERATE, PROMPT, "open")[0] == 200
     assert eventually(lambda: triton(keyed, GENERATE, PROMPT, "sesame")[0] == 200)
 

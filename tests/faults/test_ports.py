@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import queue
 import re
 import socket
 import struct
@@ -16,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tritonclient import grpc
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.client.triton import Client
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.origin import Origin
@@ -112,20 +116,15 @@ def test_releases(release: str, safe: bool, monkeypatch: pytest.MonkeyPatch):
             server._check_hosts(Installation(Path("tritonserver"), None))
 
 
-@pytest.mark.parametrize("guard", ["keys", "tls"])
-def test_tritons_ports_are_no_way_around_keys_or_tls(packaged: Bundle, tmp_path: Path, guard: str):
-    options, variables = ["--triton-host", "0.0.0.0"], {}
-    if guard == "keys":
-        variables["CANVASRT_API_KEYS"] = "sesame"
-    else:
-        files = make_certificates(tmp_path)
-        options += ["--ssl-mode", "tls", "--ssl-cert", str(files / "server.pem")]
-        options += ["--ssl-key", str(files / "server.key")]
-    code, errors = refused(packaged, *options, **variables)
+def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, tmp_path: Path):
+    files = make_certificates(tmp_path)
+    options = ["--triton-host", "0.0.0.0", "--ssl-mode", "tls"]
+    options += ["--ssl-cert", str(files / "server.pem"), "--ssl-key", str(files / "server.key")]
+    code, errors = refused(packaged, *options)
     assert code == 2
+    assert "Triton's ports have no TLS" in errors
     assert "--triton-behind-proxy" in errors
-    dry = [*options, "--triton-behind-proxy", "--dry-run"]
-    assert refused(packaged, *dry, **variables)[0] == 0
+    assert refused(packaged, *options, "--triton-behind-proxy", "--dry-run")[0] == 0
 
 
 def test_a_page_of_another_site_cannot_use_a_server_without_keys(keyless: Serving):
@@ -212,7 +211,10 @@ def test_what_a_guarded_server_shows_to_others(
             assert b"sesame" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         command = ["infer", "12+34=", "--url", running.said["grpc"], "--protocol", "grpc"]
         done = subprocess.run(
-            [sys.executable, "-m", "canvasrt", *command], capture_output=True, timeout=60
+            [sys.executable, "-m", "canvasrt", *command],
+            capture_output=True,
+            timeout=60,
+            env=os.environ | {"CANVASRT_API_KEY": "sesame-CANVASRT_API_KEYS"},
         )
         assert done.returncode == 0, done.stderr
     assert proxy.calls == []
@@ -297,7 +299,41 @@ def test_tritons_streams_are_passed_on(keyless: Serving):
         assert client.infer(PROMPT).text
 
 
-def test_keys_guard_tritons_http_port(
+def prompt(text: str = "12+34=") -> list[grpc.InferInput]:
+    made = grpc.InferInput("prompt", [1], "BYTES")
+    made.set_data_from_numpy(np.array([text.encode()], object))
+    return [made]
+
+
+def test_tritons_grpc_port_is_guarded(keyless: Serving):
+    """Triton divides by the size of an output's type, which is 0 for texts."""
+    classified = [grpc.InferRequestedOutput("text", class_count=1)]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"outputs": classified}, "have no classification"),
+        ({"inputs": prompt("." * (17 * 2**20))}, "larger than max"),
+        ({"compression_algorithm": "gzip"}, "is disabled"),
+    ]
+    replies: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with grpc.InferenceServerClient(keyless.said["grpc"]) as client:
+        for options, says in refused:
+            with pytest.raises(grpc.InferenceServerException, match=says):
+                client.infer("canvasrt", **{"inputs": prompt(), **options})
+        client.start_stream(lambda result, error: replies.put((result, error)))
+        for outputs in (None, classified, None):
+            client.async_stream_infer("canvasrt_stream", prompt(), outputs=outputs)
+        errors, events = [], []
+        while events.count(b"final") < 2 or not errors:
+            result, error = replies.get(timeout=60)
+            if error is None:
+                events.append(result.as_numpy("event")[0])
+            else:
+                errors.append(str(error))
+        assert "have no classification" in errors[0]
+        client.stop_stream()
+        assert client.infer("canvasrt", prompt()).as_numpy("text")[0]
+
+
+def test_keys_guard_tritons_ports(
     packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("CANVASRT_API_KEYS", "sesame")
@@ -306,8 +342,14 @@ def test_keys_guard_tritons_http_port(
         key = {"Authorization": "Bearer sesame"}
         assert triton(running, GENERATE, PROMPT, key)[0] == 200
         monkeypatch.setenv("CANVASRT_API_KEY", "sesame")
-        with running.client() as client:
-            assert client.infer(PROMPT).text
+        with running.client() as client, Client(running.said["grpc"], "grpc") as over_grpc:
+            assert client.infer(PROMPT).text == over_grpc.infer(PROMPT).text
+            assert [*over_grpc.stream(PROMPT)]
+            monkeypatch.delenv("CANVASRT_API_KEY")
+            with pytest.raises(CanvasError, match="did not provide an API key"):
+                over_grpc.infer(PROMPT)
+            with pytest.raises(CanvasError, match="did not provide an API key"):
+                next(over_grpc.stream(PROMPT))
 
 
 @pytest.mark.acceptance

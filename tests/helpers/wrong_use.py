@@ -217,9 +217,6 @@ VARIABLES = {
         "NIM_SERVER_PORT": ("x", "NIM_SERVER_PORT is 'x'"),
         "CANVASRT_API_KEYS": (",", "CANVASRT_API_KEYS is set but contains no key"),
     },
-    "serve demo --triton-host 0.0.0.0": {
-        "CANVASRT_API_KEYS": ("key", "--triton-host is 0.0.0.0"),
-    },
 }
 RECIPE = """\
 schema: 1
@@ -246,6 +243,7 @@ FILES = {
 # Errors that only Python code or a bundle can cause: their place and words of their message → the
 # test with these words.
 ELSEWHERE = {
+    ("containers/serve/checks.py", "ports have no TLS"): "tests/faults/test_ports.py",
     ("containers/package/package.py", "no bundle was given"): (
         "tests/containers/package/test_package.py"
     ),

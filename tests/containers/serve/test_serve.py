@@ -114,7 +114,10 @@ def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         assert started.wait(30)
-        running.stop(signal.SIGTERM)
+        # Nothing waits for an open stream without a request.
+        with Client(running.said["grpc"], "grpc", keep_stream=True) as idle:
+            assert [*idle.stream({"prompt": "x", "max_new_tokens": 4})]
+            running.stop(signal.SIGTERM)
         thread.join(30)
         assert answers[-1].finish_reason == "length"
         assert answers[-1].steps == [60]

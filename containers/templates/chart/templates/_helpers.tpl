@@ -104,11 +104,9 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- end -}}
 {{- end -}}
 
-{{/* Triton's own ports know neither the API's keys nor its TLS. */}}
+{{/* Triton's own ports have no TLS. */}}
 {{- define "canvasrt.checkTriton" -}}
-{{- if and .Values.triton.open (not .Values.triton.behindProxy) -}}
-{{- if or .Values.apiKeys.existingSecret .Values.tls.existingSecret -}}
-{{- fail "triton.open would be a way around apiKeys and tls: leave it off, or set triton.behindProxy if a proxy checks who reaches ports 8001 and 8080" -}}
-{{- end -}}
+{{- if and .Values.triton.open .Values.tls.existingSecret (not .Values.triton.behindProxy) -}}
+{{- fail "triton.open would be a way around tls: leave it off, or set triton.behindProxy if a proxy checks who reaches ports 8001 and 8080" -}}
 {{- end -}}
 {{- end -}}
