@@ -131,8 +131,8 @@ class Fetcher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, url: str, budget: ImageBudget | None = None) -> bytes:
-        """Return the contents of an image's file. Blocks until they have arrived. If that fails, raises Refused with the
-        reason."""
+        """Return the contents of an image's file. Blocks until they have arrived. If that fails, raises Refused with
+        the reason."""
         deadline = time.monotonic() + FETCH_TIMEOUT
         budget = budget or ImageBudget(MAX_REQUEST_BYTES)
         for _ in range(REDIRECTS + 1):
