@@ -28,8 +28,8 @@ def error_message(body: bytes) -> str:
 
 
 def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:
-    """Return the body of a page; empty if the request fails or the status is not 200. `timeout` is in seconds. If `unix`
-    is set, connect to that Unix socket."""
+    """Return the body of a page; empty if the request fails or the status is not 200. `timeout` is in seconds. If
+    `unix` is set, connect to that Unix socket."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         if unix is not None:

@@ -48,7 +48,7 @@ class Round:
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Statistics of a series of latencies. They are in milliseconds."""
+    """Statistics, in milliseconds, of a series of latencies."""
 
     p50: float
     p90: float
@@ -60,7 +60,7 @@ class LatencySpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> LatencySpread | None:
-        """Return the spread of a series in seconds; None if the series is empty."""
+        """Return the spread of latencies that are in seconds; None if there are no latencies."""
         if not seconds:
             return None
         values = 1e3 * np.asarray(seconds)
@@ -124,8 +124,8 @@ def take_turns(
     load: Load,
     rounds: int,
 ) -> list[list[Round]]:
-    """Measure the endpoints in turn, each `rounds` times, after one session per endpoint as a warm-up. Return the rounds
-    of every endpoint."""
+    """Measure the endpoints in turn, each `rounds` times, after one session per endpoint as a warm-up. Return the
+    rounds of every endpoint."""
     for endpoint in endpoints:
         run_sessions(endpoint, sessions[:1], Load())
     taken: list[list[Round]] = [[] for _ in endpoints]
@@ -138,8 +138,8 @@ def take_turns(
 
 
 def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
-    """Return three ratios for each measure: over all rounds, in the lowest round and in the highest round. Leaves out
-    measures that a round lacks."""
+    """Return three ratios of ours to theirs for each measure: over all rounds, in the lowest round and in the highest
+    round. Leaves out measures that a round lacks."""
     found = {}
     for name in COMPARED:
         sides = [
@@ -157,7 +157,7 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[flo
 
 
 def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
-    """Run every session once, and return their calls."""
+    """Run every session once, and return the calls as a round."""
     start = time.perf_counter()
     waiting: queue.SimpleQueue[tuple[Session, float | None]] = queue.SimpleQueue()
     for session, offset in zip(sessions, _arrivals(load, len(sessions)), strict=True):

@@ -101,7 +101,7 @@ class Counted(TypedDict):
 
 
 def messages_generation(body: MessagesRequest) -> Generation:
-    """Return the generation of the equivalent chat. Raises ApiError that names a wrong field."""
+    """Return the generation of the equivalent chat. If a field is wrong, raises an ApiError that names that field."""
     return chat_generation(_chat(body))
 
 
@@ -142,8 +142,8 @@ def _chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _tools(body: MessagesRequest) -> list[Json] | None:
-    """Return the tools in a chat's form. Drops, with a warning, tools that only Anthropic's servers can run. Raises
-    ApiError for them if unknown fields are refused."""
+    """Return the tools in a chat's form. Tools that only Anthropic's servers can run are dropped with a warning; if
+    unknown fields are refused, such tools raise ApiError."""
     found = []
     for number, tool in enumerate(body.tools or ()):
         if tool.get("type", "custom") not in ("custom", None):
@@ -191,7 +191,7 @@ def _blocks(content: Any, where: str) -> list[tuple[str, Json]]:
 
 
 def _turn(blocks: list[tuple[str, Json]], where: str) -> Json:
-    """Return the assistant's message in a chat that has the thoughts, text and tool calls of `blocks`."""
+    """Return an assistant message of a chat, which contains the thoughts, text and tool calls in `blocks`."""
     thoughts = [each.get("thinking") or "" for _, each in blocks if _is(each, "thinking")]
     calls = [
         {

@@ -138,7 +138,8 @@ class Front:
     def _admit(self, request: Request) -> None:
         """Count a request against its caller's limit until its reply has ended.
 
-        Raises ApiError if the key is missing, the caller's limit is exceeded, or the server accepts no requests now.
+        Raises ApiError if the key is missing or wrong, the caller's limit is exceeded, or the server accepts no
+        requests now.
         """
         caller = self.keys.check(request.headers)
         if (refusal := self._state.refusal()) is not None:

@@ -1,6 +1,6 @@
 """Request bodies: the fields that several endpoints share, and the only function that reads a body.
 
-The tables in `fields` list unsupported fields. The error for a value that would change the answer names the field.
+The tables in `fields` list unsupported fields. If the value of one would change the answer, an error names the field.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> BodyT:
-    """Parse a request's body. Raises ApiError that names a wrong parameter.
+    """Parse a request's body. If a parameter is wrong, raises an ApiError that names that parameter.
 
     For every unknown field, a warning is added to `ignored`. If `ignored` is None, unknown fields are refused.
     """

@@ -56,7 +56,7 @@ class OwnFields(TypedDict):
 
     seed: int
     warnings: NotRequired[list[str]]
-    # Only set in `/v1/responses`; in other APIs, each answer has this field instead.
+    # Only set in replies of `/v1/responses`. In other APIs, this field belongs to each answer.
     block_scores: NotRequired[list[BlockScore]]
 
 
@@ -162,7 +162,7 @@ class CompletionReply(Reply):
     last_delta: ClassVar[Any] = ""
 
     def content(self, pieces: Sequence[Piece]) -> Json:
-        """Return the field that holds a complete answer."""
+        """Return the field of a choice that holds the complete answer."""
         return {"text": text_of(pieces, "content")}
 
     def deltas(self, piece: Piece) -> list[Any]:

@@ -26,7 +26,7 @@ HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
 # (often 60) close earlier. If the server closed first, a request that is on its way would be lost.
 KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
-WRITE_TIMEOUT = 60.0  # seconds for which the caller may read nothing of its answer
+WRITE_TIMEOUT = 60.0  # maximum seconds in which the caller reads nothing of its answer
 # Limits, in seconds and bytes, for discarding input after an early answer. If a connection were closed with unread
 # input, it would be reset, and the caller would lose the answer.
 _LINGER_TIMEOUT, _LINGER_BYTES = 5.0, 64 * 2**20
@@ -39,13 +39,13 @@ _RESERVED_TIMEOUT = 2.0
 _PIECES, _BYTES_PER_PIECE = 1024, 256
 _FREE_PIECES = 16  # pieces parsed without waiting for a turn; ordinary bodies have fewer
 _PROGRESS = 4096  # bytes of a body after which a connection counts as active again
-# Maximum bytes of all unfinished requests' bodies together. Beyond it, a connection that receives more of a body is
-# closed if the body already has more than `_SHARE` bytes.
+# Maximum bytes of all unfinished requests' bodies together. Beyond this limit, a connection that receives more of a
+# body is closed if the body already has more than `_SHARE` bytes.
 _MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
 class Stage(Enum):
-    """The stage of a connection. All stages except ANSWER and GONE have a time limit; uvicorn enforces KEPT's."""
+    """The stage of a connection. All stages except ANSWER and GONE have a time limit; uvicorn enforces that of KEPT."""
 
     HANDSHAKE = "handshake"  # the TLS handshake
     HEADER = "header"

@@ -106,7 +106,7 @@ class DecisionReply(Reply):
 
 
 def decide(body: DecisionRequest) -> Generation:
-    """Return a decision's generation. Raises ApiError that names a wrong field."""
+    """Return a decision's generation. If a field is wrong, raises an ApiError that names that field."""
     questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
     return body.asking(_messages(body.input), questions)
 

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 # Descriptors for everything except counted connections, such as accepted connections that are not counted yet.
 _SPARE = 512
-# asyncio's message when it cannot accept a connection; it then waits a second.
+# asyncio's message when it cannot accept a connection. asyncio then waits a second.
 _NO_MORE = "socket.accept() out of system resource"
 
 

@@ -32,7 +32,10 @@ from canvasrt.runtime.pictures import BUDGETS
 _MOST_SENT = 64 * 2**20  # characters of text plus bytes of images, summed over all answers
 # Random seeds stay below this, so that clients that parse numbers as doubles, such as JavaScript, read them exactly.
 _SEEDS = 2**53 - MAX_ANSWERS
-_LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)  # soft tokens of an image
+_LOW_DETAIL, _IMAGE_TOKENS = (
+    min(BUDGETS),
+    max(BUDGETS),
+)  # soft tokens of an image: for detail `low`, and by default
 
 
 class Served(NamedTuple):

@@ -46,7 +46,7 @@ class _Found:
 
 
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
-    """Convert a chat. Raises ApiError that names a wrong field. `settle` decides about unsupported fields.
+    """Convert a chat. If a field is wrong, raises an ApiError that names that field. Unsupported fields go to `settle`.
 
     The result contains earlier thoughts. The template drops them, except those before tool calls that are being
     answered.

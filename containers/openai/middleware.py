@@ -24,7 +24,7 @@ from canvasrt.containers.tensors import ARRIVED, OWNER
 
 log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope: the request's id
-DISCONNECTED = 499  # as in nginx: the caller disconnected
+DISCONNECTED = 499  # status of a request whose caller disconnected, as in nginx
 CALLER = "canvasrt.caller"  # in a request's scope: the name that identifies the caller's key
 MORE = "canvasrt.more"  # in a request's scope: a function that counts more answers against the caller's limit
 BEGIN = "canvasrt.begin"  # in a request's scope: when the request's body was complete, in monotonic seconds

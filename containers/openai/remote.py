@@ -26,7 +26,7 @@ MAX_REMOTE_IMAGES = 16  # per request
 # Maximum bytes of one request's images (as much as callers can send inline), and of all unanswered requests' images.
 MAX_REQUEST_BYTES, MAX_HELD_BYTES = 48 * 2**20, 256 * 2**20
 _THREADS = 32
-# Networks whose addresses contain an arbitrary IPv4 address: 6to4, Teredo and NAT64.
+# Networks that do not count as public. Addresses of 6to4, Teredo and NAT64 contain an arbitrary IPv4 address.
 _TUNNELS = tuple(
     ipaddress.ip_network(each)
     for each in (
@@ -62,7 +62,7 @@ def is_public(address: str) -> bool:
 
 
 class ImageBudget:
-    """Limits the number of bytes of one request's images. They also count in `parent`, the budget of all requests."""
+    """Limits the bytes of one request's images. The bytes also count in `parent`, the budget of all requests."""
 
     def __init__(self, most: int, parent: ImageBudget | None = None) -> None:
         self._most, self._parent, self.taken = most, parent, 0
@@ -248,7 +248,7 @@ def _addresses(host: str, port: int) -> list[str]:
 async def inline(
     messages: list[dict[str, Any]], fetcher: Fetcher, budget: ImageBudget | None = None
 ) -> int:
-    """Replace a chat's remote images with data URLs, and return the number of their characters. Raises ApiError if an
+    """Replace a chat's remote images with data URLs, and return the total length of these URLs. Raises ApiError if an
     image cannot be fetched."""
     found = [
         (f"messages[{i}].content[{j}].image_url.url", part["image_url"])

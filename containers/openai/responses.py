@@ -121,8 +121,8 @@ def _format(text: Text | None) -> dict[str, Any] | None:
 
 
 def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the tools that are functions. Drops, with a warning, tools that only OpenAI's servers can run. Raises
-    ApiError for them if unknown fields are refused."""
+    """Return the tools that are functions. Tools that only OpenAI's servers can run are dropped with a warning; if
+    unknown fields are refused, such tools raise ApiError."""
     found = []
     for number, tool in enumerate(request.tools or ()):
         if tool.get("type") == "function":

@@ -37,7 +37,7 @@ class SystemOneAnswers(TypedDict):
 
 
 def ask(body: SystemOneRequest) -> Generation:
-    """Return the generation that answers the questions. Raises ApiError that names a wrong field."""
+    """Return the generation that answers questions. If a field is wrong, raises an ApiError that names that field."""
     questions = [_question(each, name, body.ignored) for name, each in body.questions.items()]
     state = body.state if isinstance(body.state, str) else json.dumps(body.state)
     if not state.strip():

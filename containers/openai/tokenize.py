@@ -58,7 +58,8 @@ class Detokenized(TypedDict):
 
 
 def tokenize(body: TokenizeRequest) -> Generation:
-    """Return the generation that only encodes a prompt or a chat. Raises ApiError that names a wrong field."""
+    """Return the generation that only encodes a prompt or a chat. If a field is wrong, raises an ApiError that names
+    that field."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Send either prompt or messages.", "prompt", "invalid_value")
     options = {

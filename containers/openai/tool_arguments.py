@@ -39,7 +39,7 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
         if isinstance(whole, dict):
             return whole
     except (ValueError, RecursionError):
-        pass  # usually, because the model does not quote names
+        pass  # the usual case, because the model does not quote names
     reader = _Reader(text)
     arguments = reader.object(schema or {}, 0)
     reader.skip()

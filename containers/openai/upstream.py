@@ -61,8 +61,8 @@ class Upstream:
     """A connection to one Triton server. It must be created and used on the same event loop."""
 
     def __init__(self, address: str, timeout: float | None = None, secret: str = "") -> None:
-        """`timeout`: maximum seconds from a request's arrival to the end of its answer. `secret`: the prefix that
-        callers' names must have for the models."""
+        """`timeout`: maximum seconds from a request's arrival to the end of its answer. `secret`: a prefix that the
+        models require in callers' names."""
         self._secret = secret
         self._timeout = timeout
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)

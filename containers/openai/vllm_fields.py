@@ -65,7 +65,7 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_of(request: Sampling) -> dict[str, Any]:
-    """Return the options of a read if `diffusion_read_only` is set, else none. A read takes all steps of one canvas and
+    """Return the options of a read; empty unless `diffusion_read_only` is set. A read takes all steps of one canvas and
     returns every token. Raises ApiError if the length of the canvas is unknown."""
     if not _of(request, "diffusion_read_only"):
         return {}
@@ -75,8 +75,8 @@ def read_of(request: Sampling) -> dict[str, Any]:
 
 
 def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
-    """Change log-probabilities as vLLM's settings require, and return them: token ids can replace texts, and those of a
-    constrained read are normalized over the allowed tokens."""
+    """Change and return log-probabilities as vLLM's settings require: texts can become token ids, and the
+    log-probabilities of a constrained read are normalized over the allowed tokens."""
     allowed = set(request.logprob_token_ids or ()) if _of(request, "diffusion_constrained") else ()
     for each in scores:
         shown = [each, *each["top"]]
