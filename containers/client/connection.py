@@ -12,7 +12,7 @@ from pathlib import Path
 def connection(
     secure: bool, host: str, port: int | None, timeout: float
 ) -> http.client.HTTPConnection:
-    """Return a connection, which its first request opens. SSL_CERT_FILE can name a private certificate authority."""
+    """Return a connection that its first request will open. SSL_CERT_FILE can name a private certificate authority."""
     if not secure:
         return http.client.HTTPConnection(host, port or 80, timeout=timeout)
     context = ssl.create_default_context()
@@ -28,8 +28,8 @@ def error_message(body: bytes) -> str:
 
 
 def fetch(host: str, port: int, path: str, timeout: float, unix: Path | None = None) -> bytes:
-    """Return the body of a page; empty unless the status is 200. `timeout` is in seconds. If `unix` is set, connect to
-    that Unix socket."""
+    """Return the body of a page; empty if the request fails or the status is not 200. `timeout` is in seconds. If
+    `unix` is set, connect to that Unix socket."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         if unix is not None:

@@ -59,8 +59,8 @@ class OpenAIClient:
     def events(
         self, inputs: Mapping[str, Any], drafts: bool = False
     ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-        """Yield a pair `(piece, None)` for each piece of one answer's text. With `drafts`, also yield `("", draft)` for
-        every step."""
+        """Yield a pair `(piece, None)` for each piece of one answer's text. If `drafts`, also yield `("", draft)` for
+        every denoising step."""
         path, body = _request(inputs, self.model)
         body["stream"] = True
         if drafts:
@@ -139,7 +139,9 @@ class OpenAIClient:
 
     def _refused(self, message: str) -> CanvasError:
         hint = f"set {KEY_VARIABLE} to one of the server's keys" if "API key" in message else ""
-        if message.startswith("HTTP 404"):  # not an error in OpenAI's form: another API
+        if message.startswith(
+            "HTTP 404"
+        ):  # the error is not in OpenAI's form, so this is another API
             hint = PORT_HINT
         return CanvasError(f"the server refused the request: {message}", hint)
 

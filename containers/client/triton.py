@@ -34,14 +34,14 @@ _DIRECT = [
     ("grpc.max_send_message_length", 2**31 - 1),
     ("grpc.max_receive_message_length", 2**31 - 1),
 ]
-Replies = queue.SimpleQueue[tuple[Any, Any]]  # pairs of a result and an error, one of them None
+Replies = queue.SimpleQueue[tuple[Any, Any]]  # pairs of a result and an error, of which one is None
 
 
 class Client:
     """A connection to one server, as a context manager.
 
-    url: host:port, with or without http://; None means the protocol's default port here. timeout: seconds per
-    call. The API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
+    url: host:port, with or without http://; None means the protocol's default port on this machine. timeout: seconds
+    per call. The API key comes from CANVASRT_API_KEY. Raises UsageError for an invalid url.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Client:
         timeout: float = ANSWER_TIMEOUT,
         keep_stream: bool = False,
     ) -> None:
-        """`keep_stream` keeps a request's gRPC stream open for the next one, which saves a thread and a round trip."""
+        """`keep_stream` keeps a request's gRPC stream open for the next request, which saves a thread and a round trip."""
         self.protocol = protocol
         self.url = _host_and_port(url, protocol)
         self.timeout = timeout
@@ -198,7 +198,7 @@ def _headers() -> dict[str, str]:
 
 
 def _taken(replies: Replies, timeout: float) -> Any:
-    """Return the next result. Raises the error that arrives instead, or TimeoutError if nothing arrives."""
+    """Return the next result. If an error arrives instead, raises it; if nothing arrives, raises TimeoutError."""
     try:
         result, error = replies.get(timeout=timeout)
     except queue.Empty:
@@ -209,7 +209,7 @@ def _taken(replies: Replies, timeout: float) -> Any:
 
 
 def make_tensors(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
-    """Convert values, keyed by name, to input tensors of a tritonclient module. Omits None values.
+    """Convert values, keyed by tensor name, to input tensors of a tritonclient module. Omits None values.
 
     Raises CanvasError for a value that does not fit its tensor's type.
     """

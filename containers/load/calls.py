@@ -24,8 +24,8 @@ _IDLE = 1.0
 class TimedCall:
     """The result of one call. `due`, `end` and `pieces` are times of `time.perf_counter`.
 
-    due: scheduled start, from which latencies count. pieces: arrival times of the pieces of text. tokens: as the
-    server counts them, else the number of pieces. steps: denoising steps, if the server reports them.
+    due: scheduled start, from which latencies count. pieces: arrival times of the pieces of text. tokens: the server's
+    count if `counted`, otherwise the number of pieces. steps: denoising steps, if the server reports them.
     """
 
     due: float
@@ -39,7 +39,7 @@ class TimedCall:
 
     @property
     def first(self) -> float | None:
-        """Seconds from the scheduled start to the first text; None if no text came."""
+        """Seconds from the scheduled start to the first text; None if no text arrived."""
         return self.pieces[0] - self.due if self.pieces else None
 
     @property
@@ -49,7 +49,7 @@ class TimedCall:
 
     @property
     def total(self) -> float:
-        """Seconds from the scheduled start to the end."""
+        """Seconds from the scheduled start to the end of the call."""
         return self.end - self.due
 
 
@@ -102,7 +102,7 @@ class LoadConnection:
         return made
 
     def close(self) -> None:
-        """Close the connection; the next call opens another."""
+        """Close the connection. The next call opens a new one."""
         if self._http is not None:
             self._http.close()
             self._http = None
@@ -139,7 +139,7 @@ class LoadConnection:
 
 
 def first_model(url: str, key: str = "") -> str:
-    """Return the first model that a server lists. Raises CanvasError if it does not answer."""
+    """Return the name of the first model that a server lists. Raises CanvasError if the server lists none."""
     try:
         reply = LoadConnection(Endpoint(url, "", key, _LIST_TIMEOUT))._ask("GET", "models")
         if reply.status != 200:
@@ -153,7 +153,7 @@ def first_model(url: str, key: str = "") -> str:
 
 
 def root_of(url: str) -> str:
-    """Return an address, with the path `/v1` if it has none. Raises UsageError if it is not http or https."""
+    """Return an address; if it has no path, add `/v1`. Raises UsageError if it is not a valid http or https address."""
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

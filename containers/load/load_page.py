@@ -27,7 +27,7 @@ def sections(
     ratios: Mapping[str, Sequence[float]],
     drawn: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Json]:
-    """Yield the sections of results for the page and the terminal, with the plots in `drawn`."""
+    """Yield the sections of results for the page and the terminal. `drawn` holds the plots of the sections, if any."""
     if ratios:
         yield section("Ratios", " over ".join(summaries), tables=[_ratios(ratios)])
     yield section("Throughput", "", drawn.get("throughput"), [_rates(summaries)])
@@ -43,7 +43,7 @@ def sections(
 
 
 def _rates(summaries: Mapping[str, LoadSummary]) -> Any:
-    """Return a table with a row per server: calls, failures and rates."""
+    """Return a table of calls, failures and rates that has a row per server."""
 
     def known(number: float | None, form: str) -> str:
         return "–" if number is None else format(number, form)
@@ -63,7 +63,7 @@ def _rates(summaries: Mapping[str, LoadSummary]) -> Any:
 
 
 def _latencies(summaries: Mapping[str, LoadSummary]) -> Any:
-    """Return a table with a row per series and server, in milliseconds."""
+    """Return a table, in milliseconds, that has a row for every series of every server."""
     spreads = {
         f"{label}, {server}" if len(summaries) > 1 else label: getattr(summary, name)
         for name, label in _SERIES.items()

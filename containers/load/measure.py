@@ -17,7 +17,7 @@ from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall
 from canvasrt.containers.load.sessions import Session
 from canvasrt.progress import report
 
-# The measures to compare. A summary's field → the measure's name, and whether less is better.
+# The measures to compare: field of a summary → name of the measure, and whether less is better.
 COMPARED = {
     "first": ("first text", True),
     "gap": ("between pieces", True),
@@ -28,8 +28,10 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Load:
-    """Says how sessions start: `concurrency` at a time, or on average `rate` per second at random times. With a `rate`,
-    at most `concurrency` run at a time, and the wait for a free place counts as latency."""
+    """Says how sessions start: `concurrency` at a time, or on average `rate` per second at random times.
+
+    Even with a `rate`, at most `concurrency` run at a time; waiting until one may run counts as latency.
+    """
 
     concurrency: int = 1
     rate: float | None = None
@@ -46,7 +48,7 @@ class Round:
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Statistics of a series of latencies, in milliseconds."""
+    """Statistics, in milliseconds, of a series of latencies."""
 
     p50: float
     p90: float
@@ -58,7 +60,7 @@ class LatencySpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> LatencySpread | None:
-        """Return the spread, in milliseconds, of a series in seconds; None if the series is empty."""
+        """Return the spread of latencies that are in seconds; None if there are no latencies."""
         if not seconds:
             return None
         values = 1e3 * np.asarray(seconds)
@@ -122,7 +124,8 @@ def take_turns(
     load: Load,
     rounds: int,
 ) -> list[list[Round]]:
-    """Measure every endpoint `rounds` times, taking turns. First, each runs one session as a warm-up."""
+    """Measure the endpoints in turn, each `rounds` times, after one session per endpoint as a warm-up. Return the
+    rounds of every endpoint."""
     for endpoint in endpoints:
         run_sessions(endpoint, sessions[:1], Load())
     taken: list[list[Round]] = [[] for _ in endpoints]
@@ -135,7 +138,8 @@ def take_turns(
 
 
 def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
-    """Return per measure: the ratio over all rounds, and the lowest and the highest ratio of a single round."""
+    """Return three ratios of ours to theirs for each measure: over all rounds, in the lowest round and in the highest
+    round. Leaves out measures that a round lacks."""
     found = {}
     for name in COMPARED:
         sides = [
@@ -153,7 +157,7 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[flo
 
 
 def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
-    """Run every session once, and return their calls."""
+    """Run every session once, and return the calls as a round."""
     start = time.perf_counter()
     waiting: queue.SimpleQueue[tuple[Session, float | None]] = queue.SimpleQueue()
     for session, offset in zip(sessions, _arrivals(load, len(sessions)), strict=True):

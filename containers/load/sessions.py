@@ -32,7 +32,7 @@ _TOOLS = (
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: the first messages, and further messages, one after every answer."""
+    """A conversation. `start` holds the messages before the first answer; `turns` has one message per later answer."""
 
     start: tuple[ChatMessage, ...]
     turns: tuple[ChatMessage, ...] = ()
@@ -54,10 +54,10 @@ def built_in(name: str, count: int) -> list[Session]:
 
 
 def from_file(path: Path, count: int) -> list[Session]:
-    """Return `count` sessions from a file. If it has fewer, they are repeated.
+    """Return `count` sessions from a file. If the file has fewer sessions, they are repeated.
 
-    A line is a prompt, or in a `.jsonl` file an object with `prompt` or `messages`. Raises CanvasError if the file has
-    no prompts.
+    A line is a prompt or, in a `.jsonl` file, an object that has `prompt` or `messages`. Raises CanvasError if the file
+    has no prompts.
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,6 +1,6 @@
 """The front end's process, which its supervisor controls through lines on standard input.
 
-The first line holds the settings. Each of the following lines, at least one, reports a phase:
+The first line holds the settings. At least one more line follows; each reports a phase:
 `{"phase": ..., "detail": ...}`. End of input means that the supervisor has exited; then this process exits, too.
 """
 
@@ -34,7 +34,7 @@ from canvasrt.containers.openai.triton_grpc import start_grpc_guard
 from canvasrt.containers.openai.triton_http import make_triton_app
 from canvasrt.containers.ports import BACKLOG
 
-# After the last answer, seconds to wait for requests that are already in transit.
+# Seconds to wait, after the last answer, for requests that are already in transit.
 _LINGER = 0.3
 _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
@@ -43,18 +43,18 @@ _BEAT_EVERY = 0.5
 # Connections accepted per iteration of the event loop. They are counted only some iterations later, so a larger number
 # could exhaust the file descriptors.
 _ACCEPT = 64
-# Seconds for which a thread that parses a long body may keep the interpreter. The event loop gives up the interpreter
-# at every system call; with Python's 5 ms, a request would wait ten times 5 ms.
+# Seconds for which a thread that parses a long body may keep the interpreter's lock. The event loop releases the lock
+# at every system call, about ten times per request, and would wait Python's default of 5 ms each time.
 _SWITCH = 0.0005
 HEALTH_CONNECTIONS = 128  # on the port that only serves health routes
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server that leaves signals to the supervisor and queues waiting connections in the kernel."""
+    """A uvicorn server that handles no signals and lets the kernel queue waiting connections."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio has also made `_ACCEPT` the kernel's backlog.
+        # asyncio has also limited the kernel's queue to `_ACCEPT`.
         for each in sockets or ():
             each.listen(BACKLOG)
 
@@ -68,7 +68,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH)
-    # Unbuffered: the reading thread would hold a buffer's lock until the process exits.
+    # Unbuffered, because the reading thread would hold the buffer's lock until the process exits.
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)
@@ -135,7 +135,7 @@ def _listen(
     input."""
     for line in commands:
         loop.call_soon_threadsafe(hear, line)
-    os._exit(1)  # the supervisor has ended
+    os._exit(1)  # the supervisor has exited
 
 
 def _hear(state: ServerState, heartbeat: Heartbeat | None, line: bytes) -> None:

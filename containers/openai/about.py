@@ -1,4 +1,4 @@
-"""Describes the server: models, version, metadata, licence and metrics."""
+"""Routes that describe the server: models, version, metadata, licence and metrics."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_management(
     metrics: FrontMetrics,
     others: Sequence[OtherMetrics],
 ) -> None:
-    """Add NIM's management routes, and the metrics."""
+    """Add NIM's management routes and the metrics routes."""
 
     @app.get(
         "/v1/version",

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, read as a chat."""
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`, whose requests are converted to chats."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from canvasrt.types import Json
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _BLOCKS = {"content": ("text", "text"), "reasoning": ("thinking", "thinking")}
-# Names of fields in a chat (patterns) → names in Anthropic's API.
+# Patterns of a chat's field names → Anthropic's field names.
 _NAMES = {
     r"messages\[\d+\](\.content\[\d+\])?": "messages",
     r"image_url\.url": "source",
@@ -102,13 +102,13 @@ class Counted(TypedDict):
 
 
 def messages_generation(body: MessagesRequest) -> Generation:
-    """Return the generation of the equivalent chat. If a field is wrong, raises ApiError with its name."""
+    """Return the generation of the equivalent chat. If a field is wrong, raises an ApiError that names that field."""
     return chat_generation(_chat(body))
 
 
 def count(body: MessagesRequest) -> Generation:
-    """Return the generation that only encodes a prompt. Raises ApiError for images, whose token counts depend on their
-    sizes."""
+    """Return the generation that only encodes the prompt, to count its tokens. Raises ApiError for a wrong field and
+    for images, whose token counts depend on their sizes."""
     asked = messages_generation(body)
     try:
         check_sampling(asked.options, asked.names)
@@ -144,7 +144,8 @@ def _chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _tools(body: MessagesRequest) -> list[Json] | None:
-    """Return the tools as functions. Tools that Anthropic's servers run are dropped with a warning."""
+    """Return the tools in a chat's form. Tools that only Anthropic's servers can run are dropped with a warning; if
+    unknown fields are refused, such tools raise ApiError."""
     found = []
     for number, tool in enumerate(body.tools or ()):
         if tool.get("type", "custom") not in ("custom", None):
@@ -160,7 +161,7 @@ def _tools(body: MessagesRequest) -> list[Json] | None:
 
 
 def _messages(body: MessagesRequest) -> list[Json]:
-    """Return the conversation as a chat. Every tool result becomes a separate message."""
+    """Return the conversation as a chat's messages. Every tool result becomes a separate message."""
     system = _blocks(body.system or [], "system")
     read: list[Json] = [{"role": "system", "content": _texts(system, "system")}] if system else []
     for number, message in enumerate(body.messages):
@@ -183,7 +184,7 @@ def _messages(body: MessagesRequest) -> list[Json]:
 
 
 def _blocks(content: Any, where: str) -> list[tuple[str, Json]]:
-    """Return the blocks of a message's content with their paths in the request."""
+    """Return a pair for each block of a message's content: its path in the request, and the block."""
     if isinstance(content, str):
         return [(where, {"type": "text", "text": content})]
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
@@ -192,7 +193,7 @@ def _blocks(content: Any, where: str) -> list[tuple[str, Json]]:
 
 
 def _turn(blocks: list[tuple[str, Json]], where: str) -> Json:
-    """Return an assistant's message with its thoughts, text and tool calls."""
+    """Return an assistant message of a chat, which contains the thoughts, text and tool calls in `blocks`."""
     thoughts = [each.get("thinking") or "" for _, each in blocks if _is(each, "thinking")]
     calls = [
         {
@@ -256,12 +257,12 @@ def _wrong(where: str, why: str) -> ApiError:
 
 
 class MessageReply(Reply):
-    """One message, block by block."""
+    """Renders the answer as one message in Anthropic's form, block by block."""
 
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         super().__init__(body, asked, seed, served)
         self._content: list[Json] = []
-        self._open = ""  # the kind of block that is being written
+        self._open = ""  # the kind of piece whose block is being written; empty between blocks
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -347,14 +348,14 @@ class MessageReply(Reply):
 
 
 class CountReply(Reply):
-    """How many tokens a prompt has."""
+    """Renders the number of tokens of a prompt."""
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         return {"input_tokens": len(answers[0].final.prompt_token_ids)}
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return a chat's error with Anthropic's field names."""
+    """Replace a chat's field names in an error's message with Anthropic's, and return the error."""
     for chat, own in _NAMES.items():
         error.message = re.sub(chat, own, error.message)
     return error

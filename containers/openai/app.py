@@ -64,11 +64,11 @@ ENDPOINTS = (
     ollama.CHAT,
     ollama.GENERATE,
 )
-_LONG, _LEVEL = 4096, 4  # smallest reply to compress, in bytes; gzip's level
+_LONG, _LEVEL = 4096, 4  # size in bytes from which replies are compressed; gzip's level
 
 
 class Front:
-    """The state that all operations share: the connection to Triton, and the callers."""
+    """The state that all operations share, such as the connection to Triton, the API keys and the metrics."""
 
     def __init__(self, settings: FrontSettings, state: ServerState) -> None:
         self._settings, self._options, self._state = settings, settings.options, state
@@ -84,7 +84,7 @@ class Front:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Open the connection to Triton on the event loop, and close it at the end."""
+        """Open the connection to Triton on the running event loop, and close it when the server stops."""
         settings = self._settings
         self._upstream = Upstream(settings.grpc, settings.request_timeout, settings.caller_secret)
         yield
@@ -94,14 +94,14 @@ class Front:
             self._fetcher.close()
 
     async def refusal(self) -> ApiError | None:
-        """Return the error if this process or Triton cannot accept a request now, else None."""
+        """Return the error for a request that arrives now; None if this process and Triton can accept it."""
         refusal = self._state.refusal()
         if refusal is None and not await self._upstream.is_ready():
             return unavailable("The model is not ready.", "model_not_ready")
         return refusal
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Answer one request. Raises ApiError, or Disconnected if the caller has left."""
+        """Answer one request. Raises ApiError if the request fails, and Disconnected if the caller has left."""
         self._admit(request)
         raw = await request.body()
         ignored = None if self._options.strict else Ignored(self._options.lenient)
@@ -138,7 +138,8 @@ class Front:
     def _admit(self, request: Request) -> None:
         """Count a request against its caller's limit until its reply has ended.
 
-        Raises ApiError if the key is missing, the caller's limit is exceeded, or the server accepts no requests now.
+        Raises ApiError if the key is missing or wrong, the caller's limit is exceeded, or the server accepts no
+        requests now.
         """
         caller = self.keys.check(request.headers)
         if (refusal := self._state.refusal()) is not None:
@@ -217,7 +218,7 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return internal_error(request.scope[ID], request.url.path)  # the middleware logs it
+    return internal_error(request.scope[ID], request.url.path)  # the middleware logs the error
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

@@ -1,4 +1,4 @@
-"""API keys, compared in constant time."""
+"""Checks API keys in constant time, and limits how many answers a key may wait for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class Keys:
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """Return a name that identifies the caller's key; the name is empty if no key is needed. Raises ApiError 401 if the request's
-        headers have no accepted key. Anthropic's clients send it in x-api-key."""
+        """Return a name that identifies the caller's key; the name is empty if no key is needed.
+
+        Raises ApiError 401 if the headers have no accepted key. Anthropic's clients send the key in x-api-key.
+        """
         if not self._digests:
             return ""
         given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
@@ -30,7 +32,7 @@ class Keys:
             raise _refusal("You did not provide an API key: send Authorization: Bearer KEY.", None)
         # Latin-1 restores the header's original bytes.
         digest = _digest(key.strip().encode("latin-1", "replace"))
-        # In constant time: compares with every key, by digests of equal length.
+        # In constant time, because every key is compared and all digests have the same length.
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(found):
             raise _refusal("Incorrect API key provided.", "invalid_api_key")
@@ -38,9 +40,9 @@ class Keys:
 
 
 class Callers:
-    """Limits how many answers one API key may wait for at a time: to `most`, or not at all if that is None.
+    """Limits how many answers one API key may wait for at a time. If `most` is None, there is no limit.
 
-    Without keys, callers cannot be distinguished, so there is no limit.
+    Callers without a key cannot be distinguished, so they are not limited.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -49,9 +51,10 @@ class Callers:
 
     @contextmanager
     def one(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Count a request as one answer inside the `with` block. Yields a function that counts further answers.
+        """Inside the `with` block, a request counts as one answer. Yields a function that counts more answers.
 
-        Both raise ApiError 429 if the caller exceeds the limit, and 400 if this request alone exceeds it.
+        Entering the block and calling the function raise ApiError 429 if all of the caller's requests exceed the
+        limit, and 400 if this request alone does.
         """
         counted = 0
         most = self._most if caller else None
@@ -83,7 +86,7 @@ class Callers:
 
 
 def name_of(caller: str) -> str:
-    """Return the name under which the models know the caller. Without keys, every request counts as a different
+    """Return the name by which the models tell callers apart. Without a key, every request counts as a different
     caller."""
     return caller or ANYBODY + secrets.token_hex(8)
 

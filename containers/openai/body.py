@@ -1,6 +1,6 @@
 """Request bodies: the fields that several endpoints share, and the only function that reads a body.
 
-The tables in `fields` list unsupported fields. A value that would change the answer is refused with the field's name.
+The tables in `fields` list unsupported fields. If the value of one would change the answer, an error names the field.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # per request: prompts times n
-# Every message and part costs time, even if it is short.
+# Every message and every part costs time, even a short one.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 # pydantic holds the interpreter's lock while it collects the errors of all members of an object. So in bodies of more
-# than _LONG bytes, objects down to a depth of _DEPTH may have at most MAX_MEMBERS members. Validation of lists stops at
-# the first error.
+# than _LONG bytes, objects down to a depth of _DEPTH may have at most MAX_MEMBERS members. Lists need no such limit,
+# because their validation stops at the first error.
 _LONG, MAX_MEMBERS, _DEPTH = 65_536, 8192, 4
-_ROUNDS = 4  # some errors only appear once others are removed
-# OpenAI has its own parameters for these two.
+_ROUNDS = 4  # validations of a body: removing unknown fields can reveal further ones
+# The sampler's parameters, except two for which OpenAI's API has its own parameters.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
 
 
@@ -56,12 +56,12 @@ def fail(code: str, message: str) -> PydanticCustomError:
 
 
 def about(text: str) -> Any:
-    """Return a field's description in the OpenAPI document."""
+    """Return the annotation that describes a field in the OpenAPI document."""
     return Field(description=text)
 
 
 def check_parts(messages: Iterable[Any], name: str) -> None:
-    """Raise ApiError if messages together have too many content parts, tool calls and images."""
+    """Raise ApiError if the messages have too many content parts, tool calls and images in total."""
     count = sum(
         len(value)
         for message in messages
@@ -113,15 +113,15 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# In JSON, 5.0 is an integer; some clients write all numbers like that. This comes after an integer's limits, because
-# pydantic would otherwise leave them out of the OpenAPI document.
+# Accepts 5.0 as an integer, because some clients write all numbers like that. In an annotation it must follow the
+# integer's limits; otherwise pydantic leaves the limits out of the OpenAPI document.
 INTEGRAL = BeforeValidator(_integer)
 Budget = Annotated[
     Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None, about("Most new tokens.")
 ]
 Seed = Annotated[
     Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None,
-    # As in vLLM and Ollama, -1 draws a random seed.
+    # As in vLLM and Ollama, -1 means a random seed.
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
     about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
 ]
@@ -129,7 +129,7 @@ ImageTokens = Annotated[
     Literal[BUDGETS] | None,  # type: ignore[valid-type]
     about("Maximum number of tokens per image."),
 ]
-# A model's name that may be null.
+# Accepts null as an empty name of a model.
 _MAYBE = BeforeValidator(
     lambda name: "" if name is None else name, json_schema_input_type=str | None
 )
@@ -162,10 +162,10 @@ class Body(Strict):
         return self._ignored
 
     def check(self, size: int) -> None:
-        """Raise ApiError for fields that contradict each other. The body has `size` bytes."""
+        """Raise ApiError for fields that contradict each other. `size` is the body's length in bytes."""
 
     def check_model(self, served: Collection[str]) -> None:
-        """Default to the served model. Raises ApiError 404 for a model that is not served here."""
+        """Replace an absent model name with a served one. Raises ApiError 404 for a model that is not served here."""
         self.model = self.model or next(iter(served))
         if self.model not in served:
             raise unknown_model(self.model, served)
@@ -179,7 +179,7 @@ class StreamOptions(Strict):
 
 
 def _type(parameter: Parameter) -> Any:
-    """Return a field's type. The runtime checks the limits of real numbers."""
+    """Return the type of a parameter's field. Limits of real numbers are only documented; the runtime checks them."""
     description = f"{parameter.about[0].upper()}{parameter.about[1:]}."
     if parameter.kind is int:
         least, most = parameter.least, int(parameter.limit)
@@ -296,7 +296,7 @@ class Sampling(_Own, Diffusion):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with its token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
@@ -309,9 +309,9 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> BodyT:
-    """Parse a request's body. If a parameter is wrong, raises ApiError with its name.
+    """Parse a request's body. If a parameter is wrong, raises an ApiError that names that parameter.
 
-    Unknown fields are ignored with a warning in `ignored`; if that is None, they are refused.
+    For every unknown field, a warning is added to `ignored`. If `ignored` is None, unknown fields are refused.
     """
     try:
         check_json(raw)
@@ -332,8 +332,8 @@ def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> 
 
 
 def translated(kind: type[BodyT], fields: Mapping[str, Any], source: Body) -> BodyT:
-    """Return the equivalent request of another API, built from the `fields` that are not None. Raises ApiError for a
-    wrong value."""
+    """Convert `source`, a request of one API, to a request of type `kind`. `fields` holds the result's fields; None
+    values are left out. Raises ApiError for a wrong value."""
     try:
         made = kind.model_validate({k: v for k, v in fields.items() if v is not None})
     except ValidationError as error:
@@ -364,13 +364,13 @@ def _validated(kind: type[BodyT], raw: bytes, ignored: Ignored | None) -> BodyT:
 
 
 def _check_members(raw: bytes) -> None:
-    """Raise ApiError for a long body in which an object has too many members."""
+    """Raise ApiError if the body is long and an object in it has too many members."""
     if len(raw) <= _LONG:
         return
     try:
         values: list[Any] = [load_json(raw)]
     except ValueError:
-        return  # the parser reports it
+        return  # the parser reports the error
     for _ in range(_DEPTH):
         objects = [each for each in values if isinstance(each, dict)]
         most = max(map(len, objects), default=0)

@@ -1,4 +1,4 @@
-"""Threads that process long bodies and log-probabilities while the event loop serves others."""
+"""Threads that process long bodies and log-probabilities while the event loop serves other requests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
 _SHORT = 1 << 16  # bytes; bodies up to this size are processed on the event loop
-_MEDIUM = 1 << 20  # bytes; longer bodies do not delay medium ones
-# Parsers hold the interpreter's lock. So while other bodies wait, a thread rests this many times as long as it worked.
+_MEDIUM = 1 << 20  # bytes; bodies up to this size do not wait for longer ones
+# A thread that parses holds the interpreter's lock. So between queued bodies it rests for this multiple of the time
+# that it worked.
 REST = 3
 
 
 class BodyPool:
-    """Processes short bodies on the event loop, and medium and long ones on a thread each, in order of arrival."""
+    """Processes short bodies on the event loop, medium ones on one thread and long ones on another, in order of
+    arrival."""
 
     def __init__(self) -> None:
         self._medium, self._long = _Lane("medium"), _Lane("long")
@@ -28,7 +30,7 @@ class BodyPool:
         return await (self._long if size > _MEDIUM else self._medium).run(work, *arguments)
 
     def close(self) -> None:
-        """Stop processing."""
+        """Stop the threads. Bodies that still wait are dropped."""
         for lane in (self._medium, self._long):
             lane.thread.shutdown(wait=False, cancel_futures=True)
 

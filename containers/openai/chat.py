@@ -1,4 +1,4 @@
-"""The bodies of chats and completions, and their `Generation`s."""
+"""The request bodies of chats and completions, and their conversion to `Generation`s."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ChatRequest(Conversation):
 
 
 def _prompts(value: Any) -> Any:
-    """Return the list of prompts. The field is one or more strings or lists of token ids."""
+    """Return the field `prompt` as a list of prompts. A prompt is a string or a list of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -130,7 +130,7 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
     if isinstance(request, CompletionRequest):
         given["echo"] = request.echo or None
-        if request.logprobs is not None:  # completions have one parameter for both
+        if request.logprobs is not None:  # in a completion, `logprobs` sets both fields
             given |= {"logprobs": True, "top_logprobs": request.logprobs}
     given["logprob_token_ids"] = request.logprob_token_ids
     given["grammar"] = json.dumps(wanted.grammar) if wanted else None

@@ -56,7 +56,7 @@ class OwnFields(TypedDict):
 
     seed: int
     warnings: NotRequired[list[str]]
-    # Only set in `/v1/responses`; in other APIs, every answer has its own field.
+    # Only set in replies of `/v1/responses`. In other APIs, this field belongs to each answer.
     block_scores: NotRequired[list[BlockScore]]
 
 
@@ -113,7 +113,7 @@ class TextCompletion(_Completion):
 
 
 class CompletionReply(Reply):
-    """Completions in OpenAI's form."""
+    """Renders completions in OpenAI's form."""
 
     kind = chunk_kind = "text_completion"
     prefix, text_field = "cmpl-", "prompt"
@@ -122,7 +122,7 @@ class CompletionReply(Reply):
         super().__init__(body, asked, seed, served)
         self._id = self.prefix + uuid.uuid4().hex
         self._created = int(time.time())
-        self._calls: dict[int, int] = {}  # number of complete tool calls, by answer
+        self._calls: dict[int, int] = {}  # index of an answer → number of its complete tool calls
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -143,7 +143,7 @@ class CompletionReply(Reply):
         return [*chunks, last]
 
     def draft(self, index: int, event: StreamEvent) -> list[Json]:
-        """Return a chunk with the canvas of one step. Its `choices` are empty, like those of the usage chunk."""
+        """Return a chunk that holds the canvas of one step. Its `choices` are empty, as in the usage chunk."""
         draft = {"index": index, "block": event.block, "step": event.step}
         chunk = {**self._head(self.chunk_kind), "choices": []}
         chunk["canvasrt"] = {**chunk["canvasrt"], "draft": draft | json.loads(event.canvas)}
@@ -157,21 +157,23 @@ class CompletionReply(Reply):
     def encode(self, chunk: Any) -> bytes:
         return b"data: [DONE]\n\n" if chunk == "[DONE]" else super().encode(chunk)
 
-    # The differences between completions and chats.
+    # `ChatReply` overrides what follows.
     delta_name = "text"
     last_delta: ClassVar[Any] = ""
 
     def content(self, pieces: Sequence[Piece]) -> Json:
-        """Return the text of a complete answer."""
+        """Return the field of a choice that holds the complete answer."""
         return {"text": text_of(pieces, "content")}
 
     def deltas(self, piece: Piece) -> list[Any]:
-        """Return the fields of the chunks that stream a piece."""
+        """Return the deltas that stream a piece, one per chunk."""
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form, without the token that ends the answer. With an echoed prompt,
-        that token stays, since lm-eval drops the last one."""
+        """Return log-probabilities in OpenAI's form. `text` is the model's JSON; return None if it is empty.
+
+        The token that ends the answer is left out, except after an echoed prompt: there lm-eval drops the last token.
+        """
         if not text:
             return None
         shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
@@ -221,7 +223,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(CompletionReply):
-    """Chat completions in OpenAI's form."""
+    """Renders chat completions in OpenAI's form."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix, text_field = "chatcmpl-", "messages"
@@ -270,7 +272,7 @@ def usage_json(usage: Usage) -> UsageJson:
 
 
 def visible_scores(text: str) -> list[Json]:
-    """Parse the model's JSON of log-probabilities; drop the token that ends the answer."""
+    """Return the log-probabilities in the model's JSON, without the token that ends the answer."""
     return [each for each in json.loads(text) if not each["end"]]
 
 

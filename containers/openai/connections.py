@@ -1,5 +1,5 @@
-"""Limits the resources of connections: time for header and body, unread answers, tiny body chunks, and the number of
-connections. uvicorn only limits the number."""
+"""Limits what connections may use: their number, the time for header and body, unread answers, and tiny chunks of a
+body. uvicorn only limits their number."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from canvasrt.containers.openai.parse_turns import Turns
 log = logging.getLogger(__name__)
 
 HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
-# Seconds for which a connection is kept after an answer. It is longer than clients keep theirs (httpx 5, aiohttp 15) and
-# than load balancers do (often 60): if the server closed first, a request could already be on its way.
+# Seconds for which an idle connection stays open after an answer. Clients (httpx 5, aiohttp 15) and load balancers
+# (often 60) close earlier. If the server closed first, a request that is on its way would be lost.
 KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
-WRITE_TIMEOUT = 60.0  # seconds in which the caller reads nothing
-# How long, and how many bytes, to discard input after an early answer. Closing a connection with unread input resets
-# it, and the caller would lose the answer.
+WRITE_TIMEOUT = 60.0  # maximum seconds in which the caller reads nothing of its answer
+# Limits, in seconds and bytes, for discarding input after an early answer. If a connection were closed with unread
+# input, it would be reset, and the caller would lose the answer.
 _LINGER_TIMEOUT, _LINGER_BYTES = 5.0, 64 * 2**20
 _TLS_GOODBYE = 5.0  # seconds for a caller to confirm that its TLS connection ends
-# Connections beyond the limit, for health routes only.
+# Number of connections allowed beyond the limit. They only get health routes.
 RESERVED = 32
 _RESERVED_TIMEOUT = 2.0
 # A piece of a body, such as a chunk, takes about 30 µs of the event loop, even if it is tiny. So a body may have
 # `_PIECES` pieces, plus one per `_BYTES_PER_PIECE` bytes.
 _PIECES, _BYTES_PER_PIECE = 1024, 256
 _FREE_PIECES = 16  # pieces parsed without waiting for a turn; ordinary bodies have fewer
-_PROGRESS = 4096  # bytes to receive before a connection counts as active again
-# Bytes of memory for the bodies of all unfinished requests. Beyond that, connections with more than `_SHARE` are
-# closed.
+_PROGRESS = 4096  # bytes of a body after which a connection counts as active again
+# Maximum bytes of all unfinished requests' bodies together. Beyond this limit, a connection that receives more of a
+# body is closed if the body already has more than `_SHARE` bytes.
 _MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
 class Stage(Enum):
-    """The stage of a connection. All but ANSWER and GONE have a time limit; uvicorn applies that of KEPT."""
+    """The stage of a connection. All stages except ANSWER and GONE have a time limit; uvicorn enforces that of KEPT."""
 
     HANDSHAKE = "handshake"  # the TLS handshake
     HEADER = "header"
@@ -59,15 +59,15 @@ class Stage(Enum):
 
 @dataclass
 class Places:
-    """Limits the number of connections of one server, and holds the state that they share. `reserved` are the callers
-    beyond the limit, who only get health routes; `tls` is None without TLS."""
+    """Limits the number of one server's connections, and holds the state that they share. `reserved` holds the
+    addresses of callers beyond the limit, who only get health routes. `tls` is None if the server does not use TLS."""
 
     limit: int
     tls: ssl.SSLContext | None = None
     open: int = 0
     held: int = 0  # bytes of all unfinished bodies
     reserved: set[tuple[str, int] | None] = field(default_factory=set)
-    # Connections that wait for their caller, longest idle first.
+    # Connections that wait for their callers. The first one has been idle longest.
     idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     turns: Turns = field(default_factory=Turns)
     closed: Seldom = field(default_factory=lambda: Seldom(log, logging.INFO))
@@ -96,7 +96,8 @@ class Places:
 
 @dataclass
 class _Body:
-    """Counters of the body parsed so far: pieces, bytes, and bytes at the last progress."""
+    """Counts the pieces and the bytes (`size`) of a body parsed so far. `progress` is the `size` at which the
+    connection last counted as active."""
 
     pieces: int = 0
     size: int = 0
@@ -104,7 +105,7 @@ class _Body:
 
 
 class _Parser(h11.Connection):
-    """An HTTP parser that waits while its connection may not parse."""
+    """An HTTP parser that pauses while `Connection.may_parse` is false."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(h11.SERVER)
@@ -141,7 +142,7 @@ class _Transport:
 
 
 class Connection(H11Protocol):
-    """The protocol of one connection."""
+    """The asyncio protocol that handles one connection."""
 
     def __init__(self, places: Places, **given: Any) -> None:
         super().__init__(**given)
@@ -158,7 +159,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self.client = get_remote_addr(transport)
-        self.connections.add(self)  # uvicorn closes these when the server stops
+        self.connections.add(self)  # uvicorn closes all of `connections` when the server stops
         self.places.enter(self)
         if self.places.tls is None:
             self._open(transport)
@@ -211,7 +212,7 @@ class Connection(H11Protocol):
     def read_on(self) -> None:
         """Parse the received part of the body and resume reading; called when the application asks for the body."""
         if self.stage is Stage.UNREAD_BODY:
-            self.stage = Stage.BODY  # its time limit continues
+            self.stage = Stage.BODY  # UNREAD_BODY's time limit continues
         if self.stage is Stage.BODY and not self.transport.is_closing():
             self.handle_events()
         if not (self.flow.read_paused or self.places.turns.is_waiting(self)):
@@ -229,7 +230,7 @@ class Connection(H11Protocol):
                 for name, value in event.headers
             )
             self._enter(Stage.UNREAD_BODY if has_body else Stage.ANSWER)
-            if has_body:  # until the application asks for the body
+            if has_body:  # paused until the application asks for the body
                 self.flow.pause_reading()
         elif isinstance(event, h11.Data):
             self._count(len(event.data))
@@ -238,11 +239,12 @@ class Connection(H11Protocol):
 
     @property
     def is_sending(self) -> bool:
-        """Whether the caller still sends a body."""
+        """Whether the caller is still sending a body."""
         return self.stage in (Stage.UNREAD_BODY, Stage.BODY)
 
     def _count(self, size: int) -> None:
-        """Count a piece of a body. Close the connection if its pieces are too small or bodies hold too much memory."""
+        """Count a piece of a body of `size` bytes. Close the connection if its pieces are too small, or if it has a
+        large body while all bodies together take too much memory."""
         body = self._body
         body.pieces += 1
         body.size += size
@@ -287,14 +289,14 @@ class Connection(H11Protocol):
             self._write_timer.cancel()
 
     def shutdown(self) -> None:
-        """Close an idle connection because the server stops."""
+        """Close the connection because the server stops, but finish its current answer."""
         if self.stage is Stage.HANDSHAKE:
             self.drop("the server stops")
         else:
             super().shutdown()
 
     def end(self) -> None:
-        """Close the connection. If the caller is still sending a body, first give it time to read the answer."""
+        """Close the connection. If the caller is still sending a body, it first gets time to read the answer."""
         if not self.is_sending:
             self._transport.close()
             return
@@ -328,7 +330,7 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def _enter(self, stage: Stage) -> None:
-        """Enter a stage: start its timer, and put the connection in the order in which idle ones are closed."""
+        """Enter a stage: start its timer, and update the order in which idle connections are closed."""
         if self.stage is Stage.GONE:
             return
         self.stage = stage

@@ -28,7 +28,7 @@ from canvasrt.runtime.answers.questions import text_of
 from canvasrt.types import Json
 
 _OWN = ("samples", "steps", "layout", "temperatures")
-# Fields of questions and of their options.
+# Supported fields of questions, and of the options of questions.
 _QUESTION = ("type", "instructions", "name", "choices", "levels", "value", "label", "description")
 _ROLES = {"user": "user", "developer": "system", "system": "system", "assistant": "assistant"}
 
@@ -52,7 +52,7 @@ class Ask(Body):
     image_tokens: ImageTokens = None
 
     def asking(self, messages: list[Json], questions: list[Any]) -> Generation:
-        """Return the generation for OpenAI's questions about a chat."""
+        """Return the generation that answers questions, in OpenAI's form, about a chat."""
         own = {name: getattr(self, name) for name in _OWN}
         options = {name: value for name, value in own.items() if value is not None}
         return Generation(
@@ -82,7 +82,7 @@ class Decisions(TypedDict):
 
 
 class DecisionReply(Reply):
-    """Answers in the form of OpenAI's Decisions API."""
+    """Renders answers in the form of OpenAI's Decisions API."""
 
     text_field = "input"
 
@@ -106,13 +106,14 @@ class DecisionReply(Reply):
 
 
 def decide(body: DecisionRequest) -> Generation:
-    """Return a decision's generation. If a field is wrong, raises ApiError with its name."""
+    """Return a decision's generation. If a field is wrong, raises an ApiError that names that field."""
     questions = [_known(each, f"questions[{i}]", body) for i, each in enumerate(body.questions)]
     return body.asking(_messages(body.input), questions)
 
 
 def _known(given: Any, path: str, body: Ask) -> Any:
-    """Return a question or an option without unknown fields. The model refuses values that are not objects."""
+    """Return a question or an option without its unknown fields. Values that are not objects are returned unchanged;
+    the model refuses them."""
     if not isinstance(given, dict):
         return given
     read = known(given, _QUESTION, path, DECISION, body.ignored)
@@ -123,7 +124,7 @@ def _known(given: Any, path: str, body: Ask) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Return the chat in `input`: a string, or a list of messages, tool calls and their outputs."""
+    """Convert the field `input` to a chat. It is a string, or a list of messages, tool calls and outputs of tools."""
     check_parts(given if isinstance(given, list) else (), "input")
     try:
         if isinstance(given, str):
@@ -154,7 +155,7 @@ def _message(item: Any, path: str) -> dict[str, Any]:
 
 
 def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
-    """Return the text of a message; with images, a chat's parts."""
+    """Return a message's text; if the message has images, return content parts of a chat."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, path)
     return [
@@ -170,7 +171,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return an image part in the form of a chat."""
+    """Return an image part in a chat's form."""
     image = part.get("image_url")
     if isinstance(image, str):
         image = {"url": image, "detail": part.get("detail")}

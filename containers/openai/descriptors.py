@@ -1,4 +1,4 @@
-"""Raises the process's limit on file descriptors, and logs rarely when the limit is reached."""
+"""Raises the process's limit on file descriptors, and keeps asyncio from flooding the log when it is reached."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from canvasrt.containers.logs import Seldom
 
 log = logging.getLogger(__name__)
 
-# Descriptors reserved for everything else, such as accepted connections that are not counted yet.
+# Descriptors for everything except counted connections, such as accepted connections that are not counted yet.
 _SPARE = 512
-# asyncio's message when it cannot accept a connection; it then waits a second.
+# asyncio's message when it cannot accept a connection. asyncio then waits a second.
 _NO_MORE = "socket.accept() out of system resource"
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files to the hard limit, and return it. A connection takes one descriptor."""
+    """Raise this process's limit on file descriptors to the hard limit, and return the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def affordable(connections: int, files: int, guards: bool = False) -> int:
-    """Return `connections` per port, reduced to what a process with `files` descriptors can serve. With `guards` it also serves
-    Triton's HTTP port, where a connection takes a second file towards Triton."""
+    """Return how many connections a port may have: `connections`, or fewer if `files` descriptors do not suffice.
+
+    A connection takes one descriptor. If `guards`, there is also Triton's HTTP port, whose connections take two each.
+    """
     most = max(files - _SPARE, files // 2) // (3 if guards else 1)
     if connections > most:
         log.warning(
@@ -39,8 +41,7 @@ def affordable(connections: int, files: int, guards: bool = False) -> int:
 
 
 def report_seldom(loop: asyncio.AbstractEventLoop) -> None:
-    """Log once a minute that no connection can be accepted; asyncio logs it thousands of times a
-    second."""
+    """Log once a minute that no connection can be accepted. asyncio itself logs it thousands of times a second."""
     seldom = Seldom(log, logging.ERROR)
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

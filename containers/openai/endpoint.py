@@ -31,9 +31,10 @@ _ABOUT = {
 
 
 def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI descriptions of the errors with these `statuses`, by default of all errors."""
+    """Return the OpenAPI descriptions of errors, keyed by status. Without `statuses`, all errors are described."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    # FastAPI compiles a validator per model. So one response defines the schema, and the others refer to it.
+    # FastAPI compiles a validator for each response that has a model. So one response has a model, which defines the
+    # schema, and the other responses refer to that schema.
     return {
         each: {
             "description": _ABOUT[each],
@@ -45,7 +46,8 @@ def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One operation. To add one, write a module with the body, `parse`, the reply and an `Endpoint`."""
+    """One API operation. To add one, write a module that defines its body, `parse`, reply and `Endpoint`, and list the
+    `Endpoint` in `app.ENDPOINTS`."""
 
     path: str
     about: str
@@ -54,7 +56,7 @@ class Endpoint:
     reply: type[Reply]
     answer: Any  # the type of a reply that is not streamed, for the OpenAPI document
     streams: bool = False
-    # Translates field names in errors to the caller's.
+    # Replaces field names in an error with those that the caller used.
     renamed: Callable[[ApiError], ApiError] = lambda error: error
     error: Any = ErrorReply  # the type of an error
 
@@ -63,8 +65,8 @@ Answer = Callable[[Endpoint, Request], Coroutine[Any, Any, Response]]
 
 
 class _Route(APIRoute):
-    """A route whose body FastAPI documents but does not read. The endpoint reads it, within limits and off the event
-    loop."""
+    """A route whose body FastAPI documents but does not read. The endpoint reads the body, within limits, and parses
+    long bodies off the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return partial(self.endpoint, body=None)

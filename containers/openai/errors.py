@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
-RETRY_AFTER = 2  # seconds, unless the error has its own
+RETRY_AFTER = 2  # default number of seconds until a retry
 
 
 class ErrorDetails(TypedDict):
@@ -83,7 +83,7 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def to_json(self) -> ErrorReply:
-        """Return the body."""
+        """Return the reply's body, in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
@@ -165,7 +165,8 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def rename(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error of the equivalent chat, with the field names of the request's own API."""
+    """Replace a chat's field names (the keys of `names`) in an error with the field names of the request's own API (the
+    values), and return the error."""
     for name, own in names.items():
         if error.param and re.match(rf"{re.escape(name)}\b", error.param):
             error.param = own + error.param[len(name) :]
@@ -177,7 +178,7 @@ def rename(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def path_of(loc: tuple[int | str, ...]) -> str:
-    """Return `stop[1]` for `("stop", 1)`, without pydantic's names for validators."""
+    """Return a field's path, such as `stop[1]` for `("stop", 1)`, without pydantic's names of validators."""
     path = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,8 +1,8 @@
 """Unsupported fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests: left out with a warning, or refused.
 
-Each table lists the fields that cannot change an answer here, with their accepted values. Other values are
-refused. A list is accepted if all of its elements are. A field that is neither in a table nor in the body's model is
-unknown.
+Each table maps unsupported fields to their accepted values, which do not change the answer. Any other value is
+refused. A list is accepted if all of its elements are accepted. A field that is neither in a table nor in the body's
+model is unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from canvasrt.containers.openai.errors import bad_request
 
 Table = Mapping[str, tuple[Any, ...] | None]
-ANY = None  # any value: none changes the answer
+ANY = None  # every value is accepted, because none changes the answer
 MAX_WARNINGS = 16  # per request
 
 
@@ -23,13 +23,13 @@ def _any(names: str) -> Table:
     return dict.fromkeys(names.split(), ANY)
 
 
-# For all bodies that generate text.
+# Fields of all requests that generate text.
 GENERATION: Table = {
     **_any("user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
     **_any("metadata client_metadata service_tier store moderation"),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    # vLLM's.
+    # Fields of vLLM's API.
     **_any("request_id priority cache_salt kv_transfer_params length_penalty"),
     **_any("spaces_between_special_tokens guided_decoding_backend guided_whitespace_pattern"),
     **_any("stream_options.include_obfuscation stream_options.continuous_usage_stats"),
@@ -51,7 +51,7 @@ GENERATION: Table = {
     "structured_outputs.disable_additional_properties": (False,),
     "structured_outputs.structural_tag": (),
 }
-# For chats.
+# Fields of chats.
 CHAT: Table = {
     **GENERATION,
     **_any("prediction audio verbosity tools.cache_control tools.function.cache_control"),
@@ -118,7 +118,7 @@ TOKENIZE: Table = {
     "mm_processor_kwargs": ({},),
 }
 DECISION: Table = _any("safety_identifier prompt_cache_key prompt_cache_options metadata user")
-# For Ollama's bodies and their options.
+# Fields of Ollama's requests and of their `options`.
 OLLAMA: Table = {
     **_any("truncate shift"),
     "suffix": ("",),
@@ -136,7 +136,7 @@ OLLAMA: Table = {
     "options.tfs_z": (1,),
     "options.typical_p": (1,),
 }
-# For a chat's messages and their parts.
+# Fields of a chat's messages and of their content parts.
 MESSAGE: Table = {
     **_any("name id status phase annotations cache_control content.cache_control"),
     "audio": (),
@@ -172,23 +172,23 @@ def passes(allowed: tuple[Any, ...] | None, value: Any) -> bool:
 
 
 class Ignored(list[str]):
-    """Warnings about ignored fields of a request. `lenient` also ignores fields that would change the answer."""
+    """Warnings about a request's ignored fields. If `lenient`, fields that would change the answer are ignored, too."""
 
     def __init__(self, lenient: bool = False) -> None:
         super().__init__()
         self.lenient = lenient
 
     def note(self, message: str) -> None:
-        """Add a warning, up to MAX_WARNINGS different ones."""
+        """Add a warning, unless the list already has it or is full (MAX_WARNINGS)."""
         if len(self) < MAX_WARNINGS and message not in self:
             self.append(message)
 
 
 def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None:
-    """Ignore a field that is not supported; add a warning unless its value changes nothing.
+    """Ignore a field that is not supported. Add a warning to `ignored` unless the field's value changes nothing.
 
-    Raises ApiError for a value that would change the answer, unless `ignored` is lenient, and for an unknown field if
-    `ignored` is None.
+    Raises ApiError for an unknown field if `ignored` is None, and for a value that would change the answer unless
+    `ignored` is lenient.
     """
     name = re.sub(r"\[\d+\]", "", path)
     if name not in table:
@@ -215,7 +215,7 @@ def known(
     table: Table,
     ignored: Ignored | None,
 ) -> dict[str, Any]:
-    """Return the members of an object with these names; `settle` all others."""
+    """Return the members of an object that `names` contains; pass all other members to `settle`."""
     for name, value in given.items():
         if name not in names:
             settle(f"{path}.{name}", value, table, ignored)

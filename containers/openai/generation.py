@@ -32,11 +32,14 @@ from canvasrt.runtime.pictures import BUDGETS
 _MOST_SENT = 64 * 2**20  # characters of text plus bytes of images, summed over all answers
 # Random seeds stay below this, so that clients that parse numbers as doubles, such as JavaScript, read them exactly.
 _SEEDS = 2**53 - MAX_ANSWERS
-_LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)  # soft tokens of an image
+_LOW_DETAIL, _IMAGE_TOKENS = (
+    min(BUDGETS),
+    max(BUDGETS),
+)  # soft tokens of an image: for detail `low`, and by default
 
 
 class Served(NamedTuple):
-    """Facts about the server for replies and limits. `max_context` is in tokens; None if unknown."""
+    """Facts about the server that replies and limits need. `max_context` is in tokens; it is None if unknown."""
 
     max_n: int = MAX_ANSWERS
     max_context: int | None = None
@@ -48,8 +51,8 @@ class Served(NamedTuple):
 class Generation:
     """A request in the model's terms: `n` answers to a chat, or `n` answers per prompt.
 
-    `options` holds, by name, the model's inputs that all answers share; `prompts` holds each prompt's own inputs. Without a
-    seed, callers expect a different answer every time, so a random seed is drawn.
+    `options` holds the model's inputs that all answers share, keyed by name; `prompts` holds each prompt's own inputs.
+    If `seed` is None, a random seed is drawn, because the caller expects a different answer every time.
     """
 
     options: dict[str, Any]
@@ -58,24 +61,24 @@ class Generation:
     n: int = 1
     seed: int | None = None
     image_tokens: int | None = None
-    # The parameters' schema of every tool that the model may call, by name; None if it may call none.
+    # Name of a tool → JSON schema of its parameters. None if the model may call no tool.
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
-    plain: bool = False  # the text is not parsed for thoughts and tool calls
+    plain: bool = False  # if true, the text is not parsed for thoughts and tool calls
     # Names of the model's inputs → the caller's names.
     names: dict[str, str] = field(default_factory=dict)
     # Warnings about ignored fields; None if unknown fields are refused.
     ignored: Ignored | None = None
 
     def parser(self) -> AnswerParser | PlainText:
-        """Return the parser of one answer's text."""
+        """Return a new parser for the text of one answer."""
         return PlainText() if self.plain else AnswerParser(self.tools, self.parallel_calls)
 
 
 def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[str, Any]]:
-    """Return the model's inputs per answer: `n` per prompt, with consecutive seeds.
+    """Return the model's inputs for each answer. Every prompt has `n` answers, whose seeds are consecutive.
 
-    Raises ApiError for invalid messages, and for inputs beyond the server's limits.
+    Raises ApiError for invalid messages, and for inputs that exceed the server's limits.
     """
     served, n, prompts = served or Served(), asked.n, asked.prompts
     if asked.messages is not None:
@@ -105,7 +108,8 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
 
 
 def _images(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
-    """Return the inputs with a chat's images and their maximum numbers of soft tokens; empty without images."""
+    """Return the model's inputs for a chat's images: the files, and each file's maximum number of soft tokens. If there
+    are no images, there are no inputs."""
     if not chat.images:
         return {}
     most = image_tokens or _IMAGE_TOKENS
@@ -115,7 +119,7 @@ def _images(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
 
 
 def _check_size(inputs: Sequence[dict[str, Any]], n: int) -> None:
-    """Raise ApiError if the inputs, sent once per answer, are too large together."""
+    """Raise ApiError if the prompts' inputs, each sent `n` times, are too large in total."""
     sent = sum(map(_size, inputs))
     if n * sent > _MOST_SENT:
         raise bad_request(
@@ -127,7 +131,7 @@ def _check_size(inputs: Sequence[dict[str, Any]], n: int) -> None:
 
 
 def _size(inputs: dict[str, Any]) -> int:
-    """Return the number of characters of a request's texts plus the bytes of its images."""
+    """Return the number of characters in a request's texts plus the number of bytes in its images."""
     values = inputs.values()
     return sum(len(value) for value in values if isinstance(value, str)) + sum(
         sum(map(len, value))
@@ -138,12 +142,12 @@ def _size(inputs: dict[str, Any]) -> int:
 
 @dataclass
 class Usage:
-    """Token counts of a request. A prompt counts once, even with several answers."""
+    """Token counts of a request. A prompt counts once, even if it has several answers."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     denoising_steps: int = 0
-    _cached: dict[int, int] = field(default_factory=dict)  # by prompt
+    _cached: dict[int, int] = field(default_factory=dict)  # index of a prompt → its cached tokens
 
     def add(self, final: StreamEvent, prompt: int, first_of_prompt: bool) -> None:
         """Count one answer to the request's `prompt`-th prompt."""
@@ -174,7 +178,7 @@ class Answer(NamedTuple):
 
 
 class Reply(ABC):
-    """Renders the answers to one request in its API's format: at once, or as the objects of a stream."""
+    """Renders the answers to one request in an API's format: at once, or as the objects of a stream."""
 
     media_type = "text/event-stream"
     # The body's field that holds the prompt.
@@ -214,23 +218,23 @@ class Reply(ABC):
         return [error.to_json()]
 
     def encode(self, chunk: Any) -> bytes:
-        """Return an object of a stream as bytes. An object that has a type becomes an event of that name."""
+        """Return an object of a stream as bytes. If the object has a `type`, that becomes the event's name."""
         name = f"event: {chunk['type']}\n" if "type" in chunk else ""
         return f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
 
     def own_fields(self) -> dict[str, Any]:
-        """Return our extensions of a reply: the seed, and warnings about ignored parameters."""
+        """Return the fields that we add to a reply: the seed, and warnings about ignored parameters."""
         ignored = self.asked.ignored
         return {"seed": self.seed, **({"warnings": ignored} if ignored else {})}
 
     def named(self, error: ApiError) -> ApiError:
-        """Return the model's error with the caller's field names."""
+        """Replace the model's field names in an error with the caller's, and return the error."""
         path = error.param or ""
         field = re.split(r"\W", path, maxsplit=1)[0]
         names = self.asked.names
         if own := names.get(path) or names.get(field):
             error.param = own
-            if own.startswith("chat_template_kwargs."):  # its name may also be an ordinary word
+            if own.startswith("chat_template_kwargs."):  # `path` may also be an ordinary word
                 start = rf"^{re.escape(path)}\b"
                 error.message = re.sub(start, own, error.message, flags=re.IGNORECASE)
             else:
@@ -307,7 +311,7 @@ class Run:
             yield reply.encode(chunk)
 
     async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        """Yield the events of all answers. Errors have the caller's field names."""
+        """Yield the index of an answer and its event, whenever one arrives. Errors have the caller's field names."""
         try:
             async with self._answers as answers:
                 async for index, event in answers:
@@ -334,14 +338,15 @@ class Run:
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:
-    """Return OpenAI's finish reason. `own_parts` adds the reasons that OpenAI lacks."""
+    """Return OpenAI's finish reason of an answer that has `calls` tool calls. `own_parts` adds the reason that OpenAI
+    lacks."""
     if final.finish_reason == "grammar":
         return "length"
     return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason
 
 
 def own_parts(final: StreamEvent) -> dict[str, Any]:
-    """Return our extensions of an answer: block scores if requested, and a `stop_reason` if following the grammar took
-    too long."""
+    """Return the fields that we add to an answer: block scores if requested, and a `stop_reason` if following the
+    grammar took too long."""
     scores = {"block_scores": json.loads(final.block_scores)} if final.block_scores else {}
     return scores | ({"stop_reason": "grammar"} if final.finish_reason == "grammar" else {})

@@ -14,7 +14,7 @@ from canvasrt.containers.openai.endpoint import errors
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.options import ServerPhase
 
-# Seconds until a retry makes sense, and the message until then.
+# Phase → seconds until a retry makes sense, and the message of the error until then.
 _WAIT = {
     "starting": (2, "The server is starting."),
     "building": (30, "The engines are being built for this GPU; this happens once."),
@@ -50,7 +50,7 @@ class ServerState:
             self.in_flight -= 1
 
     def refusal(self) -> ApiError | None:
-        """Return the error if no request can be accepted now, else None."""
+        """Return the error for a request that arrives now; None if this process can accept it."""
         if self.phase == "serving":
             return None
         seconds, message = _WAIT[self.phase]
@@ -63,9 +63,9 @@ class ServerState:
 def add_health(
     app: FastAPI, state: ServerState, refusal: Callable[[], Awaitable[ApiError | None]]
 ) -> None:
-    """Add the routes. `refusal` returns the error if no request can be accepted now, else None."""
+    """Add the routes. `refusal` returns the error for a request that arrives now; None if it can be accepted."""
 
-    # vLLM's and SageMaker's names.
+    # The names under which vLLM and SageMaker expect `/v1/health/ready`.
     @app.post("/ping", include_in_schema=False)
     @app.get("/ping", include_in_schema=False)
     @app.get("/health", include_in_schema=False)

@@ -37,7 +37,7 @@ class Infilled(TypedDict):
 
 
 class InfillReply(Reply):
-    """The filled text."""
+    """Renders the filled text and the texts of its gaps."""
 
     text_field = "text"
 

@@ -1,4 +1,4 @@
-"""Converts a request's chat messages to those of the chat template."""
+"""Converts the messages of a chat to the form that the chat template expects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROLES = {
 }
 _TABLE = {f"messages.{name}": values for name, values in MESSAGE.items()}
 DETAILS = ("auto", "low", "high")
-# A message's fields by role, in addition to role, content and name.
+# Role → fields that its messages may have in addition to role, content and name.
 _FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
     "tool": ("tool_call_id",),
@@ -29,7 +29,7 @@ _FIELDS = {
 
 
 class Chat(NamedTuple):
-    """Messages for the chat template, and their images: file contents and requested `detail`."""
+    """Messages for the chat template, and their images as pairs: the file's contents, and the requested `detail`."""
 
     messages: list[dict[str, Any]]
     images: list[tuple[bytes, str]]
@@ -37,8 +37,8 @@ class Chat(NamedTuple):
 
 @dataclass
 class _Found:
-    """State while messages are read: the images so far; warnings about ignored fields, or None if those are refused; and
-    `values`, how many more JSON values the arguments of calls may have."""
+    """State while messages are read. `images`: found so far. `ignored`: warnings about ignored fields; None if unknown
+    fields are refused. `values`: how many more JSON values the arguments of tool calls may have."""
 
     images: list[tuple[bytes, str]]
     ignored: Ignored | None
@@ -46,12 +46,10 @@ class _Found:
 
 
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
-    """Convert a chat. If a field is wrong or unsupported, raises ApiError with its name.
+    """Convert a chat. If a field is wrong, raises an ApiError that names that field. Unsupported fields go to `settle`.
 
-    If `ignored` is a list, unsupported fields are dropped with a warning in it.
-
-    Earlier thoughts are passed on. The template keeps those before tool calls that are being answered, and drops the
-    others.
+    The result contains earlier thoughts. The template drops them, except those before tool calls that are being
+    answered.
     """
     found = _Found([], ignored)
     read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]
@@ -197,7 +195,7 @@ def _image(image: dict[str, Any], where: str, found: _Found) -> tuple[bytes, str
 
 
 def has_images(messages: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a message has an image."""
+    """Return whether any of the messages has an image."""
     parts = (each.get("content") for each in messages)
     lists = (each for each in parts if isinstance(each, list))
     kinds = (part.get("type") for each in lists for part in each if isinstance(part, dict))

@@ -1,4 +1,4 @@
-"""The front end's metrics, in Prometheus' text format, next to Triton's."""
+"""Metrics in Prometheus' text format: the front end's own, Triton's and the GPUs'."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from canvasrt import nvml
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = (*map(str, _BUCKETS), "+Inf")
-_TIMEOUT = 3.0  # seconds without data from Triton
+_TIMEOUT = 3.0  # seconds to wait for data from Triton
 _LONGEST = 10.0  # seconds that a read may take in total
 log = logging.getLogger(__name__)
-_MOST_NAMED = 256  # ignored fields that are logged
+_MOST_NAMED = 256  # maximum number of ignored fields that are logged
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -55,7 +55,7 @@ class FrontMetrics:
         self._steps += steps
 
     def ignore(self, warnings: Iterable[str]) -> None:
-        """Count a request's ignored fields; log the first occurrence of every name."""
+        """Count a request's warnings about ignored fields, and log each different warning once."""
         for warning in warnings:
             self._ignored += 1
             name = re.sub(r"\[\d+\]", "", warning)[:200]
@@ -131,7 +131,7 @@ class OtherMetrics:
 
     async def _read(self) -> str:
         try:
-            # Nothing else uses the event loop's default threads.
+            # A read that hangs delays nothing else, because only metrics use the event loop's default threads.
             return await asyncio.to_thread(self._read_text)
         finally:
             self._reading = None

@@ -23,11 +23,11 @@ from canvasrt.containers.openai.streaming import Disconnected
 from canvasrt.containers.tensors import ARRIVED, OWNER
 
 log = logging.getLogger("canvasrt.openai.access")
-ID = "canvasrt.request_id"  # in a request's scope
-DISCONNECTED = 499  # as in nginx: the caller disconnected
+ID = "canvasrt.request_id"  # in a request's scope: the request's id
+DISCONNECTED = 499  # status of a request whose caller disconnected, as in nginx
 CALLER = "canvasrt.caller"  # in a request's scope: the name that identifies the caller's key
-MORE = "canvasrt.more"  # in a request's scope: a function that counts further answers of the caller
-BEGIN = "canvasrt.begin"  # in a request's scope: the time when its body was complete, in monotonic seconds
+MORE = "canvasrt.more"  # in a request's scope: a function that counts more answers against the caller's limit
+BEGIN = "canvasrt.begin"  # in a request's scope: when the request's body was complete, in monotonic seconds
 AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that is closed after the response
 _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 # Seconds added to the timeout here, so that the code that calls the model reports the timeout first.
@@ -193,7 +193,7 @@ def parameters_of(request: Request) -> dict[str, int | str]:
 
 
 def _given_id(scope: Scope) -> str:
-    """Return the request id that the caller sent, if it is safe to log."""
+    """Return the request id that the caller sent; empty if it sent none or one that is not safe to log."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if _ID.fullmatch(given) else ""
 
@@ -206,6 +206,6 @@ def too_many_connections() -> ApiError:
 
 
 def internal_error(id: str, path: str) -> Response:
-    """Return the reply to a request that failed unexpectedly; the log has the details under its id."""
+    """Return the reply to a request that failed unexpectedly. The log has the details, under the request's id."""
     message = f"Internal error; the request's id is {id}."
     return ApiError(500, message, code="internal_error").response(path)

@@ -1,4 +1,4 @@
-"""Ollama's `/api/chat` and `/api/generate`, read as chats and completions."""
+"""Ollama's `/api/chat` and `/api/generate`, whose requests are converted to OpenAI's chats and completions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class OllamaAnswer(TypedDict):
 def chat(body: OllamaChat) -> Generation:
     """Return a chat's generation. Raises ApiError for a wrong or unsupported field."""
     if not body.messages:
-        return Generation({})  # only loads the model
+        return Generation({})  # an empty request, which only loads the model
     fields: Json = {"messages": _messages(body.messages)}
     if body.tools:
         fields["tools"] = body.tools
@@ -123,7 +123,7 @@ def generate(body: OllamaPrompt) -> Generation:
     """Return a prompt's generation. Raises ApiError for a wrong or unsupported field."""
     prompt = body.prompt or ""
     if not (prompt or body.images):
-        return Generation({})  # only loads the model
+        return Generation({})  # an empty request, which only loads the model
     if body.raw:
         # A completion has one field for `logprobs` and `top_logprobs`.
         scores = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
@@ -140,7 +140,7 @@ def _scores(body: OllamaRequest) -> Json:
 
 
 def _read(kind: Any, body: OllamaRequest, fields: Json) -> Any:
-    """Return OpenAI's request of type `kind` for these fields and the body's options."""
+    """Return a request of OpenAI's type `kind` that has these fields and the body's options."""
     return translated(kind, fields | {"model": body.name, **_settings(body)}, body)
 
 
@@ -157,7 +157,7 @@ def _settings(body: OllamaRequest) -> Json:
                 )
     for name, least in (("max_tokens", 1), ("seed", 0)):
         value = fields.get(name)
-        if isinstance(value, int) and value < least:  # no limit, or a random seed
+        if isinstance(value, int) and value < least:  # means no limit, or a random seed
             del fields[name]
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think
@@ -171,7 +171,8 @@ def _settings(body: OllamaRequest) -> Json:
 
 
 def _messages(messages: list[Json]) -> list[Json]:
-    """Return OpenAI's messages. Ollama's tool calls have no ids, so results are matched to them in order."""
+    """Convert messages to OpenAI's form. Ollama's tool calls have no ids, so tool results are matched to calls in
+    order."""
     read, open_calls = [], iter(())
     for number, message in enumerate(messages):
         one = {k: v for k, v in message.items() if k in ("role", "content") and v is not None}
@@ -208,7 +209,7 @@ def _call(call: Any, id: str) -> Json:
 
 
 class GenerateReply(Reply):
-    """Answers to prompts, as lines of JSON."""
+    """Renders answers to prompts as lines of JSON."""
 
     media_type = "application/x-ndjson"
 
@@ -248,11 +249,11 @@ class GenerateReply(Reply):
         return json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
 
     def text(self, text: str, more: Json) -> Json:
-        """Return the fields of a line that hold its text."""
+        """Return the fields of a line that hold its text and, in `more`, its thoughts and tool calls."""
         return {"response": text, **more}
 
     def _loaded(self) -> Json:
-        """Return the answer to an empty request, with which Ollama loads or unloads a model. Here the model stays
+        """Return the answer to an empty request, which asks Ollama to load or unload a model. Here the model stays
         loaded."""
         reason = "unload" if self.body.keep_alive == 0 else "load"
         return self._line([]) | {"done": True, "done_reason": reason} | self._durations()
@@ -280,7 +281,7 @@ def _told(scores: str) -> Json:
 
 
 class ChatLines(GenerateReply):
-    """Answers to chats, as lines of JSON."""
+    """Renders answers to chats as lines of JSON."""
 
     def text(self, text: str, more: Json) -> Json:
         return {"message": {"role": "assistant", "content": text, **more}}

@@ -22,7 +22,7 @@ _ARCHITECTURE = "diffusion_gemma"
 
 
 def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: BodyPool) -> None:
-    """Add the routes. Sizes are 0, because this process cannot read the bundle."""
+    """Add the routes. The models' sizes are shown as 0, because this process cannot read the bundle."""
     about, now = options.about, datetime.now(UTC).isoformat().replace("+00:00", "Z")
     details = {
         "parent_model": "",

@@ -17,7 +17,7 @@ ServerPhase = Literal["starting", "building", "loading", "serving", "failed", "s
 
 
 def read_level(text: str) -> str:
-    """Return a log level."""
+    """Return the log level that `text` names. Raises ValueError if it names none."""
     # DEFAULT is NIM's name for the usual level.
     level = "INFO" if text.upper() == "DEFAULT" else text.upper()
     if level not in LEVELS:
@@ -33,8 +33,8 @@ class FrontOptions:
         default="127.0.0.1",
         metadata=option("Address to listen on; 0.0.0.0 for all interfaces.", metavar="ADDRESS"),
     )
-    # Host headers that a server without keys accepts. If empty: loopback names when it listens on loopback, otherwise
-    # any.
+    # Host headers that a server without keys accepts. If empty, it accepts loopback names when it listens on loopback,
+    # and all names otherwise.
     hosts: tuple[str, ...] = field(
         default=(),
         metadata=option(
@@ -89,7 +89,7 @@ class FrontOptions:
         ),
     )
     keys: tuple[str, ...] = field(default=(), repr=False)
-    tls: dict[str, str] | None = None  # certificate, key and, for mutual TLS, ca
+    tls: dict[str, str] | None = None  # paths of `certificate`, `key` and, for mutual TLS, `ca`
     about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata and /v1/manifest
     origins: tuple[str, ...] = field(
         default=(),
@@ -136,7 +136,7 @@ class FrontOptions:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FrontOptions:
-        """Return the inverse of `asdict`. JSON's lists become tuples again."""
+        """Return the options that `asdict` turned into `data`. JSON's lists become tuples again."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
@@ -154,10 +154,10 @@ class FrontSettings:
     health_socket: int | None = None
     heartbeat: int | None = None
     request_timeout: int | None = None  # seconds
-    # Prefix of callers' names. It proves to the models that the front end wrote them.
+    # Prefix of callers' names. It proves to the models that the front end wrote the names.
     caller_secret: str = ""
-    # The socket for Triton's HTTP API, its address, the Unix socket on which Triton listens, and host:port for its gRPC
-    # API. Only the first is None if the front end guards no ports.
+    # The socket on which the front end offers Triton's HTTP API, the host of that socket, the path of the Unix socket on
+    # which Triton itself listens, and the address on which the front end offers Triton's gRPC API.
     triton_socket: int | None = None
     triton_host: str = ""
     triton_path: str = ""
@@ -169,6 +169,6 @@ class FrontSettings:
 
     @classmethod
     def from_line(cls, line: bytes) -> FrontSettings:
-        """Return the inverse of `to_line`."""
+        """Return the settings that `to_line` wrote to `line`."""
         data = json.loads(line)
         return cls(**{**data, "options": FrontOptions.from_json(data["options"])})

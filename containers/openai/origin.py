@@ -1,8 +1,9 @@
-"""Decides which web pages may call the server: those of the allowed origins (CORS).
+"""Decides which web pages can call the server: those of the allowed origins (CORS).
 
-Without API keys, web pages could post to a server on loopback. But a page of another origin cannot post JSON without
-CORS, and a page that rebinds its name to loopback sends that name as Host. So Content-Type and Host are checked.
-Browsers mark their requests with Origin or Sec-Fetch-Site; other clients may omit the content type.
+If a server on loopback needs no API keys, any web page that a user opens could post to it. But browsers only let pages
+of allowed origins post JSON, and a page that makes its own host name resolve to loopback sends that name as Host. So
+Content-Type and Host are checked. Clients that are not browsers, whose requests have neither Origin nor Sec-Fetch-Site,
+can omit the content type.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from canvasrt.containers.openai.options import FrontOptions
 
 
 class Origin:
-    """Checks requests to a server without API keys. With keys no check is needed, because foreign pages do not know
-    them."""
+    """Checks requests to a server without API keys. If the server has keys, no check is needed, because foreign web
+    pages do not know the keys."""
 
     def __init__(self, options: FrontOptions) -> None:
         hosts = options.hosts or (LOOPBACK if options.host in LOOPBACK else ())

@@ -1,4 +1,4 @@
-"""Serves `/`, a page that shows canvases while they are denoised, `/docs` and `/openapi.json`."""
+"""Serves `/docs`, `/openapi.json` and `/`, which is a page that shows canvases while they are denoised."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def add_pages(app: FastAPI, needs_key: bool) -> None:
 
 
 def document(app: FastAPI, needs_key: bool) -> Json:
-    """Return FastAPI's OpenAPI document with this server's errors."""
+    """Return FastAPI's OpenAPI document without FastAPI's own validation errors, which this server never returns. If
+    `needs_key`, add where an API key is needed."""
     found = app.openapi()
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
@@ -75,7 +76,7 @@ def document(app: FastAPI, needs_key: bool) -> Json:
 
 
 def docs_page(found: Json) -> str:
-    """Return an OpenAPI document as HTML without scripts: FastAPI's own page loads them from elsewhere."""
+    """Return an OpenAPI document as HTML. It has no scripts; FastAPI's own page loads scripts from another server."""
     info, schemas = found["info"], found["components"]["schemas"]
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(info['title'])}</title>",
@@ -101,7 +102,7 @@ def docs_page(found: Json) -> str:
 
 
 def _table(of: Json, schemas: Mapping[str, Json]) -> str:
-    """Return the fields of a body or a reply."""
+    """Return an HTML table of the fields of a body or a reply."""
     schema = next(iter(of["content"].values()))["schema"]
     return _fields(schemas.get(schema.get("$ref", "").removeprefix(_REF), schema))
 

@@ -20,21 +20,21 @@ _CHANNEL = "thought\n"
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call; `arguments` is a JSON object."""
+    """One tool call. `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the call in the form of a message."""
+        """Return the call as an element of a message's `tool_calls`."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Answer text, reasoning text, or a complete tool call with its index."""
+    """Answer text, reasoning text, or a complete tool call together with its index in the answer."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
@@ -43,7 +43,7 @@ class Piece:
 
 
 def text_of(pieces: Iterable[Piece], kind: str) -> str:
-    """Return the text of all pieces of a kind, joined."""
+    """Return the joined text of all pieces of a kind."""
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
@@ -67,20 +67,20 @@ class AnswerParser:
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]] | None = None, parallel: bool = True
     ) -> None:
-        """`tools` holds the parameters' schemas by the tools' names. If None, calls are returned as text.
+        """`tools` maps tools' names to the schemas of their parameters. If it is None, calls are returned as text.
 
-        Without `parallel`, only the first call is returned.
+        If `parallel` is false, only the first call is returned.
         """
         self._tools = tools
         self._parallel = parallel
         self._region: Literal["content", "thought", "call"] = "content"
         self._text = ""  # not parsed yet
-        self._begun = False  # text of this region was returned already
-        self._plain = True  # no thought or call so far, so leading spaces are kept
+        self._begun = False  # whether text of this region was already returned
+        self._plain = True  # true before the first thought or call, while leading spaces are kept
         self.calls = 0
 
     def put(self, text: str, final: bool = False) -> list[Piece]:
-        """Return the pieces that `text` completes. With `final`, return all that remains."""
+        """Return the pieces that `text` completes. If `final`, return all remaining text, too."""
         self._text += text
         pieces: list[Piece] = []
         while self._step(pieces, final):

@@ -10,7 +10,7 @@ TURN = 0.0005  # seconds of parsing per iteration of the event loop
 
 
 class Parsing(Protocol):
-    """A connection with something to parse."""
+    """A connection that has received data to parse."""
 
     def read_on(self) -> None: ...
 
@@ -25,7 +25,7 @@ class Turns:
         self._due = False
 
     def has(self, connection: Parsing) -> bool:
-        """Return whether it is the connection's turn. If not, queue it; its `read_on` is called at its turn."""
+        """Return whether it is the connection's turn. If not, queue it; `read_on` is called when its turn comes."""
         if connection is self._current and perf_counter() < self._ends:
             return True
         self._waiting[connection] = None
@@ -37,7 +37,7 @@ class Turns:
         return connection in self._waiting
 
     def leave(self, connection: Parsing) -> None:
-        """Forget a connection."""
+        """Remove a connection from the queue."""
         self._waiting.pop(connection, None)
 
     def _call_next(self) -> None:

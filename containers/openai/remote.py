@@ -23,10 +23,10 @@ MAX_IMAGE_BYTES = 20 * 2**20
 FETCH_TIMEOUT = 10.0  # seconds per image, including redirects
 REDIRECTS = 3
 MAX_REMOTE_IMAGES = 16  # per request
-# Bytes of images per request (as much as callers may send inline), and of all unanswered requests together.
+# Maximum bytes of one request's images (as much as callers can send inline), and of all unanswered requests' images.
 MAX_REQUEST_BYTES, MAX_HELD_BYTES = 48 * 2**20, 256 * 2**20
 _THREADS = 32
-# Networks whose addresses contain an arbitrary IPv4 address: 6to4, Teredo and NAT64.
+# Networks that do not count as public. Addresses of 6to4, Teredo and NAT64 contain an arbitrary IPv4 address.
 _TUNNELS = tuple(
     ipaddress.ip_network(each)
     for each in (
@@ -40,7 +40,7 @@ _TUNNELS = tuple(
 )
 
 
-_ISATAP = 0x5EFE  # the third 32 bits of an ISATAP address, whose last 32 bits are an IPv4 address
+_ISATAP = 0x5EFE  # the third 32 bits of an ISATAP address; its last 32 bits are an IPv4 address
 
 
 class Refused(Exception):
@@ -62,7 +62,7 @@ def is_public(address: str) -> bool:
 
 
 class ImageBudget:
-    """A limit on the bytes of one request's images, and, through `parent`, of all requests' images."""
+    """Limits the bytes of one request's images. The bytes also count in `parent`, the budget of all requests."""
 
     def __init__(self, most: int, parent: ImageBudget | None = None) -> None:
         self._most, self._parent, self.taken = most, parent, 0
@@ -80,7 +80,7 @@ class ImageBudget:
         raise Refused(f"{whose} are larger than {self._most // 2**20} MiB together")
 
     def give_back(self) -> None:
-        """Release the request's bytes. Every further `take` is refused."""
+        """Stop counting the request's bytes. Every later `take` raises Refused."""
         with self._lock:
             self._most = -1
             if self._parent is not None:
@@ -104,13 +104,13 @@ class Fetcher:
     ) -> None:
         self._resolve = resolve or _addresses
         self._allowed = allowed
-        # Separate threads, so that a slow server delays nothing else.
         self._held = ImageBudget(MAX_HELD_BYTES)
+        # Separate threads, so that a slow server delays nothing else.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="canvasrt-fetch")
 
     @contextlib.contextmanager
     def request(self) -> Iterator[ImageBudget]:
-        """Yield one request's image budget. It is given back at the end of the `with` block."""
+        """Yield one request's image budget. The budget is given back at the end of the `with` block."""
         budget = ImageBudget(MAX_REQUEST_BYTES, self._held)
         try:
             yield budget
@@ -118,7 +118,7 @@ class Fetcher:
             budget.give_back()
 
     async def fetched(self, url: str, budget: ImageBudget | None = None) -> str:
-        """Return the data URL of an image, like `fetch`, without blocking."""
+        """Fetch an image on a thread, without blocking, and return it as a data URL."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self._inlined, url, budget
         )
@@ -131,7 +131,8 @@ class Fetcher:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def fetch(self, url: str, budget: ImageBudget | None = None) -> bytes:
-        """Return an image's file; blocking. Raises Refused with the reason."""
+        """Return the contents of an image's file. Blocks until they have arrived. If that fails, raises Refused with
+        the reason."""
         deadline = time.monotonic() + FETCH_TIMEOUT
         budget = budget or ImageBudget(MAX_REQUEST_BYTES)
         for _ in range(REDIRECTS + 1):
@@ -181,7 +182,7 @@ class Fetcher:
         return kind(parts.hostname, port, address), path
 
     def _checked(self, host: str, port: int) -> str:
-        """Return an address of a host. Raises Refused unless all of its addresses are allowed."""
+        """Return one of a host's addresses. Raises Refused unless all of the addresses are allowed."""
         try:
             addresses = self._resolve(host, port)
         except (OSError, UnicodeError) as error:
@@ -247,7 +248,7 @@ def _addresses(host: str, port: int) -> list[str]:
 async def inline(
     messages: list[dict[str, Any]], fetcher: Fetcher, budget: ImageBudget | None = None
 ) -> int:
-    """Replace a chat's remote images with data URLs, and return the number of their characters. Raises ApiError if an
+    """Replace a chat's remote images with data URLs, and return the total length of these URLs. Raises ApiError if an
     image cannot be fetched."""
     found = [
         (f"messages[{i}].content[{j}].image_url.url", part["image_url"])

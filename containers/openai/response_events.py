@@ -1,4 +1,4 @@
-"""A response, and the events of its stream."""
+"""Renders a response of OpenAI's Responses API: at once, or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Response(TypedDict):
 
 
 ResponseEvent = dict[str, Any]
-# By kind of piece: the item's type, its content's type, and its events' name.
+# Kind of piece → type of the output item, type of the item's content, and prefix of the events' names.
 _TEXT = {
     "content": ("message", "output_text", "response.output_text"),
     "reasoning": ("reasoning", "reasoning_text", "response.reasoning_text"),
@@ -54,7 +54,9 @@ class ResponseReply(Reply):
         self._id = _new("resp_")
         self._created = int(time.time())
         self._output: list[dict[str, Any]] = []
-        self._open: str | None = None  # the kind of the last item
+        self._open: str | None = (
+            None  # kind of the text item that is being written; None if there is none
+        )
         self._text = ""
         self._number = 0
 
@@ -71,7 +73,7 @@ class ResponseReply(Reply):
         return [event for piece in pieces for event in self._piece(piece)]
 
     def close(self, index: int, answer: Answer) -> list[ResponseEvent]:
-        """Return the last events; the final one holds the whole response."""
+        """Return the last events. The very last one holds the whole response."""
         pieces, final = answer
         status = "incomplete" if finish_reason(final) == "length" else "completed"
         events = [*self.add(index, pieces, final), *self._close()]

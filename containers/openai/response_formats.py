@@ -13,7 +13,7 @@ from canvasrt.containers.untrusted import load_json
 
 # vLLM's names → types of `response_format`.
 _GUIDED = {"json": "json_schema", "regex": "regex", "choice": "grammar", "grammar": "grammar"}
-# Types → the field that holds the format.
+# Types of `response_format` → the field that holds the format.
 _TYPES = {"text": "", "json_object": "schema", "json_schema": "json_schema"} | {
     "regex": "regex",
     "grammar": "grammar",
@@ -21,17 +21,17 @@ _TYPES = {"text": "", "json_object": "schema", "json_schema": "json_schema"} | {
 
 
 class Format(NamedTuple):
-    """The model's `grammar`, and the name of the request's field that it comes from."""
+    """The model's input `grammar`, and the path of the request's field that `grammar` comes from."""
 
     grammar: dict[str, Any]
     path: str
 
 
 def format_of(request: Sampling) -> Format | None:
-    """Return a request's format, under OpenAI's or vLLM's names; None for plain text. Raises ApiError, with the field's
-    name, for a wrong format or several.
+    """Return the format that a request sets in OpenAI's or vLLM's fields; None for plain text. Raises ApiError that
+    names the field if a format is wrong or there are several formats.
 
-    `json_schema` and `json_object` are OpenAI's; `regex` and `grammar` (Lark or GBNF) are extensions.
+    The types `json_schema` and `json_object` are OpenAI's; `regex` and `grammar` (Lark or GBNF) are extensions.
     """
     found = [*_guided(request), *_response_format(request)]
     if len(found) > 1:
@@ -71,7 +71,7 @@ def _response_format(request: Sampling) -> Iterator[Format]:
     if given is None:
         return
     kind = given.get("type")
-    if kind not in tuple(_TYPES):  # the field may have any type
+    if kind not in tuple(_TYPES):  # a tuple, because `kind` may be unhashable
         raise _wrong(f"{path}.type", f"is {kind!r}: give one of {', '.join(_TYPES)}")
     field = _TYPES[kind]
     given = known(given, ("type", field), path, GENERATION, ignored)

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, read as a chat. Nothing is stored, so every request must contain the whole
+"""The body of `/v1/responses`, which is converted to a chat. Nothing is stored, so every request must contain the whole
 conversation."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def response_generation(request: ResponsesRequest) -> Generation:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return a chat's error with a response's parameter names."""
+    """Replace a chat's parameter names in an error with those of a response, and return the error."""
     return rename(error, _NAMES)
 
 
@@ -121,7 +121,8 @@ def _format(text: Text | None) -> dict[str, Any] | None:
 
 
 def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the tools that are functions. Tools that OpenAI's servers run are dropped with a warning."""
+    """Return the tools that are functions. Tools that only OpenAI's servers can run are dropped with a warning; if
+    unknown fields are refused, such tools raise ApiError."""
     found = []
     for number, tool in enumerate(request.tools or ()):
         if tool.get("type") == "function":
@@ -137,7 +138,7 @@ def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation as a chat. Consecutive thoughts, text and calls become one message."""
+    """Return the conversation as a chat's messages. Consecutive thoughts, text and calls become one message."""
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})

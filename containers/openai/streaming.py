@@ -1,4 +1,4 @@
-"""Streamed replies, which are cancelled when the caller disconnects."""
+"""Sends streamed replies, and cancels work when its caller disconnects."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Disconnected(Exception):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ReplyT]) -> ReplyT:
-    """Return the result of `work`. When the caller disconnects, cancel it and raise Disconnected.
+    """Return the result of `work`. If the caller disconnects first, cancel `work` and raise Disconnected.
 
-    The request's body must have been read before.
+    The request's body must already have been read.
     """
     task = asyncio.ensure_future(work)
     end = asyncio.ensure_future(_disconnected(receive))
@@ -43,13 +43,13 @@ async def _disconnected(receive: Receive) -> None:
 async def streamed(
     receive: Receive, chunks: AsyncGenerator[bytes, None], media_type: str
 ) -> Response:
-    """Return a streamed reply. Waits for the first chunk, so that an earlier error gets its own HTTP status."""
+    """Return a streamed reply. Waits for the first chunk, so that an error before that gets its own HTTP status."""
     first = await unless_disconnected(receive, anext(chunks))  # type: ignore[arg-type]
     return _Stream(first, chunks, media_type)
 
 
 class _Stream(Response):
-    """Sends chunks as they come, and closes them when the caller disconnects."""
+    """Sends chunks as they come, and closes their generator when the caller disconnects."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str) -> None:
         # Otherwise proxies would buffer the whole answer.
@@ -61,7 +61,7 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # The response has started, so no error can be sent. The access log records that it did not end.
+            # The response has started, so no error can be sent. The access log records that the response did not end.
             with suppress(Disconnected):
                 await unless_disconnected(receive, self._send(send))
 

@@ -37,7 +37,7 @@ class SystemOneAnswers(TypedDict):
 
 
 def ask(body: SystemOneRequest) -> Generation:
-    """Return the questions' generation. If a field is wrong, raises ApiError with its name."""
+    """Return the generation that answers questions. If a field is wrong, raises an ApiError that names that field."""
     questions = [_question(each, name, body.ignored) for name, each in body.questions.items()]
     state = body.state if isinstance(body.state, str) else json.dumps(body.state)
     if not state.strip():
@@ -46,7 +46,7 @@ def ask(body: SystemOneRequest) -> Generation:
 
 
 class SystemOneReply(Reply):
-    """Answers in System One's shape."""
+    """Renders answers in System One's shape."""
 
     text_field = "state"
 
@@ -66,7 +66,7 @@ class SystemOneReply(Reply):
         }
 
     def named(self, error: ApiError) -> ApiError:
-        """Return the error with the question's name; the model only knows its number."""
+        """Replace the number of a question in an error with the question's name, which the model does not know."""
         names = list(self.body.questions)
 
         def name(match: re.Match[str]) -> str:
@@ -126,7 +126,7 @@ def _answer(question: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str,
     if question["type"] == "predicate":
         return {"type": "noul", "noul": answer["probability"]}
     shares = [each["probability"] for each in answer["probabilities"]]
-    # From 0, if all options are equally likely, to 1.
+    # Between 0, if all options are equally likely, and 1, if one option is certain.
     confidence = (len(shares) * max(shares) - 1) / (len(shares) - 1)
     if question["type"] == "choice":
         values = [each["value"] for each in answer["probabilities"]]

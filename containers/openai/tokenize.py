@@ -58,8 +58,8 @@ class Detokenized(TypedDict):
 
 
 def tokenize(body: TokenizeRequest) -> Generation:
-    """Return the generation that only encodes a prompt or a chat. If a field is wrong, raises ApiError with its
-    name."""
+    """Return the generation that only encodes a prompt or a chat. If a field is wrong, raises an ApiError that names
+    that field."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Send either prompt or messages.", "prompt", "invalid_value")
     options = {
@@ -105,7 +105,7 @@ def _encoding(options: Json, **prompt: Any) -> Generation:
 
 
 class TokenizeReply(Reply):
-    """A prompt's tokens."""
+    """Renders the tokens of a prompt."""
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         final = answers[0].final
@@ -121,7 +121,7 @@ class TokenizeReply(Reply):
 
 
 class DetokenizeReply(Reply):
-    """The text of tokens."""
+    """Renders the text of tokens."""
 
     text_field = "tokens"
 
@@ -130,7 +130,7 @@ class DetokenizeReply(Reply):
 
 
 def _of_tokens(error: ApiError) -> ApiError:
-    """Return an error about the length of a prompt as one about the field `tokens`."""
+    """If an error is about the length of the prompt, return an error about the field `tokens` instead."""
     if error.code != "context_length_exceeded":
         return error
     count, most = re.findall(r"\d+", error.message)[:2]

@@ -1,7 +1,7 @@
 """Parses the arguments of Gemma 4's tool calls, `{key:<|"|>text<|"|>,n:3}`, to Python values.
 
-The model deviates from this syntax: it quotes strings as JSON or Python does, or not at all, and writes `=` for `:`.
-These forms are accepted, too.
+The model sometimes deviates from this syntax: it quotes strings as JSON or Python does, or not at all, or writes `=` in
+place of `:`. These forms are accepted, too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class CallError(ValueError):
 
 
 def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the arguments in `text`, which begins with `{` and ends with the `}` that closes it.
+    """Return the arguments in `text`, which begins with `{` and ends with the matching `}`.
 
-    `schema` is the JSON schema of the tool's parameters; it decides whether an unquoted `042` is a string. Raises
-    CallError if the text cannot be parsed.
+    `schema` is the JSON schema of the tool's parameters. It decides whether an unquoted `42` is a string or a number.
+    Raises CallError if the text cannot be parsed.
     """
     try:
         whole = load_json(text)
@@ -39,7 +39,7 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
         if isinstance(whole, dict):
             return whole
     except (ValueError, RecursionError):
-        pass  # the usual case: the model does not quote names
+        pass  # the usual case, because the model does not quote names
     reader = _Reader(text)
     arguments = reader.object(schema or {}, 0)
     reader.skip()
@@ -49,12 +49,14 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
 
 
 class _Reader:
-    """A recursive-descent parser. `place` is the next character's index."""
+    """A recursive-descent parser. `place` is the index of the next character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
-        self._unclosed: set[str] = set()  # quotes that do not occur again in the rest of the text
+        self._unclosed: set[str] = (
+            set()
+        )  # quote characters that end no string in the rest of the text
 
     def skip(self) -> None:
         match = _SPACE.match(self.text, self.place)
@@ -83,7 +85,7 @@ class _Reader:
         return values
 
     def _ends(self, closing: str, depth: int) -> bool:
-        """Skip commas. If `closing` is next, consume it and return True."""
+        """Skip commas and spaces. If `closing` comes next, consume it and return True."""
         if depth > _DEPTH:
             raise CallError(f"more than {_DEPTH} levels of nesting")
         while self.text[self.place : self.place + 1] in (",", " ", "\n", "\t", "\r"):
@@ -117,7 +119,7 @@ class _Reader:
         return match[1]
 
     def _value(self, schema: Mapping[str, Any], depth: int, empty: bool = False) -> Any:
-        """Parse a value. With `empty`, it may be missing."""
+        """Parse a value. If `empty`, a missing value before a comma or `}` becomes an empty string."""
         self.skip()
         quoted = self._quoted()
         if quoted is not None:
@@ -135,7 +137,7 @@ class _Reader:
         return _bare(match[0].strip(), schema)
 
     def _quoted(self) -> str | None:
-        """Parse a string in the model's, JSON's or Python's quotes; None if no quote is next."""
+        """Parse a string in the model's, JSON's or Python's quotes. Return None if no quoted string comes next."""
         text, begin = self.text, self.place
         if text.startswith(QUOTE, begin):
             end = text.find(QUOTE, begin + len(QUOTE))
@@ -151,7 +153,7 @@ class _Reader:
             text, begin
         )
         if match is None:
-            # Remembered, because searching again for every value would take quadratic time.
+            # The quote is remembered, because searching again for every value would take quadratic time.
             self._unclosed.add(mark)
             return None
         self.place = match.end()

@@ -1,4 +1,4 @@
-"""Tools and thinking: converts a request's fields for the chat template and for grammars."""
+"""Converts a request's fields about tools and thinking to inputs of the chat template and to grammars."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ class Conversation(Sampling):
 
 
 def schemas(request: Conversation) -> dict[str, Mapping[str, Any]] | None:
-    """Return the parameters' schemas of the callable tools, by tool name; None if no tool may be called."""
+    """Return a map from each callable tool's name to the schema of its parameters; None if no tool may be called."""
     if not request.tools or request.tool_choice == "none":
         return None
     return {each.function.name: each.function.parameters or {} for each in request.tools}
 
 
 def _check(request: Conversation) -> None:
-    """Raise ApiError for contradictory tools or tool choices."""
+    """Raise ApiError if `tools` has a name twice or does not fit `tool_choice`."""
     names = [each.function.name for each in request.tools or ()]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -125,7 +125,7 @@ def _check(request: Conversation) -> None:
 def template_inputs(request: Conversation) -> dict[str, Any]:
     """Return the model's inputs for thinking and tools.
 
-    The prompt already contains the beginning of a required call, so no thought precedes it.
+    If a call is required, the prompt contains the beginning of the call, so no thought precedes the call.
     """
     _check(request)
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
@@ -150,7 +150,7 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
 
 
 def template_names(request: Conversation) -> dict[str, str]:
-    """Return the request's field names by the template variables that they set."""
+    """Return a map from variables of the template to the request's fields that set them."""
     names = {name: f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or {}}
     if request.enable_thinking is not None:
         names["enable_thinking"] = "enable_thinking"
@@ -160,9 +160,10 @@ def template_names(request: Conversation) -> dict[str, str]:
 
 
 def tools_grammar(request: Conversation) -> dict[str, Any] | None:
-    """Return the grammar that enforces the tools' schemas in calls, or None if it is not needed.
+    """Return the grammar that enforces the tools' schemas in calls, or None if no schema is enforced.
 
-    A required call follows its schema. An optional call follows it only if `strict` is true.
+    A required call follows its tool's schema. An optional call follows the schema only if its tool is `strict` and the
+    request has no `response_format`.
     """
     found = schemas(request)
     if found is None:

@@ -1,6 +1,6 @@
-"""OpenTelemetry traces: FastAPI writes a span per request, and this module a span per block.
+"""OpenTelemetry traces: FastAPI writes a span per request, and this module writes a span per block.
 
-Both are off unless the standard environment variable names a collector. The SDK's other variables apply, too.
+There are no spans unless the standard environment variable names a collector. The SDK's other variables apply, too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from canvasrt.containers.names import COLLECTOR
 
 
 def telemetry(quiet: Collection[str]) -> TelemetryConfig:
-    """Return FastAPI's settings for a span per request, except for the `quiet` paths. Spans continue the caller's
-    `traceparent`."""
+    """Return FastAPI's settings for a span per request, except for the paths in `quiet`. Spans continue the trace that
+    the caller's header `traceparent` names."""
     on = bool(os.environ.get(COLLECTOR))
     if on:
         os.environ.setdefault("OTEL_SERVICE_NAME", "canvasrt")
@@ -33,17 +33,17 @@ def telemetry(quiet: Collection[str]) -> TelemetryConfig:
 
 
 class Blocks:
-    """Writes spans of a request's blocks, as children of the request's span. Does nothing if the request has no
+    """Writes a span for each block of a request, as a child of the request's span. Does nothing if the request has no
     span."""
 
     def __init__(self) -> None:
         self._request = trace.get_current_span()
         self._arrived = time.time_ns()
-        # By answer: the number of finished blocks, and when the last one ended.
+        # Index of an answer → number of its finished blocks, and the time when the last one ended.
         self._ended: dict[int, tuple[int, int]] = {}
 
     def see(self, answer: int, event: StreamEvent) -> None:
-        """Write the span of a block if this event of an answer ends one."""
+        """If this event ends a block of the answer, write the block's span."""
         if not self._request.is_recording():
             return
         done, begin = self._ended.get(answer, (0, self._arrived))

@@ -1,6 +1,9 @@
-"""A proxy in front of Triton's HTTP server, which listens on a Unix socket. It checks API keys, origins, the nesting of
-JSON bodies and the sizes of tensors, and forwards requests and replies. A million nested brackets, a shape of
-2**93 elements or a classification of text would crash Triton, and web pages can reach loopback."""
+"""A proxy for callers of Triton's HTTP server, which itself listens on a Unix socket.
+
+The proxy checks API keys, and checks origins because web pages can reach loopback. It refuses bodies that would crash
+Triton: a million nested brackets, a shape of 2**93 elements, or a classification of text. It forwards all other
+requests, and their replies.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from canvasrt.containers.openai.streaming import Disconnected, unless_disconnect
 from canvasrt.containers.tensors import CANCEL_PARAMETER, OWNER, STREAM_MODEL
 from canvasrt.containers.untrusted import check_json
 
-# Headers of one connection, which are not forwarded. `host` and the length are set again.
+# Headers that concern a single connection and are not forwarded. For Triton, `_head` sets some of them again.
 _HOP = {
     b"connection",
     b"expect",
@@ -44,12 +47,13 @@ _HOP = {
 _JSON_BYTES = b"inference-header-content-length"
 # Only on this path may binary data follow the JSON in the body.
 _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
-# On this path Triton takes unknown JSON fields as parameters; on the other path, it takes headers.
+# On this path, Triton reads parameters from unknown JSON fields; on the path above, from headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
 _DIMENSIONS = 8  # maximum dimensions of a tensor; the models' tensors have one
-_METHODS = ("GET", "POST")  # Triton uses no others
-_CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25  # seconds
+_METHODS = ("GET", "POST")  # Triton supports no other methods
+# The path of cancellations, and the seconds until a cancellation is repeated.
+_CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25
 
 
 def make_triton_app(settings: FrontSettings, state: ServerState, places: Places) -> ASGIApp:
@@ -100,7 +104,7 @@ class _Guard:
             raise
 
     async def _cancel(self, call: str) -> None:
-        """Cancel a call in the model, which may not have received it yet."""
+        """Ask the model to cancel a call. The model may not have received that call yet."""
         body = json.dumps({CANCEL_PARAMETER: call}).encode()
         headers = [
             ("host", "localhost"),
@@ -121,10 +125,11 @@ async def _nowhere(message: Message) -> None:
 
 
 def _check(text: bytes, size: int) -> None:
-    """Raise ValueError for JSON that would crash Triton: too many values or brackets, a tensor with more elements than the
-    body has bytes, for which Triton would allocate memory, or a classification, which divides by the size of a text's type."""
+    """Raise ValueError for JSON that would crash Triton: too many values or brackets; a tensor with more elements than
+    the body's `size` in bytes, for which Triton would allocate memory; or a classification, in which Triton would
+    divide by the size of the text type, 0."""
 
-    # Called for every object, since Triton reads the first of equal names.
+    # Called with all pairs of every object. Of equal names, Triton reads the first, but Python would keep the last.
     def check(pairs: list[tuple[str, Any]]) -> None:
         for name, value in pairs:
             if name == "shape" and not (isinstance(value, list) and _count(value) <= size):
@@ -145,8 +150,8 @@ def _count(shape: list[Any]) -> float:
 
 
 def _with_owner(body: bytes, owner: bytes) -> bytes:
-    """Insert the caller's name in a JSON object; return anything else unchanged. If the caller sends a name,
-    that name lacks the secret."""
+    """Insert the caller's name at the start of a JSON object; return any other body unchanged. If the caller's own JSON
+    contains a name, that name lacks the secret."""
     if not (text := body.lstrip(b" \t\r\n")).startswith(b"{"):
         return body
     fields = text[1:].lstrip(b" \t\r\n")

@@ -50,7 +50,7 @@ Stream = Any  # grpc.aio.StreamStreamCall
 
 
 class Source(Protocol):
-    """A source of requests' events: a Triton server, or a model in this process."""
+    """Answers requests with events: a Triton server, or a model in this process."""
 
     def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
@@ -58,11 +58,11 @@ class Source(Protocol):
 
 
 class Upstream:
-    """One Triton server, created and used on one event loop."""
+    """A connection to one Triton server. It must be created and used on the same event loop."""
 
     def __init__(self, address: str, timeout: float | None = None, secret: str = "") -> None:
-        """`timeout`: seconds that a request may take from its arrival. `secret`: the prefix that the models require of
-        callers' names."""
+        """`timeout`: maximum seconds from a request's arrival to the end of its answer. `secret`: a prefix that the
+        models require in callers' names."""
         self._secret = secret
         self._timeout = timeout
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
@@ -90,7 +90,7 @@ class Upstream:
     async def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yield the events of one request. Closing the iterator cancels it. Raises ApiError if it fails."""
+        """Yield the events of one request. Closing the iterator cancels the request. Raises ApiError if it fails."""
         parameters = parameters or {}
         owner = {OWNER: f"{self._secret}{parameters[OWNER]}"} if OWNER in parameters else {}
         request = encode(inputs, {ERRORS: 1, **parameters, **owner})
@@ -143,8 +143,8 @@ class Upstream:
 
 
 def encode(inputs: Mapping[str, Any], parameters: Mapping[str, int | str]) -> Any:
-    """Return the gRPC message of a request to the decoupled model. `inputs` are values by tensor name; those that are
-    None are omitted. Raises CanvasError for a value that its tensor's type cannot hold."""
+    """Return the gRPC message of a request to the decoupled model. `inputs` maps tensor names to values; None values
+    are omitted. Raises CanvasError for a value that its tensor's type cannot hold."""
     request = service_pb2.ModelInferRequest(model_name=STREAM_MODEL)
     for name, value in parameters.items():
         if isinstance(value, str):
@@ -161,13 +161,13 @@ def encode(inputs: Mapping[str, Any], parameters: Mapping[str, int | str]) -> An
 
 
 def decode(response: Any) -> dict[str, Any]:
-    """Return one response's outputs by name: strings, numbers, or lists of them."""
+    """Return one response's outputs, keyed by name. They are strings, numbers, or lists of strings or numbers."""
     pairs = zip(response.outputs, response.raw_output_contents, strict=True)
     return {output.name: OUTPUTS[output.name].from_wire(raw) for output, raw in pairs}
 
 
 async def _end_of(stream: Stream) -> ApiError:
-    """Return why a stream ended before its request did."""
+    """Return the error for a request whose stream ended before its answer did."""
     code = await stream.code()
     if code is not grpc.StatusCode.OK:
         return triton_error(code.name, await stream.details() or "")
@@ -175,7 +175,7 @@ async def _end_of(stream: Stream) -> ApiError:
 
 
 class Answers:
-    """Iterates over the events of several requests as they arrive, as pairs of the request's index and the event.
+    """Sends several requests, and iterates over pairs of a request's index and an event, as the events arrive.
 
     Leaving the asynchronous context manager cancels the running requests.
     """
@@ -227,14 +227,14 @@ class Answers:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC also raises this if the call was cancelled on this side.
+            # gRPC also raises CancelledError if this process has cancelled the call.
             self._queue.put_nowait(triton_error("CANCELLED", "the call was cancelled"))
         except Exception as error:
             self._queue.put_nowait(error)
 
 
 def triton_error(code: str, details: str) -> ApiError:
-    """Return Triton's error as an ApiError; `code` is its name in Triton or gRPC."""
+    """Return Triton's error as an ApiError. `code` is the name of the error code in Triton or gRPC."""
     message = details.replace(HINT, ": ") if HINT in details else details
     if code in ("INVALID_ARG", "INVALID_ARGUMENT"):
         return _refused(message)

@@ -1,4 +1,4 @@
-"""Translates vLLM's settings for this model, and `min_tokens`, to `canvas`, sampling parameters and log-probabilities."""
+"""Translates vLLM's settings for this model to `canvas`, sampling parameters and log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SAME = {
 
 
 def sampling_of(request: Sampling) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sampling parameters that the request gives under vLLM's names, and the names it uses. Our own names take
-    precedence."""
+    """Return the sampling parameters that the request sets under vLLM's names, and a map from our names to vLLM's. A
+    parameter that is also set under our name is left out."""
     found = {
         name: value
         for name, theirs in _SAME.items()
@@ -30,9 +30,9 @@ def sampling_of(request: Sampling) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the model's `canvas`, and the caller's names of fields that came from vLLM's settings.
+    """Return the model's `canvas`, and a map from its fields to the settings of vLLM that they came from.
 
-    Raises ApiError for a pin without a seed token, and for `canvas` together with vLLM's settings.
+    Raises ApiError for wrong settings, such as a pin without a seed token, or a seed together with `canvas`.
     """
     canvas, names = dict(request.canvas or {}), {}
     seed, pinned = (_of(request, f"diffusion_{name}") for name in ("seed_canvas", "pinned"))
@@ -65,8 +65,8 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_of(request: Sampling) -> dict[str, Any]:
-    """Return the options of a read, for which vLLM has `diffusion_read_only`: one canvas, all of its steps, and every
-    token. Raises ApiError if the length of the canvas is unknown."""
+    """Return the options of a read; empty unless `diffusion_read_only` is set. A read takes all steps of one canvas and
+    returns every token. Raises ApiError if the length of the canvas is unknown."""
     if not _of(request, "diffusion_read_only"):
         return {}
     width = _width(request, "diffusion_read_only")
@@ -75,8 +75,8 @@ def read_of(request: Sampling) -> dict[str, Any]:
 
 
 def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
-    """Return log-probabilities as vLLM's settings want them: with token ids in place of texts, and, for a constrained
-    read, over the allowed tokens only."""
+    """Change and return log-probabilities as vLLM's settings require: texts can become token ids, and the
+    log-probabilities of a constrained read are normalized over the allowed tokens."""
     allowed = set(request.logprob_token_ids or ()) if _of(request, "diffusion_constrained") else ()
     for each in scores:
         shown = [each, *each["top"]]
@@ -91,7 +91,7 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
 
 
 def _width(request: Sampling, name: str) -> int:
-    """Return the number of positions that a setting has values for."""
+    """Return the canvas length that a request sets. Raises ApiError if there is none; the setting `name` needs it."""
     seed: Sequence[int] = _of(request, "diffusion_seed_canvas") or ()
     lengths = (_of(request, each) for each in ("canvas_length", "diffusion_canvas_length"))
     width: int = next(filter(None, lengths), len(seed))
