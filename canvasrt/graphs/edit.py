@@ -22,7 +22,7 @@ def insert(
     domain: str = "",
     **attributes: Any,
 ) -> ir.Value:
-    """Insert a node before `before`. `names` are its outputs'; an empty name omits an output. Return the first output."""
+    """Insert a node before `before`. Its outputs get `names`; an empty name omits one. Return the first output."""
     node = ir.node(
         kind,
         inputs,

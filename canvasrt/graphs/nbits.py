@@ -1,4 +1,4 @@
-"""Computes INT4 products on a CPU by ONNX Runtime's MatMulNBits, which reads a lowered graph's codes and scales unchanged.
+"""Computes INT4 products by ONNX Runtime's MatMulNBits, which reads a lowered graph's codes and scales unchanged.
 
 MatMulNBits takes a weight as bytes `[out, in / block, block / 2]`, each of which has two unsigned codes, the first in
 the low bits. These are the lowered graph's bytes, reshaped into blocks.

@@ -30,7 +30,7 @@ PIECES, LEAST_BYTES = 8, 1 << 20
 
 
 def embedding_entry(file: Path) -> dict[str, Any]:
-    """Return the manifest's entry for the embeddings: file, dtype and shape; for INT8 also the scales' dtype and offset.
+    """Return the manifest's entry for the embeddings: file, dtype and shape; in INT8 also the scales' dtype and offset.
 
     `file` is the head's graph.
     """
