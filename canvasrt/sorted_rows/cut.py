@@ -49,7 +49,7 @@ def cut_body(model: ir.Model) -> list[ir.Model]:
 
     Each piece keeps the graph's inputs that it needs and the outputs that it computes, except slots and `load`. At the
     cuts, values have two token axes: `own` (the experts' input) and carried values are `[B, L, D]`, `shares` is float32
-    `[B, L, K]`, `index` is int32 `[B, L, K]`, and `expert_rows` is `[K, B, L, D]`. For experts in FP8, `own` is in E4M3.
+    `[B, L, K]`, `index` is int32 `[B, L, K]`, and `expert_rows` is `[K, B, L, D]`. For FP8 experts, `own` is in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.
     """

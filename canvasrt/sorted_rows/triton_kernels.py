@@ -194,7 +194,7 @@ def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def _store_nvfp4(
     to, rows, row, live, first, x, whole, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH
 ):
-    """Write some columns of some rows in NVFP4. The buffer has the codes of all `rows` rows, then all blocks' scales."""
+    """Write some columns of some rows in NVFP4. In the buffer, all `rows` rows' codes precede all blocks' scales."""
     codes, scales = _to_nvfp4(x, whole, ROWS, UNIT)
     row = row[:, None].to(tl.int64)
     column = first // 2 + tl.arange(0, UNIT // 2)
@@ -230,7 +230,7 @@ def _gelu(x):
 
 @triton.jit
 def _store(out, x, mask, FORM: tl.constexpr, scale):
-    """Write float32 numbers in the dtype of `out`. For FP8, divide by `scale`, the next product's input scale, first."""
+    """Write float32 numbers in the dtype of `out`. For FP8, first divide by `scale`, the next product's input scale."""
     if FORM == _FP8:
         x = tl.maximum(tl.div_rn(x, scale), -_LARGEST_E4M3, tl.PropagateNan.ALL)
         x = tl.minimum(x, _LARGEST_E4M3, tl.PropagateNan.ALL)
@@ -249,7 +249,8 @@ def gate_up(
     Program (b, n) computes OUT outputs, from n · OUT on, for block b's rows.
 
     x: `[T, D]`, in E4M3 if the weights are in FP8; for NVFP4, what `round_rows` writes.
-    values: weights `[E, 2 · F, D]`, gates first. A byte has two INT4 codes as in `in_steps`, or two adjacent NVFP4 codes.
+    values: weights `[E, 2 · F, D]`, gates first. A byte has two INT4 codes as in `in_steps`, or two adjacent NVFP4
+    codes.
     blocks: scales of the weights' blocks. INT4: `[E, 2 · F, D / SCALED]`. NVFP4: bits of E4M3, `[E, 2 · F, D / 16]`.
     scales: for FP8 and NVFP4, float32 `[E, 2 · F]`, already multiplied by the input's scale.
     inner: the result `[blocks, BLOCK, F]`, in NEXT, the next product's format: for FP8, rounded with `inner_scale`; for
