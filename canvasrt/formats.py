@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Codes:
-    """An encoding of numbers in few bits: as small floats, or as integers in two's complement. Decoding and rounding are
-    derived from the fields.
+    """An encoding of numbers in few bits: as small floats, or as integers in two's complement. Decoding and rounding
+    are derived from the fields.
 
     Attributes:
         onnx: ONNX's name of the dtype.
@@ -191,7 +191,7 @@ _TABLE = (
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
-    # −127 … 127, times a bfloat16 scale per token. The final projection, the soft embedding and the host read the table.
+    # −127 … 127, times a bfloat16 scale per token. The final projection, the soft embedding and the host read it.
     NumberFormat(
         name="int8",
         codes=INT8,

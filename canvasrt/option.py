@@ -44,7 +44,7 @@ def port_option(help: str, **more: Any) -> dict[str, Any]:
 
 
 def limit_option(help: str, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a field that limits what callers can ask for. The value None means that there is no limit."""
+    """Return the metadata of a field that limits what callers can ask for. The value None means no limit."""
     return option(help, **{"metavar": "N", "least": 1, "shown": "none"} | more)
 
 

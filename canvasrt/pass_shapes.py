@@ -135,7 +135,7 @@ class PassPlan:
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
     def denoise(self, width: int, load: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `load`: the most tokens of an expert in its passes so far."""
+        """Return the shape of one request's denoising pass. `load`: the most tokens that an expert got so far."""
         rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
