@@ -140,8 +140,8 @@ def parse_targets(names: str) -> tuple[Target, ...]:
 
 
 def check_precision(target: Target, precision: str | None) -> str:
-    """Return the precision of a build; for None, the target's first precision. Raises UsageError, which lists the valid
-    precisions."""
+    """Return the precision of a build; for None, the target's first precision. If the target does not support it, raise
+    UsageError, which lists the valid precisions."""
     if precision is None:
         return target.precisions[0]
     if precision not in target.precisions:

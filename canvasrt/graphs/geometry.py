@@ -1,6 +1,6 @@
 """Moves masks, rotations and sizes, which only depend on positions, to a graph that runs once per block.
 
-Otherwise, a quarter of a small model's body nodes would compute these values again in every pass.
+Without that graph, a quarter of a small model's body nodes would compute these values again in every pass.
 """
 
 from __future__ import annotations
