@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := cpu,export,report,rtx,serve,sorted,test
-# One more than there are cores, since many tests wait for a server, a signal or the network.
+# One worker more than there are cores, since many tests wait for a server, a signal or the network.
 WORKERS := $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 
 .PHONY: help install demo image-demo test acceptance lint audit clean

@@ -1,4 +1,4 @@
-"""Bundles: the folders that stages exchange, which are described by a manifest with hashes."""
+"""Bundles: the folders that stages exchange. A manifest lists each bundle's files and their hashes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _HOW_TO_MAKE = {
     "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
     "package": "`canvasrt package BUNDLE -o DIR` writes a package",
 }
-# Only these texts of a manifest, names and versions, are used in command lines, Dockerfiles and requirements.
+# The form of names and versions in a manifest. No other texts of a manifest are used in command lines, Dockerfiles and
+# requirements.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 _REBUILD = "make it again with this version: `canvasrt build`, or `export` for graphs and `package` for packages"
@@ -50,7 +51,7 @@ class _Record(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest.json. It contains no machine names and no times."""
+    """The content of a manifest.json. It contains no machine names and no times."""
 
     data: Json
 
@@ -96,8 +97,8 @@ class Manifest:
 
     @property
     def embedding(self) -> Json:
-        """File, dtype and shape of the embedding table, and the head's weights for the host; empty in
-        a package."""
+        """File, dtype and shape of the embedding table, and the location of the host's copy of the head's weights;
+        empty in a package."""
         return self.data["embedding"] or {}
 
     @property
@@ -135,7 +136,7 @@ class Bundle:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model has a vision tower, and a chat template that supports images. A checkpoint that was not
+        """Whether the model has both a vision tower and a chat template that supports images. A checkpoint that was not
         trained on images has no such template."""
         names = [each["name"] for each in self.manifest.segments]
         if self.manifest.model.vision is None or (names and "vision" not in names):
@@ -143,7 +144,7 @@ class Bundle:
         return self.mentions("image")
 
     def mentions(self, word: str) -> bool:
-        """Whether the chat template has this word; true if the bundle has no template of its own."""
+        """Whether the chat template contains this word; true if the bundle has no file of a chat template."""
         files = self.manifest.tokenizer or ()
         template = next((each for each in files if each.endswith("chat_template.jinja")), None)
         return template is None or word in self.file(template).read_text(encoding="utf-8")
@@ -155,12 +156,12 @@ class Bundle:
         return self.path / name
 
     def unlisted(self) -> list[str]:
-        """Return the files in the folder that the manifest does not list, which nothing uses."""
+        """Return the files in the folder that the manifest does not list. Nothing uses them."""
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 
 def made_by(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of canvasrt and of the named distributions, if installed."""
+    """Return the versions of canvasrt and of those of the named distributions that are installed."""
     found = {"canvasrt": canvasrt.__version__}
     for name in packages:
         try:
@@ -233,8 +234,8 @@ def load_bundle(
 ) -> Bundle:
     """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
-    hasher: replaces `hash_files`. absent: returns the files that may be missing. Raises a CanvasError that names the
-    missing or differing file, or the expected kind.
+    hasher: replaces `hash_files`. absent: returns the files whose absence is no error. Raises a CanvasError that names
+    the missing or differing file, or the expected kind.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -256,7 +257,7 @@ def load_bundle(
 
 
 def _bundles_in(path: Path) -> str | None:
-    """Return a hint that names the bundles in a folder of builds for several targets."""
+    """Return a hint that names the bundles in a folder of builds for several targets; None if it has no bundles."""
     found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 
@@ -277,8 +278,8 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, file: Path) -> Manifest:
-    """Parse the manifest in the bytes of `file`. Raises CanvasError if it is damaged, unsafe, or from another
-    version."""
+    """Parse a manifest from `raw`, the bytes of `file`. Raises CanvasError if the manifest is damaged, unsafe, or from
+    another version."""
     try:
         data = json.loads(raw, object_hook=_Record)
         schema = data.get("schema")
@@ -286,7 +287,7 @@ def parse_manifest(raw: bytes, file: Path) -> Manifest:
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     if schema != BUNDLE_SCHEMA:
         raise _other_version(file, "cannot be read", schema)
-    # The digest protects the values, and the canonical form all other bytes.
+    # The digest detects changed values; comparing the canonical form detects all other changed bytes.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
     try:
@@ -308,7 +309,7 @@ def _other_version(file: Path, what: str, schema: Any = BUNDLE_SCHEMA) -> Canvas
 
 
 def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for fields that are missing or unknown in a manifest and its configurations."""
+    """Raise CanvasError if a manifest, or a configuration in it, lacks a field or has an unknown one."""
     for record in (each for each in _parts(data) if isinstance(each, _Record)):
         vars(record)["file"] = file
     kinds: tuple[tuple[Mapping[str, Any], type], ...] = (
@@ -328,8 +329,8 @@ def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for a string with control characters, and for a name or version that is not a plain word, since
-    a manifest may be from an untrusted source."""
+    """Raise CanvasError for a string with control characters, and for a name or version that is not a plain word: a
+    manifest may come from an untrusted source."""
     target = data["target"] or {}
     words = {f"made_by.{name}": version for name, version in data["made_by"].items()}
     words |= {
@@ -348,7 +349,7 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_files(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for a file outside the bundle, or without a digest and a size."""
+    """Raise CanvasError for a listed file outside the bundle, and TypeError if its hash or size has a wrong type."""
     for name, entry in data["files"].items():
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:
@@ -358,7 +359,7 @@ def _check_files(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value and all nested values, including names of fields."""
+    """Yield a value and everything nested in it, including names of fields."""
     yield value
     if isinstance(value, dict | list):
         inside = [*value, *value.values()] if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The cache of graphs and engines, keyed by all inputs that determine them."""
+"""The cache of graphs and engines. The key is a hash of all inputs that determine the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, remove_stale, staging
 
-# Bytes that interrupted work with other inputs may keep.
+# Maximum total bytes of kept progress of interrupted work, apart from the work that runs now.
 _KEPT_BYTES = 20 * 10**9
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
@@ -32,7 +32,7 @@ _SHARED = ("checkpoints", "graphs", "recipes")
 
 
 def cache_folder() -> Path:
-    """Return `CANVASRT_CACHE`, or canvasrt's folder in the user's cache."""
+    """Return the folder that `CANVASRT_CACHE` names, or else canvasrt's folder in the user's cache."""
     if own := os.environ.get("CANVASRT_CACHE"):
         return Path(own).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -54,14 +54,14 @@ def hash_memo() -> HashMemo:
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
-    """Return the cache key, a SHA-256, of results of these inputs."""
+    """Return the cache key, a SHA-256, of a result that these inputs determine."""
     return hashlib.sha256(canonical(made_from).encode()).hexdigest()
 
 
 def code_hash(paths: Sequence[Path]) -> str:
-    """Return the SHA-256 of source files, and of those in folders.
+    """Return one SHA-256 of all source files among `paths` and in the folders among them.
 
-    As part of a key, it prevents the reuse of files that were made by different code.
+    As part of a cache key, it prevents the reuse of files that different code wrote.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -73,7 +73,7 @@ def code_hash(paths: Sequence[Path]) -> str:
 
 def versions(packages: tuple[str, ...], *stages: str) -> dict[str, Any]:
     """Return the versions of distributions, and a hash of the sources of `stages` and of the sources that all stages
-    share. Our sources may change without a new version."""
+    share. The hash is needed because our sources can change without a new version."""
     found = {name: version for name in packages if (version := extras.version(name))}
     shared = Path(canvasrt.__file__).parent
     sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]
@@ -104,7 +104,7 @@ class GraphCache:
     ) -> Bundle:
         """Return the bundle of these inputs if it is cached and intact; otherwise call `make` to write it.
 
-        absent: returns the files that may be missing, because the engines made from them are cached.
+        absent: returns the files that are allowed to be missing, because the engines built from them are cached.
         """
         folder = self.folder / key_of(made_from)
         remove_stale(self.folder)
@@ -150,7 +150,7 @@ class EngineCache:
         return None
 
     def kernels(self, made_from: Mapping[str, Any]) -> Path | None:
-        """Return a cached engine's kernel list, if it has one."""
+        """Return the file of a cached engine's kernel list; None if there is none."""
         file = self.folder / key_of(made_from) / _KERNELS
         return file if file.is_file() else None
 
@@ -161,7 +161,7 @@ class EngineCache:
         facts: Mapping[str, Any],
         kernels: Path | None = None,
     ) -> dict[str, Any]:
-        """Store an engine's file, its kernel list and facts about it; return the same as `find`."""
+        """Store an engine's file, its kernel list and facts about it. Return the dictionary that `find` will return."""
         entry = {
             "sha256": hash_files(engine.parent, [engine.name])[engine.name],
             "bytes": engine.stat().st_size,
@@ -186,16 +186,16 @@ class EngineCache:
 
 
 def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
-    """Return the folder of `unfinished`, which exists only if such work was interrupted."""
+    """Return the folder of `unfinished`. After the work, it exists only if the work was interrupted or kept a file."""
     return cache_folder() / kind / key_of(made_from)
 
 
 @contextlib.contextmanager
 def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Iterator[Path]:
-    """Yield a folder for the progress of long work, keyed by its inputs, from which a restart resumes.
+    """Yield a folder that keeps the progress of long work, so that work with the same inputs resumes there.
 
-    When the block ends without an exception, the folder is removed, except for the file `keep`. Interrupted work of the
-    same kind is kept too, up to `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same
+    When the block ends without an exception, the folder is removed, except for the file `keep`. Folders of interrupted
+    work of the same kind stay, up to `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same
     inputs waits.
     """
     own = unfinished_folder(kind, made_from)
@@ -218,7 +218,9 @@ def _remove_old(rooms: Iterable[Path]) -> None:
     """Remove folders that no process uses, except the latest ones, up to `_KEPT_BYTES` in total."""
     found: list[tuple[float, int, Path]] = []
     for room in rooms:
-        with contextlib.suppress(OSError):  # a file that its owner has just removed: it is in use
+        with contextlib.suppress(
+            OSError
+        ):  # its owner has just removed a file, so the folder is in use
             files = [each.stat() for each in (room, *room.rglob("*"))]
             size = sum(each.st_size for each in files)
             found.append((max(each.st_mtime for each in files), size, room))
@@ -231,8 +233,8 @@ def _remove_old(rooms: Iterable[Path]) -> None:
 
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
-    """Put a piece of unfinished work into the folder `out`. `write` makes it, unless an earlier start made it. Return
-    whether it was already there."""
+    """Put a piece of unfinished work into the folder `out`. If the piece does not exist yet, `write` writes it. Return
+    whether it existed."""
     kept = piece.is_dir()
     if not kept:
         with staging(piece) as folder:
@@ -244,7 +246,7 @@ def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path, how: int = 0) -> Iterator[None]:
-    """Hold the lock of a folder. Creates the folder if needed."""
+    """Lock a folder while the block runs. Creates the folder if needed."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Calibration prompts: JSONL files, which are checked completely before anything runs, and then read line by line."""
+"""Calibration prompts: JSONL files. A file is checked completely before any prompt runs, and then read line by line."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _HINT = (
 )
 
 
-# Maximum bytes of keys and values of concurrent requests. Others wait.
+# Maximum bytes of the keys and values of concurrent requests. Further requests wait.
 CACHE_BYTES = 4 * 10**9
 
 
 def default_prompts(files: Mapping[str, str] | None) -> Path:
-    """Return canvasrt's own prompts: the demo's for the bundled checkpoints, general ones otherwise.
+    """Return the file of canvasrt's own prompts: the demo's for a bundled checkpoint, general prompts otherwise.
 
     files: the SHA-256 of the checkpoint's files.
     """
@@ -53,11 +53,11 @@ class Workload:
     """The work of a calibration if no request stops early.
 
     Attributes:
-        prompts: number of prompts. together: number of concurrent requests.
-        cached: bytes of keys and values of concurrent requests.
-        passes: denoising passes. sweeps: sweeps over the weights.
-        tokens: clean tokens of prompts and answers.
-        attended: by kind of attention, the pairs of a query and a key in one layer over all passes.
+        prompts: number of prompts. together: maximum number of concurrent requests.
+        cached: maximum bytes of the keys and values of concurrent requests.
+        passes: number of denoising passes. sweeps: number of sweeps over the weights.
+        tokens: number of clean tokens in prompts and answers.
+        attended: for each kind of attention, the number of pairs of a query and a key in one layer, over all passes.
     """
 
     prompts: int
@@ -70,12 +70,12 @@ class Workload:
 
 
 def most_passes(request: Request, config: ModelConfig) -> int:
-    """Return the denoising passes of a request that never stops early."""
+    """Return the number of denoising passes of a request that never stops early."""
     return request.params.blocks(config) * request.params.max_denoising_steps
 
 
 def cache_bytes(config: ModelConfig, tokens: int) -> int:
-    """Return the bytes of a request's keys and values in float32 after `tokens` tokens."""
+    """Return the size in bytes of a request's keys and values, in float32, after `tokens` tokens."""
     kept = {"sliding": min(tokens, config.sliding_window - 1), "full": tokens}
     return sum(8 * each.num_kv_heads * each.head_dim * kept[each.kind] for each in config.layers)
 
@@ -111,14 +111,14 @@ class CalibrationPrompts:
         return cls(chosen, found, model, sampler, recipe.calibration, context)
 
     def check(self) -> Workload:
-        """Check all requests and sum up their work. Raises CanvasError, which names the file and the invalid line."""
+        """Check all requests and return their work. Raises CanvasError, which names the file and an invalid line."""
         import numpy as np
 
         from canvasrt.runtime.prefix import chunks_of
 
         passes: list[int] = []
-        # Sweeps by request: one per denoising pass, which also encodes the prompt's last chunk or the previous block, and
-        # one for every other chunk of the prompt.
+        # The number of sweeps of each request: one per denoising pass, and one per chunk of the prompt but the last.
+        # The last chunk and finished blocks are encoded in the same sweep as a denoising pass.
         chains: list[int] = []
         longest = tokens = 0
         kept = {"sliding": self.config.sliding_window - 1, "full": self.max_context}
@@ -132,7 +132,7 @@ class CalibrationPrompts:
             passes.append(most_passes(request, self.config))
             chunks = chunks_of(np.array(request.prompt_token_ids), PREFILL_CHUNK)
             chains.append(len(chunks) - 1 + passes[-1])
-            # A block's passes, with the one that encodes it unless it is the last.
+            # A block's denoising passes, plus the pass that encodes it; the last block is not encoded.
             steps = request.params.max_denoising_steps
             rounds = [(canvas, steps + 1)] * (blocks - 1) + [(canvas, steps)]
             start = 0
@@ -142,7 +142,7 @@ class CalibrationPrompts:
                 start += length
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
-        # Lines beyond the recipe's number are checked, although they do not run.
+        # Lines beyond the recipe's number of prompts are checked, although they do not run.
         for number, line in self._lines():
             self._parse(number, line)
         each = cache_bytes(self.config, longest)
@@ -160,11 +160,11 @@ class CalibrationPrompts:
             raise self._unreadable(error) from error
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests in order, up to the recipe's number. One line is in memory at a time."""
+        """Yield the requests in order, up to the recipe's number of prompts. One line is in memory at a time."""
         return (request for _, request in self._requests())
 
     def _requests(self) -> Iterator[tuple[int, Request]]:
-        """Yield the requests and the numbers of their lines."""
+        """Yield the number of each request's line, and the request."""
         from canvasrt.runtime.request import Request
 
         for index, (number, line) in enumerate(self._lines()):
@@ -183,8 +183,8 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, hint) from error
 
     def _params(self, index: int) -> SamplingParams:
-        """Return a prompt's parameters. Prompts that take all steps are spread evenly over the
-        file, starting with the first."""
+        """Return a prompt's parameters. The prompts that do not stop early are spread evenly over the file, starting
+        with the first prompt."""
         share = self.settings.all_steps
         taken = [-(-each * share // 1) for each in (index, index + 1)]
         return SamplingParams.from_defaults(
@@ -227,14 +227,14 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """Return a line's kind and value. Other keys are ignored."""
+        """Return the kind of a line's prompt, which is its key, and its value. All other keys are ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:
             raise self._wrong(
                 number, f"it is not JSON ({error.msg.removesuffix(' at')}, column {error.colno})"
             ) from error
-        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+        except (ValueError, RecursionError) as error:  # a number is too long, or a list too deep
             raise self._wrong(number, f"it cannot be read as JSON ({error})") from error
         kinds = [kind for kind in PROMPT_KINDS if isinstance(data, dict) and kind in data]
         if len(kinds) != 1:
@@ -254,8 +254,8 @@ class CalibrationPrompts:
 
 
 def _most_sweeps(chains: Sequence[int], together: int) -> int:
-    """Return the total number of sweeps. `chains` has each request's own number; `together` requests run at a time, and
-    when one ends, the next starts."""
+    """Return the total number of sweeps. `chains` has the number that each request needs; `together` requests run at a
+    time, and when one ends, the next starts."""
     ends = [0] * together
     for chain in chains:
         heapq.heappush(ends, heapq.heappop(ends) + chain)
@@ -293,12 +293,13 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}…"
 
 
-# In the folder of a quantization, the result of its calibration. It stays, since graphs may be needed again.
+# The file in a quantization's folder that has the result of the calibration. It is kept, because graphs may be needed
+# again.
 CALIBRATED = "calibrated.json"
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization, and all inputs that determine it. They identify an interrupted quantization,
+    """Return the kind of a quantization, and all inputs that determine it. Both identify an interrupted quantization,
     so that it can be resumed."""
     made_from = {
         **source,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # not loaded between fork and exec
+_LIBC = ctypes.CDLL(
+    None, use_errno=True
+)  # loaded here, so that it is not loaded between fork and exec
 _PR_SET_PDEATHSIG = 1
 
 
 def signal_at_death_of(parent: int, number: int) -> bool:
-    """Let the kernel send this process a signal when its parent dies. Return False if the parent is already dead."""
+    """Let the kernel send this process the signal `number` when its parent dies. Return False if `parent` is no longer
+    its parent, because it is dead."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     return os.getppid() == parent

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_SHOW_EVERY, _SAY_EVERY = 0.1, 180.0  # seconds, on a terminal and without one
-_WORD = 16  # maximum characters of a cell that is never wrapped
+_SHOW_EVERY, _SAY_EVERY = 0.1, 180.0  # seconds between updates, on a terminal and elsewhere
+_WORD = 16  # cells of up to this many characters are not wrapped
 
 
 # Whether the command was called with --json.
@@ -63,7 +63,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column, *cells in zip(columns, *rows, strict=True):
-        # Only wrap sentences, not short cells.
+        # Columns with only short cells are not wrapped, unlike columns of sentences.
         whole = all(len(cell) <= _WORD and " " not in cell for cell in cells)
         least = max(map(len, column.split()), default=0)
         drawn.add_column(column, overflow="fold", no_wrap=whole, min_width=least)
@@ -113,16 +113,16 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def progress(rate: bool = False) -> Iterator[None]:
-    """Show progress reports from inside the `with` block on stderr: as bars on a terminal, otherwise as one line per
-    kind of work, and every few minutes the time left.
+    """Show progress reports from inside the `with` block on stderr: as bars on a terminal; otherwise as a line when
+    each kind of work begins, and a line with the remaining time every few minutes.
 
-    `rate` also shows units per second.
+    With `rate`, bars also show units per second.
     """
     if sys.stderr.isatty():
         with _bars(rate) as show, listening(show):
             yield
         return
-    # By kind of work, of which several may run concurrently: the first report, and the time of the last line.
+    # For each kind of work (several may run concurrently): time and units of the first report; time of the last line.
     begun: dict[str, tuple[float, int]] = {}
     said: dict[str, float] = {}
     lock = threading.Lock()
@@ -184,7 +184,7 @@ def _bars(rate: bool) -> Iterator[Progress]:
             if what not in tasks:
                 for stage in (each for each in bars.tasks if each.total is None):
                     bars.update(stage.id, total=1, completed=1)
-                # Progress of an earlier call does not count for the speed.
+                # Units that were done before the first report do not count for the speed.
                 tasks[what] = bars.add_task(what, total=total or None, completed=done)
             elif time.monotonic() - shown < _SHOW_EVERY and done != total:
                 return

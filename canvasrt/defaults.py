@@ -2,31 +2,32 @@
 
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
-PREFIX_CACHE = 512  # MiB of cached prompt beginnings while serving
-MAX_THREADS = 1024  # of a CPU, as an option; more would only take memory
+PREFIX_CACHE = 512  # MiB that cached prompt beginnings may fill while serving
+MAX_THREADS = 1024  # the most CPU threads that an option accepts; more would only take memory
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.
 LAYERS_PER_SEGMENT = 6
-# Layers of a segment if building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
+# The number of layers per segment if building six would take more than `MUCH_TO_BUILD` bytes of memory, which small CI
+# machines lack.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
 # The most tokens per row of an encoding pass, and per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
 # The most samples of a closed question, and denoising steps of each.
 MAX_SAMPLES, MAX_STEPS = 64, 48
-# The past's length is a multiple of 8 tokens, some of which are masked. With other sizes, a matrix product would copy
-# the past first.
+# Cached keys and values are padded to a multiple of 8 tokens, and the padding is masked. If their length were no such
+# multiple, a matrix product would copy them first.
 OCTET = 8
 
-# Heads larger than `MAX_FUSED_HEAD_DIM` have no fused attention kernel. Their queries are folded, this many heads of a
-# group at a time. Fewer heads at a time take less memory, but copy the keys more often.
+# Heads larger than `MAX_FUSED_HEAD_DIM` have no fused attention kernel. Their queries are folded, `FOLDED_HEADS` heads
+# of a group at a time. Folding fewer heads at a time takes less memory, but copies the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
-# The segment of a CPU bundle that computes values that only depend on positions.
+# The name of a CPU bundle's segment that computes all values that only depend on positions.
 GEOMETRY = "geometry"
-# An empty body input `[0, n]` that no node reads; `n` is the call's length. ONNX Runtime keys its memory plans by the exclusive
-# or of all input sizes, in which sizes that occur an even number of times cancel out.
+# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime keys its memory plans
+# by the exclusive or of all input sizes, in which sizes that occur an even number of times cancel out. `n` does not.
 CALL_LENGTH = "call_length"
 # How a GPU runs experts: in slots inside an engine, or as our own kernels over sorted rows between engines.
 SLOTTED, SORTED = "slots", "sorted"

@@ -1,4 +1,4 @@
-"""The optimization profiles of an engine, from its bundle's manifest. Selects the profile of a call."""
+"""Reads an engine's optimization profiles from its bundle's manifest, and selects the profile for a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Profiles:
     """The profiles of one engine, in build order. Without profiles, the engine takes any size."""
 
     def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
-        # A profile may also have a name.
+        # Besides sizes, a profile can have a name, which is left out here.
         self._profiles = [
             {name: Range(**size) for name, size in each.items() if isinstance(size, Mapping)}
             for each in profiles or ()
@@ -32,18 +32,16 @@ class Profiles:
 
     @property
     def has_slots(self) -> bool:
-        """Whether experts have slots and not sorted rows.
+        """Whether experts have slots instead of sorted rows.
 
-        A body's profile that limits lengths also limits the slots, if there are slots. Profiles for ONNX Runtime on a
-        GPU limit neither.
+        If experts have slots, every profile of a body that limits the length limits the slots, too. Profiles for ONNX
+        Runtime on a GPU limit neither.
         """
         return all("capacity" in each for each in self._profiles if "length" in each)
 
     def pick(self, dims: Mapping[str, int]) -> int | None:
-        """Return the index of the profile for `dims`; None if there is none. If several match, prefer the fewest
-        dynamic dimensions, then the closest optimum sizes.
-
-        Fixed sizes need fewer kernels.
+        """Return the index of the profile for `dims`; None if no profile matches. If several match, prefer the one with
+        the fewest dynamic dimensions, because fixed sizes need fewer kernels, then the one with the closest optimum.
         """
         if not self._profiles:
             return 0
@@ -55,7 +53,7 @@ class Profiles:
         return min(fitting)[-1] if fitting else None
 
     def largest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the largest size of dimension `name` given `dims`; 0 if no profile matches."""
+        """Return the largest size of dimension `name` in any profile that accepts `dims`; 0 if no profile does."""
         if not self._profiles:
             return UNLIMITED
         others = {key: size for key, size in dims.items() if key != name}
@@ -63,7 +61,7 @@ class Profiles:
         return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
 
     def smallest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the smallest maximum of dimension `name` over the profiles that match `dims`; 0 if there is none."""
+        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if none does."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
 
@@ -97,7 +95,7 @@ def passes_taken(model: ModelConfig, bodies: Sequence[Profiles], max_context: in
 
 
 def _holds(profile: Mapping[str, Range], dims: Mapping[str, int]) -> bool:
-    # A segment without layers of a kind has no dimension for their past.
+    # A segment without full layers, or without sliding layers, has no dimension for the cache of such layers.
     return all(profile[name].holds(size) for name, size in dims.items() if name in profile)
 
 

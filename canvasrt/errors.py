@@ -5,7 +5,7 @@ from typing import ClassVar
 
 
 class CanvasError(Exception):
-    """A mistake in the input or the environment: what is wrong, and what to do about it.
+    """A mistake in the input or the environment. `message` says what is wrong, and `hint` what to do about it.
 
     An unreadable or invalid file is a CanvasError and not a UsageError, because the same command works once the file is
     corrected.
@@ -23,7 +23,7 @@ class CanvasError(Exception):
 
 
 class UsageError(CanvasError):
-    """Wrong use: arguments that are invalid on any machine, regardless of its files."""
+    """A mistake in the arguments: they are invalid on any machine, regardless of its files."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""What is installed: optional modules, with a hint how to install them, versions, and canvasrt's licence."""
+"""Finds what is installed: optional modules (a hint says how to install them), versions, and canvasrt's licence."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Codes:
-    """Numbers of few bits: small floats, or integers in two's complement. Decoding and rounding are derived from the fields.
+    """An encoding of numbers in few bits: as small floats, or as integers in two's complement. Decoding and rounding
+    are derived from the fields.
 
     Attributes:
         onnx: ONNX's name of the dtype.
@@ -15,8 +16,8 @@ class Codes:
         mantissa: bits of the mantissa; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
-        rates: names of GPU rates for its products: its own, else the next wider format's; empty if it is converted to
-        16 bits before products.
+        rates: names of the GPU rates for products of these numbers: their own rate, then those of wider formats, which
+            apply if a GPU lacks it. Empty if numbers are converted to 16 bits before products.
         has_nan: whether the code with all bits set is NaN.
     """
 
@@ -38,7 +39,7 @@ ALL_CODES = {each.onnx: each for each in (E2M1, E4M3, INT4, INT8)}
 
 @dataclass(frozen=True)
 class Compressed:
-    """How compressed-tensors names a format: type and bits, layouts, and strategies for weights' scales."""
+    """How compressed-tensors describes a format: a type with its bits, layouts, and strategies for weights' scales."""
 
     kind: str
     layouts: tuple[str, ...]
@@ -51,27 +52,27 @@ class NumberFormat:
 
     Attributes:
         codes: the encoding of a number.
-        capability: the lowest compute capability that can multiply it.
+        capability: the lowest compute capability that can multiply the format.
         weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
             scale that is 10% off exceeds it. (Other checks may miss a wrong scale, because norms hide it.)
-        blocks: lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty: one scale
-            per matrix or per output.
+        blocks: possible lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty:
+            one scale per matrix or per output.
         least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
-        block_scales: the codes of the blocks' scales, which share one more scale per matrix. None: 16-bit floats, without
-        another scale.
-        input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with one
-            calibrated scale.
-        of_table: whether it is for the embedding table, not for the weights of products.
-        projects: whether the two products with the embedding table can use it; rows are then looked up in a second table in 16
-        bits.
-        engine_copies: copies of the weight in an engine: TensorRT keeps one layout per way of multiplying it.
-        builder_factor: bytes that a TensorRT builder needs per byte of such weights, the mapped file included.
+        block_scales: the encoding of the blocks' scales; another scale per matrix then multiplies them. None: they are
+            16-bit floats, and there is no other scale.
+        input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with
+            one calibrated scale.
+        of_table: whether the format is for the embedding table, and not for the weights of products.
+        projects: whether the two products with the embedding table can use the format. Rows are then looked up in a
+            second, 16-bit table.
+        engine_copies: how many copies of a weight an engine has: TensorRT keeps one per way of multiplying by it.
+        builder_factor: how many bytes a TensorRT builder needs per byte of such weights, including the mapped file.
         feeds_all_tokens: whether a single canvas feeds all its tokens to every expert's first product. Reading the
             weights dominates either way, and tokens are quantized once, not once per slot.
         rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
-        packed_on_cpu: whether a CPU multiplies it packed; other formats are widened to float32 there.
-        caches: whether keys and values can be cached in it.
-        modelopt, compressed: how checkpoints name it, if they can hold it.
+        packed_on_cpu: whether a CPU multiplies packed weights; weights in all other formats become float32 there.
+        caches: whether keys and values can be cached in the format.
+        modelopt, compressed: how checkpoints of these two kinds name the format; None if they cannot contain it.
     """
 
     name: str
@@ -104,7 +105,7 @@ class NumberFormat:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude at scale 1; with blocks, at the largest block scale."""
+        """The largest magnitude at scale 1. If block scales are codes, it is multiplied by the largest block scale."""
         return self.codes.largest * (self.block_scales.largest if self.block_scales else 1)
 
     @property
@@ -125,13 +126,13 @@ class NumberFormat:
         return not self.blocks or self.block(width) is not None
 
     def weight_bytes(self, width: int) -> float:
-        """Return bytes per number in rows of `width`, block scales included."""
+        """Return bytes per number in rows of `width`, including block scales."""
         block = self.block(width)
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
     def cpu_bytes(self, width: int, in_file: bool = False) -> float:
-        """Return bytes per number on a CPU: codes, float32 scales and, unless in a file, the blocks' float32 sums; or float32
-        numbers."""
+        """Return bytes per number on a CPU. Packed formats need codes and float32 scales, and in memory also a float32
+        sum per block. All other formats become float32."""
         if not self.packed_on_cpu:
             return 4.0
         return self.bits / 8 + (4 if in_file else 8) / (self.block(width) or width)
@@ -150,7 +151,7 @@ class NumberFormat:
 
 # In order of preference, for GPUs that support several.
 _TABLE = (
-    # Two E2M1 numbers per byte, E4M3 scales, and a float32 scale over them.
+    # Two E2M1 numbers per byte, an E4M3 scale per block, and a float32 scale that multiplies the blocks' scales.
     NumberFormat(
         name="nvfp4",
         codes=E2M1,
@@ -190,7 +191,7 @@ _TABLE = (
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
-    # −127 … 127, with a bfloat16 scale per token: read by the final projection, by the soft embedding and by the host.
+    # −127 … 127, times a bfloat16 scale per token. The final projection, the soft embedding and the host read it.
     NumberFormat(
         name="int8",
         codes=INT8,
@@ -228,10 +229,10 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Return the format that needs the newest GPU; if there are several, the narrowest of them."""
+    """Return the name of the format that needs the newest GPU; if there are several, of the narrowest of these."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 
 def weight_limits() -> dict[str | None, float]:
-    """Return the relative error that a matrix may have, by format; None is for unquantized ones."""
+    """Return the largest accepted relative error of a matrix, by format; None is for unquantized matrices."""
     return {None: 0.005, **{name: each.weight_error for name, each in FORMATS.items()}}

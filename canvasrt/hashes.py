@@ -15,7 +15,7 @@ from typing import Any
 
 from canvasrt.progress import listener
 
-# Smaller files are always hashed, which is as fast as a lookup.
+# Smaller files are always hashed, because that is as fast as looking up a cached hash.
 LARGE_FILE = 1 << 24
 # A file's hash is cached only if its last change is this many nanoseconds ago. Until then, the file may change again
 # with the same timestamps.
@@ -31,7 +31,7 @@ def canonical(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
-# What an error says of a file that differs from its manifest.
+# An error's text about a file that differs from its manifest.
 DIFFERS = "differs from the manifest (SHA-256)"
 
 

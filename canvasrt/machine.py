@@ -43,7 +43,7 @@ class Gpu:
 
     @property
     def driver_number(self) -> int:
-        """The driver's release, for example 580; a large one for an unknown form."""
+        """The driver's release, for example 580; if its form is unknown, a large number."""
         number = self.driver.partition(".")[0]
         return int(number) if number.isdecimal() else 10**6
 
@@ -58,7 +58,7 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return this machine's NVIDIA GPUs, of those that CUDA_VISIBLE_DEVICES names if it is set."""
+    """Return this machine's NVIDIA GPUs. If CUDA_VISIBLE_DEVICES is set, return only the GPUs that it names."""
     names = os.environ.get(VISIBLE)
     if names is None:
         return _listed()
@@ -67,7 +67,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs in a list of nvidia-smi's numbers, UUIDs or prefixes of UUIDs."""
+    """Return the GPUs that `names` lists, each by nvidia-smi's number, its UUID or a prefix of its UUID."""
     found = []
     for name in filter(None, map(str.strip, names.split(","))):
         of_uuid = [gpu for gpu in listed if gpu.uuid and gpu.uuid.startswith(name)]
@@ -79,7 +79,7 @@ def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
 
 @cache
 def _listed() -> tuple[Gpu, ...]:
-    """Return nvidia-smi's list of GPUs; empty if it is missing or does not answer."""
+    """Return nvidia-smi's list of GPUs; empty if nvidia-smi is missing or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -91,7 +91,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi's table. Unified memory, which is reported as [N/A], is the host's memory."""
+    """Parse one line of nvidia-smi's table. For unified memory, which it reports as [N/A], return the host's memory."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None
@@ -114,7 +114,7 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the free memory, or the rest of a container's limit if that is less."""
+    """Return the free memory, or what is left of the container's limit if that is less."""
     free = memory_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -162,7 +162,7 @@ def has_gpu(target: Target) -> bool:
 
 
 def description() -> dict[str, Any]:
-    """Return architecture, processors, memory and free disk space of this machine."""
+    """Return this machine's system, architecture, processors, memory, free disk space and GPUs."""
     return {
         "system": platform.system(),
         "architecture": platform.machine(),

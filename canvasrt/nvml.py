@@ -11,7 +11,7 @@ from canvasrt import machine
 
 
 class Gauge(NamedTuple):
-    """One number of a GPU. `read` gets the library's module and the GPU's handle."""
+    """One number that describes a GPU's state. `read` gets the library's module and the GPU's handle."""
 
     about: str
     read: Callable[[Any, Any], float]
@@ -44,7 +44,7 @@ GAUGES = {
 
 
 def readings() -> dict[str, dict[str, float]]:
-    """Return the available gauges by GPU's UUID; empty without GPUs."""
+    """Return the available gauges by UUID of the GPU; empty if there are no GPUs."""
     nvml, found = _library(), {}
     for gpu in machine.gpus() if nvml else ():
         values = {}
@@ -59,7 +59,7 @@ def readings() -> dict[str, dict[str, float]]:
 
 @cache
 def _library() -> Any:
-    """Return the module, ready for calls; None if it or the driver is missing."""
+    """Return the library's module, initialized; None if the module or the driver is missing."""
     try:
         import pynvml
 

@@ -14,13 +14,13 @@ class CommandOption:
     """The description of an option, in addition to its field's name, type and default.
 
     Attributes:
-        help: one sentence; empty if there is only the variable.
-        flag: the option, with short or negative forms after it, such as `--log/--no-log`; empty for the field's name.
-        metavar: what stands for the value in the help.
+        help: one sentence; empty if only the variable sets the value.
+        flag: the option and its short or negative form, such as `--log/--no-log`; empty if it is the field's name.
+        metavar: the word that stands for the value in the help.
         least, most: limits of a number.
-        shown: the default in the help, if it is not the field's.
-        variable: an environment variable that sets it too.
-        read: parses the variable's text, and the command line's; ValueError says what is wrong with it.
+        shown: the default that the help shows, if it is not the field's default.
+        variable: an environment variable that also sets the value.
+        read: parses text from the variable or the command line; its ValueError says what is wrong with the text.
     """
 
     help: str
@@ -44,7 +44,7 @@ def port_option(help: str, **more: Any) -> dict[str, Any]:
 
 
 def limit_option(help: str, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a field that bounds what callers may ask for. None stands for no limit."""
+    """Return the metadata of a field that limits what callers can ask for. The value None means no limit."""
     return option(help, **{"metavar": "N", "least": 1, "shown": "none"} | more)
 
 
@@ -60,21 +60,21 @@ def flags_of(name: str, of: CommandOption) -> list[str]:
 
 
 def read_port(text: str) -> int:
-    """Return a port number."""
+    """Parse a port number."""
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise ValueError("not a port number")
     return int(text)
 
 
 def read_count(text: str) -> int:
-    """Return a whole number above 0."""
+    """Parse a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("not a whole number above 0")
     return int(text)
 
 
 def read_switch(text: str) -> bool:
-    """Return whether a switch is on."""
+    """Parse a switch: return whether it is on."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in words:
         raise ValueError("not 0 or 1")
@@ -82,7 +82,7 @@ def read_switch(text: str) -> bool:
 
 
 def read_names(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list, each once."""
+    """Return the names in a comma-separated list, without duplicates."""
     names = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
     if not names:
         raise ValueError("contains no name")

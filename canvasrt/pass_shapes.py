@@ -12,24 +12,24 @@ from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import PREFILL_CHUNK
 
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
-# Rows per expert are a multiple of this.
+# The number of rows per expert is a multiple of this.
 SLOT_UNIT = 16
-# Rows per block of one expert, for rows sorted by expert: the fewest that tensor cores multiply, since larger blocks
-# would have more empty rows.
+# If rows are sorted by expert, an expert's rows fill blocks of this many. It is the fewest that tensor cores multiply,
+# since larger blocks would have more empty rows.
 BLOCK_ROWS = 16
 # The graph dimensions of experts with slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
-# Tokens per encoding pass. Up to `ROOMY` tokens, every expert has a row for every token.
+# Numbers of tokens per encoding pass. In passes of up to `ROOMY` tokens, every expert has a row for every token.
 LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
-# Cache widths are a multiple of this, so that every request's part starts at an aligned address.
+# Cache widths, in tokens, are a multiple of this, so that every request's part starts at an aligned address.
 UNIT = 64
-# Maximum number of widths of a full layer's past, and the smallest width in tokens.
+# The maximum number of cache widths of a full layer, and the smallest width in tokens.
 WIDTHS, FIRST_WIDTH = 5, 2048
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """One kind of pass: `batch` requests of `length` tokens, `capacity` rows per expert, `width` cached tokens."""
+    """The shape of a pass: `batch` requests of `length` tokens, `capacity` rows per expert, `width` cached tokens."""
 
     phase: str
     batch: int
@@ -65,17 +65,17 @@ class PassPlan:
     """The sizes of one model's passes. Tuples are in ascending order.
 
     Attributes:
-        canvas: tokens of a canvas.
-        batch: canvases of a shared pass, which always has this number.
-        lengths: tokens of encoding passes, each of one request.
-        encode_rows: rows per expert, by encoding pass.
+        canvas: number of tokens in a canvas.
+        batch: number of canvases in a shared pass; unused places are padding.
+        lengths: possible numbers of tokens in an encoding pass, which is for one request.
+        encode_rows: rows per expert for each of `lengths`.
         roomy: length of the encoding pass in which no expert can overflow.
-        canvas_rows: possible rows per expert of a pass over one canvas.
-        batch_rows: rows per expert of a shared pass.
+        canvas_rows: possible numbers of rows per expert in a pass over one canvas.
+        batch_rows: rows per expert in a shared pass.
         widths: possible numbers of cached tokens that a pass reads in a full layer.
-        window: cached tokens of a sliding layer.
-        shares: whether requests may share denoising passes. A request's result must not depend on the number or length
-        of others, so all shared passes have the last width.
+        window: number of cached tokens that a pass reads in a sliding layer.
+        shares: whether requests share denoising passes. A request's result must not depend on how many other requests
+            there are or how long they are, so all shared passes have the last width.
     """
 
     canvas: int
@@ -100,7 +100,7 @@ class PassPlan:
         return max(self.roomy, self.batch_rows, *self.encode_rows, *self.canvas_rows)
 
     def cached(self, layer: Layer) -> int:
-        """Return the maximum number of cached tokens in layers of a kind."""
+        """Return the maximum number of cached tokens in layers like this one, sliding or full."""
         return self.window if layer.kind == "sliding" else self.widths[-1]
 
     def within(self, context: int) -> PassPlan:
@@ -121,7 +121,7 @@ class PassPlan:
     def encode(self, tokens: int, width: int) -> PassShape:
         """Return the shape of the pass that encodes one request's `tokens`.
 
-        For long pasts there are fewer lengths, because padding is cheap in comparison.
+        For large widths there are fewer lengths, because padding is cheap in comparison.
         """
         length = round_up(tokens, self.lengths)
         if width > self.widths[0]:
@@ -130,12 +130,12 @@ class PassPlan:
         return PassShape(ENCODE, 1, length, rows, width)
 
     def without_overflow(self) -> PassShape:
-        """Return the shape of the encoding pass in which no expert can overflow. Because it is rare, there is only one,
-        with the widest past."""
+        """Return the shape of the encoding pass in which no expert can overflow. There is only one, with the largest
+        width, because such passes are rare."""
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
     def denoise(self, width: int, load: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `load`: the maximum number of tokens per expert so far."""
+        """Return the shape of one request's denoising pass. `load`: the most tokens that an expert got so far."""
         rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
@@ -146,8 +146,8 @@ class PassPlan:
     def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
         """Return the shape of the pass that denoises one request's small canvas, followed by padding.
 
-        Short canvases use the shapes of encoding passes, so that no other shapes are compiled. If none of these is
-        smaller, they use the shape of a whole canvas.
+        Small canvases use the shapes of encoding passes, so that no further shapes are compiled. A canvas for which no
+        such shape is small enough uses the shape of a whole canvas.
         """
         if canvas < self.canvas:
             shape = self.encode(canvas, width)
@@ -167,10 +167,10 @@ class PassPlan:
         yield from dict.fromkeys([*shapes, self.without_overflow()])
 
     def at_start(self, canvas_sizes: Sequence[int]) -> list[tuple[PassShape, int, int]]:
-        """Return the passes that a start runs: shape, canvas, and place in the batch.
+        """Return the passes that a start runs: each one's shape, canvas length, and place in the batch.
 
         Every place keeps its latest captured graph. So the shape with which most requests start comes last: a whole
-        canvas, a short past and the fewest expert slots.
+        canvas, few cached tokens and the fewest expert slots.
         """
         narrow = self.widths[0]
         usual = self.denoise(narrow), self.canvas
@@ -180,7 +180,7 @@ class PassPlan:
         return [*first, *((*usual, place) for place in range(self.batch))]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as in the manifest: without shared passes."""
+        """Return the plan as in the manifest, which does not say whether passes are shared."""
         data = asdict(self)
         del data["shares"]
         return data
@@ -198,9 +198,9 @@ class PassPlan:
 def plan_passes(
     model: ModelConfig, max_context: int, max_batch: int, prefill_chunk: int = PREFILL_CHUNK
 ) -> PassPlan:
-    """Return the plan for up to `max_batch` requests of `max_context` tokens, with slots for experts.
+    """Return the plan for up to `max_batch` requests of up to `max_context` tokens, if experts have slots.
 
-    `prefill_chunk`: maximum tokens of an encoding pass.
+    `prefill_chunk`: maximum number of tokens in an encoding pass.
     """
     canvas = model.canvas_length
     longest = max(canvas, min(prefill_chunk, max_context))
@@ -232,15 +232,15 @@ def usual_capacity(model: ModelConfig, tokens: int) -> int:
 
 
 def encode_capacity(model: ModelConfig, length: int) -> int:
-    """Return the rows per expert of an encoding pass: one per token, up to `ROOMY`."""
+    """Return the rows per expert of an encoding pass: one row per token in passes of up to `ROOMY` tokens."""
     return length if length <= ROOMY else usual_capacity(model, length)
 
 
 def capacities(model: ModelConfig) -> tuple[int, ...]:
-    """Return the possible rows per expert of a pass over one request's canvas, ascending.
+    """Return the possible numbers of rows per expert of a pass over one request's canvas, ascending.
 
-    The first suffices for near-uniform routing; the second if half of the tokens, such as padding, have the same
-    experts; the last for all tokens.
+    The first suffices if routing is near-uniform; the second if half of the tokens, such as padding, have the same
+    experts; the last even if all tokens do.
     """
     tokens = model.canvas_length
     middle = tokens // 2 + usual_capacity(model, tokens // 2)
@@ -264,10 +264,10 @@ def canvas_sizes(length: int) -> tuple[int, ...]:
 
 
 def widths(most: int) -> tuple[int, ...]:
-    """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
+    """Return the cache widths for up to `most` cached tokens: powers of two, then `most`.
 
-    There are at most `WIDTHS`. If that leaves out powers of two, low widths differ by a factor of four or more, since
-    short pasts cost little.
+    There are at most `WIDTHS` widths. If some powers of two must be left out, small widths are a factor of four or more
+    apart, since reading few cached tokens costs little.
     """
     powers = [FIRST_WIDTH]
     while 2 * powers[-1] < most:

@@ -1,4 +1,4 @@
-"""Progress of long-running work: the work calls `report`; its caller may listen."""
+"""Progress of long-running work: the work calls `report`, and its caller can listen to the reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 # Called with (description of the work, units done, total units). If the total is 0, the length of the work is unknown;
-# it ends when other work is reported.
+# such work ends when different work is reported.
 Progress = Callable[[str, int, int], None]
 
 
@@ -34,7 +34,7 @@ def report(what: str, done: int = 0, total: int = 0) -> None:
 
 
 def listener() -> Progress:
-    """Return the listener for use on another thread. Threads do not inherit it."""
+    """Return the listener, for use on another thread. (Threads do not inherit the listener.)"""
     return _listener.get()
 
 

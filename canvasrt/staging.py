@@ -29,7 +29,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 def staging(out: Path | str) -> Iterator[Path]:
     """Yield a folder that is renamed to `out` when the `with` block ends without an exception.
 
-    After an exception, an interrupt or SIGTERM, the folder is removed. Leftovers of killed processes are also removed.
+    After an exception, an interrupt or SIGTERM, the folder is removed. So are folders that killed processes left.
     Raises CanvasError if `out` is not empty, or if the disk is full.
     """
     out = Path(out).expanduser().resolve()
@@ -57,7 +57,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                # The destination may already have this result, or another process's.
+                # A parent may already contain this result, or another process's.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
@@ -172,7 +172,7 @@ def _locked(tmp: Path) -> Iterator[None]:
     """Hold a lock on a folder, which shows other processes that its writer is alive."""
     handle = os.open(tmp, os.O_RDONLY)
     try:
-        # On a filesystem without locks, the process id in the name is used.
+        # On a filesystem without locks, only the process id in the folder's name shows it.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -181,7 +181,7 @@ def _locked(tmp: Path) -> Iterator[None]:
 
 
 def remove_stale(folder: Path, name: str = "") -> None:
-    """Remove a folder's partial folders whose process has ended: those for `name`, or all."""
+    """Remove partial folders in `folder` whose process has ended. If `name` is given, remove only those for `name`."""
     for found in folder.glob(f".{glob.escape(name) or '*'}.partial-*"):
         pid = found.name.rpartition("-")[2]
         if pid.isdigit() and not _is_running(int(pid)) and not _is_locked(found):
@@ -237,7 +237,7 @@ def signals_raise() -> Iterator[None]:
 
 
 def system_error(error: Exception) -> CanvasError | None:
-    """Return the CanvasError for an error of the system, such as a full disk; None for a bug."""
+    """Return the CanvasError for an error of the system, such as a full disk; None for any other error, a bug."""
     if is_disk_full(error, None):
         return CanvasError("no space left on the disk", "free some space, or write to another disk")
     if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):

@@ -20,8 +20,8 @@ class Target:
         capability: the GPU's compute capability; None for a CPU.
         memory: the GPU's memory in bytes; None if it depends on the host.
         precision: the default of `--precision`.
-        recipe: the default recipe for the precision; None is the recipe of the same name.
-        newer: further capabilities on which the same engines run.
+        recipe: the default recipe for the precision; None means the recipe that has the precision's name.
+        newer: further compute capabilities on which the same engines run.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Target:
 _ANY = (99, 0)
 _RTX: BuilderName = "tensorrt-rtx"
 _TRT: BuilderName = "tensorrt"
-# No measurable loss of quality, for 1 to 12% more predicted time than `nvfp4`, depending on GPU and batch
-# (docs/performance.md).
+# This recipe has no measurable loss of quality, and takes 1 to 12% more predicted time than `nvfp4`, depending on GPU
+# and batch (docs/performance.md).
 _MIXED = "nvfp4-mixed"
 TARGETS: tuple[Target, ...] = (
     Target("cpu", "none", None, None, "onnxruntime", "fp32", host="any"),
@@ -124,7 +124,7 @@ _BY_NAME = {target.name: target for target in TARGETS}
 
 
 def find_target(name: str) -> Target:
-    """Return the target of that name. UsageError lists the valid ones."""
+    """Return the target of that name. For any other name, raises UsageError, which lists the valid names."""
     target = _BY_NAME.get(name.strip().lower())
     if target is None:
         raise UsageError(f"unknown target {name.strip()!r}", f"give one of {', '.join(_BY_NAME)}")
@@ -140,7 +140,8 @@ def parse_targets(names: str) -> tuple[Target, ...]:
 
 
 def check_precision(target: Target, precision: str | None) -> str:
-    """Return the precision of a build; for None, the target's first. UsageError lists the valid ones."""
+    """Return the precision of a build; for None, the target's first precision. If the target does not support it, raise
+    UsageError, which lists the valid precisions."""
     if precision is None:
         return target.precisions[0]
     if precision not in target.precisions:

@@ -26,5 +26,5 @@ class Watch:
 
     @property
     def since(self) -> float:
-        """When the oldest task began, on the monotonic clock; infinity if none runs."""
+        """When the oldest running task began, on the monotonic clock; infinity if no task runs."""
         return min(list(self._began.values()), default=math.inf)

@@ -18,10 +18,10 @@ from canvasrt.graphs.table import split_table
 
 
 def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[Path], Path]:
-    """Rewrite graph files. `bodies` is a subset of them, whose nodes that only depend on positions move to a new
-    graph.
+    """Rewrite graph files. Nodes of `bodies`, which are some of these files, move to a new graph if they only depend on
+    positions.
 
-    Weights stay in their files. Return the rewritten files and the new one.
+    Weights stay in their files. Return the rewritten files and the new graph's file.
     """
     models = {file: ir.load(file) for file in files}
     rewritten = [file for file, model in models.items() if rewrite_graph(model) or file in bodies]

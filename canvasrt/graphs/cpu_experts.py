@@ -1,7 +1,7 @@
 """Experts for a CPU, which only multiply the rows that are routed to them.
 
-The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time,
-and ONNX Runtime packs only constant matrices ahead, which doubled the measured throughput.
+The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. Also, ONNX
+Runtime packs matrices ahead only if they are constants, as here; packing doubled the measured throughput.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from canvasrt.graphs.names import CODES, DOMAIN, SLOTS, UNPACK
 def split_experts(model: ir.Model) -> bool:
     """Rewrite the experts of every layer of a body graph in place. Return False if there is nothing to rewrite.
 
-    Rows are sorted by expert, split at the experts' counts, and put back in order. No slots are needed, so their inputs
-    and the output `load` are removed. The weights stay where they are, in the graph's external data. Only plain and
-    INT4 weights are handled; `lower` makes the others plain first.
+    Rows are sorted by expert, split into each expert's rows, and put back in order. No slots are needed, so the inputs
+    that describe slots and the output `load` are removed. The weights stay where they are, in the graph's external
+    data. Only plain and INT4 weights are handled; `lower` makes weights in all other formats plain first.
     """
     graph = model.graph
     weights = _weights(graph)
@@ -54,8 +54,8 @@ def split_experts(model: ir.Model) -> bool:
 
 
 class _Stack:
-    """All experts' matrices `[E, out, in]`: plain values, or INT4 codes with scales; and the node that multiplies by
-    them."""
+    """All experts' matrices `[E, out, in]`, as plain values or as INT4 codes and scales, and the node that multiplies
+    by them."""
 
     def __init__(self, values: ir.Value, scales: ir.Value | None, plain: ir.Value) -> None:
         self.values, self.scales = values, scales
@@ -63,8 +63,8 @@ class _Stack:
         self.product = self._find(plain)
 
     def _find(self, plain: ir.Value) -> ir.Node | None:
-        """Return the MatMul over the transposed weight. None for a graph in a different form, and for weights that are
-        not external data."""
+        """Return the MatMul that reads the transposed weight, or None if the graph has a different form or the weight
+        is not external data."""
         node = plain
         for kind in ("Transpose", "MatMul"):
             users = node.consumers()
@@ -89,7 +89,7 @@ class _Stack:
 
 
 def _weights(graph: ir.Graph) -> dict[str, _Stack]:
-    """Return the experts' stacked weights by name; they are plain or in INT4."""
+    """Return the experts' stacked weights, plain or INT4, keyed by name."""
     found = {
         name: _Stack(value, None, value)
         for name, value in graph.initializers.items()
@@ -125,7 +125,10 @@ class _Layer:
         self._mixed = _sum(weighted)
 
     def rewrite(self) -> None:
-        """Compute each token's weighted sum `[1, T, D]` from `x` `[T, D]`, and the chosen experts and shares `[T, k]`."""
+        """Compute each token's weighted sum of results `[1, T, D]`.
+
+        It is computed from `x` `[T, D]`, the chosen experts `[T, k]` and their shares `[T, k]`.
+        """
         inner, size = self._gate_up.rows // 2, self._down.rows
         order, sizes, place, top_k = self._sort()
         token = self._add("Div", [order, top_k], "token")
@@ -135,7 +138,7 @@ class _Layer:
         gelu = self._add("Gelu", [gate], "gelu", approximate="tanh")
         gated = self._round(self._add("Mul", [gelu, up], "gated"))
         result = self._multiply(gated, sizes, self._down, "down")
-        # A matrix product with the shares reads each token's rows once, and its result is smaller.
+        # Multiplying by the shares as a matrix reads each token's rows once, and writes only their sum.
         back = self._add("Gather", [result, place], "back", axis=0)
         one_row = self._constant("one_row", [-1, 1, self._top_k])
         wide = self._add("Reshape", [self._shares, one_row], "weights")
@@ -145,11 +148,12 @@ class _Layer:
         replace(self._mixed.outputs[0], total)
 
     def _sort(self) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-        """Return the order `[T·k]` by expert, the experts' counts `[E]`, each choice's place `[T, k]`, and k."""
+        """Return the choices' order by expert `[T·k]`, how many each expert has `[E]`, each choice's place in the order
+        `[T, k]`, and k."""
         zero, one = self._constant("zero", 0), self._constant("one", 1)
         top_k = self._constant("top_k", [self._top_k])
         flat = self._add("Reshape", [self._index, self._constant("all", [-1])], "flat")
-        # Every layer computes the number of tokens by the same nodes, which ONNX Runtime runs once.
+        # All layers count the tokens by equal nodes, so ONNX Runtime merges these nodes and runs them once.
         positions = next(each for each in self._graph.inputs if each.name == "positions")
         tokens = self._add("Shape", [positions], "tokens")
         count = self._add("Mul", [self._add("ReduceProd", [tokens], "total"), top_k], "count")
@@ -172,8 +176,8 @@ class _Layer:
         return order, sizes, place, top_k
 
     def _round(self, gated: ir.Value) -> ir.Value:
-        """Round `gated` as a quantized graph does before its second product. Rounding is by row, so
-        order does not matter."""
+        """Round `gated` as a quantized graph does before its second product. Each row is rounded by itself, so the
+        order of rows does not matter."""
         assert self._down.product is not None
         node = input_of(self._down.product).producer()
         if node is None or node.domain != DOMAIN:
@@ -203,8 +207,7 @@ class _Layer:
 
 
 def _sum(weighted: ir.Node) -> ir.Node:
-    """Return the last node of the sum over a token's experts, which may be written in two
-    halves."""
+    """Return the last node that adds up the results of a token's experts; the graph may add them in two halves."""
     node, users = weighted, weighted.outputs[0].consumers()
     while len(users) > 1 or users[0].op_type != "RMSNormalization":
         node = users[0]

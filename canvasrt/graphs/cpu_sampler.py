@@ -1,8 +1,8 @@
-"""Rewrites the sampler for a CPU, with fewer sweeps over the vocabulary.
+"""Rewrites the sampler for a CPU, so that it sweeps over the vocabulary fewer times.
 
-The exported form has unnormalised probabilities, which suits 16 bits. In float32, normalised probabilities need no
-separate sums, and ONNX Runtime's LogSoftmax processes rows in the cache. Softcap and temperature become one factor
-before the tanh, on hidden states, and one factor after it.
+The exported form computes unnormalised probabilities, because they suit 16 bits. In float32, normalised probabilities
+need no separate sums, and ONNX Runtime's LogSoftmax processes rows in the cache. Softcap and temperature become one
+factor before the tanh, which multiplies hidden states, and one factor after it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import onnx_ir as ir
 from canvasrt.graphs.edit import drop_unused, input_of, insert, made_by, replace, user
 from canvasrt.graphs.names import DOMAIN
 
-# The nodes of the exported sampler, backwards from the probabilities to the products with the table.
+# The exported sampler's nodes, listed backwards: from the probabilities to the product with the embedding table.
 _CHAIN = ("Exp", "Sub", "Div", "Mul", "Tanh", "Div")
 
 
 def shorten_sampler(model: ir.Model) -> bool:
     """Rewrite a head graph in place. Only rounding errors of results change.
 
-    Return False for graphs without a sampler, and for graphs that quantize probabilities, which must be unnormalised.
+    Return False for graphs without a sampler, and for graphs that quantize probabilities, because those must stay
+    unnormalised.
     """
     graph = model.graph
     chain = _chain(graph)
@@ -44,7 +45,7 @@ def shorten_sampler(model: ir.Model) -> bool:
     tanh.replace_input_with(0, input_of(shrunk))
     factor = insert(cooled, "Div", [cap, input_of(cooled, 1)], f"{cooled.name}_factor")
     logits = insert(cooled, "Mul", [tanh.outputs[0], factor], f"{cooled.name}_logits")
-    # Log-probabilities replace the merely shifted logits, so probabilities sum to 1.
+    # Log-probabilities replace logits minus their maximum, so probabilities sum to 1.
     normalised = insert(shift, "LogSoftmax", [logits], f"{shift.name}_normalised", axis=-1)
     replace(shift.outputs[0], normalised)
     replace(
@@ -57,18 +58,19 @@ def shorten_sampler(model: ir.Model) -> bool:
 
 
 def _norm(graph: ir.Graph) -> ir.Node | None:
-    """Return the norm, which must be the only reader of the hidden states."""
+    """Return the norm if it is the only reader of the hidden states; None otherwise."""
     readers = [node for each in graph.inputs if each.name == "hidden" for node in each.consumers()]
     return readers[0] if [each.op_type for each in readers] == ["RMSNormalization"] else None
 
 
 def _chain(graph: ir.Graph) -> list[ir.Node] | None:
-    """Return the nodes of `_CHAIN`; None if the graph has other nodes there."""
+    """Return the nodes that match `_CHAIN`; None if the graph has other nodes there, or if it quantizes the products'
+    inputs."""
     exps = [node for node in graph if node.op_type == "Exp"]
     norm = _norm(graph)
     if len(exps) != 1 or norm is None:
         return None
-    # Quantized products round their inputs.
+    # In a quantized graph, a node of this domain rounds each product's input.
     both = (exps[0].outputs[0], norm.outputs[0])
     if any(node.domain == DOMAIN for value in both for node in _readers(value)):
         return None

@@ -1,4 +1,4 @@
-"""Edits of loaded graphs, whose weights stay in external data."""
+"""Edits loaded graphs, and leaves their weights in external data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def insert(
     domain: str = "",
     **attributes: Any,
 ) -> ir.Value:
-    """Insert a node whose outputs have these names; an empty name leaves an output out. Return the first output."""
+    """Insert a node before `before`. Its outputs get `names`; an empty name omits one. Return the first output."""
     node = ir.node(
         kind,
         inputs,
@@ -39,7 +39,7 @@ def insert(
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
-    """Replace `old` by `new` everywhere; `new` takes its name."""
+    """Replace `old` by `new` everywhere; `new` gets the name of `old`."""
     new.type, new.shape = old.type, old.shape
     new.name, old.name = old.name, f"{old.name}_before"
     old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -51,7 +51,7 @@ def drop_unused(model: ir.Model) -> None:
 
 
 def input_of(node: ir.Node, place: int = 0) -> ir.Value:
-    """Return a node's mandatory input. Raises ValueError if it is absent."""
+    """Return a node's input number `place`. Raises ValueError if the node omits that input."""
     value = node.inputs[place]
     if value is None:
         raise ValueError(f"{node.name} has no input {place}")
@@ -59,19 +59,19 @@ def input_of(node: ir.Node, place: int = 0) -> ir.Value:
 
 
 def made_by(value: ir.Value | None, kind: str) -> ir.Node | None:
-    """Return the node that computes a value, if it is of this kind."""
+    """Return the node that computes a value, or None if its operator is not `kind`."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == kind else None
 
 
 def user(value: ir.Value, kind: str) -> ir.Node:
-    """Return the only node of the type `kind` that reads `value`."""
+    """Return the only node with the operator `kind` that reads `value`."""
     (found,) = (node for node in value.consumers() if node.op_type == kind)
     return found
 
 
 def next_node(value: ir.Value, kind: str) -> ir.Node:
-    """Return the first node of a kind along a chain of single users."""
+    """Return the first node with the operator `kind` after `value`. Every value on the way has exactly one reader."""
     while True:
         (node,) = value.consumers()
         if node.op_type == kind:
@@ -80,7 +80,7 @@ def next_node(value: ir.Value, kind: str) -> ir.Node:
 
 
 def ancestors(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield the nodes that compute a value, nearest first."""
+    """Yield all nodes that a value is computed by, directly or indirectly, nearest first."""
     queue, seen = [value], {value}
     while queue:
         node = queue.pop(0).producer()
@@ -92,7 +92,8 @@ def ancestors(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def is_constant(value: ir.Value) -> bool:
-    """Return whether a value depends on no input: a weight or a constant, possibly transposed, cast or scaled."""
+    """Return whether a value depends on no input of the graph: it is a weight or constant, possibly transposed, cast or
+    scaled."""
     node = value.producer()
     if node is None:
         return value.is_initializer()
@@ -102,7 +103,7 @@ def is_constant(value: ir.Value) -> bool:
 
 
 def integers_of(value: ir.Value | None) -> list[int] | None:
-    """Return a constant's integers, even if it was cast or reshaped; None for a computed value."""
+    """Return a constant's integers, even if the graph casts or reshapes it; None for any other value."""
     while value is not None and (node := value.producer()) is not None:
         if node.op_type not in ("Cast", "Reshape"):
             break
@@ -121,7 +122,7 @@ def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
 def part(
     graph: ir.Graph, whole: ir.Value, name: str, shape: Sequence[int], first: int = 0
 ) -> ir.Value:
-    """Add an initializer that shares the bytes of another one, starting at index `first` of the first axis."""
+    """Add an initializer that shares bytes of the initializer `whole`, from index `first` of its first axis on."""
     tensor = whole.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     row = tensor.nbytes // tensor.shape.numpy()[0]

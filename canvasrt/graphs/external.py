@@ -1,4 +1,4 @@
-"""Weights of ONNX graphs as external data, written and read in pieces, so no graph has to fit in memory."""
+"""Writes and reads weights of ONNX graphs as external data, in pieces, so that no graph has to fit in memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PIECE = 1 << 26
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight as bytes: name, dtype and shape in the graph, and a source of its little-endian
-    bytes in pieces."""
+    """A weight to write: its name, dtype and shape in the graph, and a function that yields its little-endian bytes in
+    pieces."""
 
     name: str
     dtype: ir.DataType
@@ -33,7 +33,7 @@ class Stored:
 
 
 def stored(name: str, dtype: ir.DataType, shape: Iterable[int], data: np.ndarray) -> Stored:
-    """Return a weight with an array's bytes."""
+    """Return a weight whose bytes are the array `data`."""
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return Stored(name, dtype, tuple(shape), lambda: [flat.data])
 
@@ -57,7 +57,7 @@ def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
 
 
 def mapped(tensor: ir.ExternalTensor) -> np.ndarray:
-    """Return external data, memory-mapped from its file."""
+    """Return a tensor's bytes, memory-mapped from its file."""
     size = int(tensor.length if tensor.length is not None else tensor.nbytes)
     return np.memmap(tensor.path, np.uint8, "r", int(tensor.offset or 0), (size,))
 

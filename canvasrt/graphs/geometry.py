@@ -1,6 +1,6 @@
 """Moves masks, rotations and sizes, which only depend on positions, to a graph that runs once per block.
 
-In a small model, a quarter of a body's nodes compute these values in every pass.
+Without that graph, a quarter of a small model's body nodes would compute these values again in every pass.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from canvasrt.graphs import external
 from canvasrt.graphs.edit import drop_unused
 from canvasrt.graphs.names import PAST
 
-# Inputs of a body, other than cached keys and values, that are constant during a pass.
+# Prefixes of the inputs that are equal for all bodies of a pass, unlike hidden states, cached keys and values.
 _FIXED = ("positions", "groups", "causal", "past_positions_")
 
 
 def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
-    """Move all nodes of body graphs that only depend on positions to one graph, and return it.
+    """Move the body graphs' nodes that only depend on positions to a new graph, and return that graph.
 
-    Bodies are rewritten in place. They read the new graph's values as inputs; equal values have equal names, so bodies
-    share them. They take cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
+    Bodies are rewritten in place, and read the new graph's outputs as inputs. If several bodies need a value, all read
+    the same output. Bodies then take cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
     """
     geometry = _Geometry()
     taken = [geometry.take(body.graph) for body in bodies]
@@ -42,7 +42,7 @@ def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
     ShapeInferencePass()(model)
     for value in outputs:
         assert value.shape is not None, f"the shape of {value.name} is unknown"
-        # Names of sizes are only valid in one graph.
+        # Names of dynamic sizes are only valid within one graph.
         value.shape = ir.Shape([each if isinstance(each, int) else None for each in value.shape])
     for body, values in zip(bodies, taken, strict=True):
         _read_geometry(body, values)
@@ -59,8 +59,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. Return the values that its other nodes read, as pairs: the
-        value in the body, and the same in this graph."""
+        """Add a body's nodes that depend on positions alone. For each of their values that the body's remaining nodes
+        read, map it to the equal value in this graph, and return the mapping."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}
@@ -68,7 +68,7 @@ class _Geometry:
         constant = {value for value in graph.initializers.values() if _is_shared(value)}
         for node in graph:
             read = {value for value in node.inputs if value is not None}
-            if read <= constant:  # each graph keeps its own constants
+            if read <= constant:  # constants stay in their graph
                 constant |= set(node.outputs)
             elif read <= here.keys() | inputs | constant:
                 names = [None if each is None else self._value(each, here) for each in node.inputs]
@@ -81,7 +81,7 @@ class _Geometry:
         }
 
     def _value(self, value: ir.Value, here: dict[ir.Value, ir.Value]) -> ir.Value:
-        """Return the value in this graph for a body's value."""
+        """Return this graph's equivalent of a body's value."""
         if value in here:
             return here[value]
         node = value.producer()
@@ -115,7 +115,7 @@ class _Geometry:
         return self._made[key]
 
     def _weight(self, value: ir.Value) -> ir.Value:
-        """Return a body's weight with its data; its name is derived from its content."""
+        """Return this graph's copy of a body's weight, named by a hash of its content."""
         tensor = value.const_value
         assert tensor is not None
         data = b"".join(external.pieces(tensor))
@@ -130,12 +130,12 @@ class _Geometry:
 
 
 def _is_shared(value: ir.Value) -> bool:
-    """Return whether a weight is a constant, not learnt."""
+    """Return whether an initializer is a constant rather than a layer's learnt weight."""
     return not str(value.name).startswith("layers.")
 
 
 def _ask_positions_for_sizes(graph: ir.Graph) -> None:
-    """Read the length of a past from its positions instead of its keys."""
+    """Read the number of cached tokens from their positions instead of from their keys or values."""
     positions = {
         _size(value, 1): value
         for value in graph.inputs
@@ -155,7 +155,7 @@ def _ask_positions_for_sizes(graph: ir.Graph) -> None:
 
 
 def _take_flat_pasts(graph: ir.Graph) -> None:
-    """Take cached keys and values in the shape that a Reshape gave them."""
+    """Give the inputs for cached keys and values the shape that a Reshape brings them to, and remove the Reshape."""
     for past in _pasts(graph):
         for node in past.consumers():
             assert node.op_type == "Reshape", f"{past.name} is read as octets"
@@ -172,13 +172,13 @@ def _pasts(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _size(value: ir.Value, axis: int) -> str:
-    """Return the name of a dynamic size."""
+    """Return the name of the dynamic size of an axis."""
     assert value.shape is not None
     return str(value.shape[axis])
 
 
 def _read_geometry(body: ir.Model, values: dict[ir.Value, ir.Value]) -> None:
-    """Make a body read the geometry's values as inputs."""
+    """Make a body read the geometry graph's values as inputs instead of computing them."""
     graph = body.graph
     given: dict[str, ir.Value] = {}
     for value, there in values.items():

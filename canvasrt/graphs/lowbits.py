@@ -1,6 +1,6 @@
-"""Packed numbers in NumPy: codes of few bits under scales, and bfloat16.
+"""Packed numbers in NumPy: codes of few bits, which scales multiply, and bfloat16.
 
-Bits are uint8: an 8-bit code per byte, or two 4-bit codes, the first one in the low four bits.
+Codes are stored as uint8: one 8-bit code per byte, or two 4-bit codes, the first of them in the low four bits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from canvasrt.formats import FORMATS, Codes
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-# XOR with this turns a byte of two signed INT4 codes into unsigned ones, plus 8.
+# XOR with this adds 8 to each of the two signed INT4 codes in a byte, so they become unsigned.
 INT4_OFFSET = np.uint8(0x88)
 
 
 @cache
 def values_of(codes: Codes) -> Floats:
-    """Return the value of every code. Floats have a sign, an exponent with the usual bias, and a mantissa."""
+    """Return the value of every code. A float's code is a sign, an exponent plus the usual bias, and a mantissa."""
     count = 1 << codes.bits
     code = np.arange(count)
     if codes.mantissa is None:
@@ -42,14 +42,15 @@ def values_of(codes: Codes) -> Floats:
 
 @cache
 def _pairs_of(codes: Codes) -> npt.NDArray[np.uint64]:
-    """Return the pairs of numbers that a byte encodes, `[256]`: one lookup per pair takes a seventh of the time."""
+    """Return the pair of numbers that each byte encodes, `[256]`. Looking up pairs takes a seventh of the time of
+    looking up single numbers."""
     byte = np.arange(256)
     pairs = np.stack([values_of(codes)[byte & 15], values_of(codes)[byte >> 4]], axis=-1)
     return pairs.view(np.uint64)[:, 0]
 
 
 def numbers_of(codes: Codes, packed: Bytes) -> Floats:
-    """Return the numbers `[…, n]` of `packed` `[…, n × bits / 8]`."""
+    """Return the numbers `[…, n]` that `packed` `[…, n × bits / 8]` encodes."""
     if codes.bits == 8:
         return values_of(codes)[packed]
     return _pairs_of(codes)[packed].view(np.float32)
@@ -66,12 +67,12 @@ def dequantize(
     scale: npt.ArrayLike | None = None,
     blocks: npt.NDArray[Any] | None = None,
 ) -> Floats:
-    """Return the numbers of a matrix in a format, `[…, out, in]`.
+    """Return the numbers `[…, out, in]` of a matrix that is stored in a format.
 
     Args:
-        values: its codes, packed.
-        scale: a scalar, or without blocks one per output `[out]`; None if the format has only blocks' scales.
-        blocks: the blocks' scales `[…, out, in / block]`, as codes if the format stores them so.
+        values: the matrix's codes, packed.
+        scale: a scalar, or one number per output `[out]` if there are no blocks; None if only blocks have scales.
+        blocks: the blocks' scales `[…, out, in / block]`; they are codes if the format stores scales as codes.
     """
     row = FORMATS[format]
     return scaled(numbers_of(row.codes, values), scale, blocks, row.block_scales)
@@ -83,7 +84,7 @@ def scaled(
     blocks: npt.NDArray[Any] | None,
     block_scales: Codes | None,
 ) -> Floats:
-    """Return decoded numbers times their scales; `block_scales` are the codes of `blocks`, None for floats."""
+    """Return decoded numbers times their scales. `block_scales` is the encoding of `blocks`, or None for floats."""
     whole = None if scale is None else np.asarray(scale, np.float32)
     if blocks is None:
         assert whole is not None
@@ -95,11 +96,11 @@ def scaled(
 
 
 def from_bf16(bits: npt.NDArray[np.uint16]) -> Floats:
-    """Return bfloat16 bits as float32."""
+    """Return the numbers that bfloat16 bits encode, in float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bf16(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
-    """Return the nearest bfloat16's bits, ties to even, for finite numbers."""
+    """Return the bits of the nearest bfloat16 numbers, ties to even. All numbers must be finite."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)

@@ -1,8 +1,8 @@
 """Lowers graphs for ONNX Runtime on a CPU: all values are float32, and rounded exactly as in the quantized graph.
 
-A CPU multiplies neither bfloat16 nor most quantized formats. The lowered graph holds dequantized weights and rounds activations to the
-same grid in the same places. INT4 weights stay packed behind a function that `nbits` replaces by the operator that
-runs. Weights are streamed, one piece in memory at a time.
+A CPU multiplies neither bfloat16 nor most quantized formats. So the lowered graph has dequantized weights, and rounds
+activations to the same numbers in the same places. INT4 weights stay packed; a function in the graph unpacks them,
+until `nbits` and `cpu_experts` replace it by MatMulNBits. Weights are streamed: only a piece is in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# Numbers converted to float32 at a time.
+# How many numbers are converted to float32 at a time, or bytes of INT4 codes to unsigned ones.
 _PIECE = 1 << 22
 
 
@@ -42,9 +42,9 @@ def lower(
 ) -> dict[str, Any]:
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
-    Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
-    table is written too, in INT8 if it is quantized, and its manifest entry returned. Segment
-    entries stay as they are. `write` is called in place of `lower_graph`.
+    Files, inputs and outputs keep their names; bfloat16 and E4M3 inputs and outputs become float32. The embedding
+    table is written too, in INT8 if it is quantized. Return its entry for the manifest; segments' entries stay as they
+    are. If `write` is given, it is called instead of `lower_graph`.
     """
     write = write or lower_graph
     files = [segment["file"] for segment in graphs.manifest.segments]
@@ -56,8 +56,7 @@ def lower(
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, with its weights next to it. A file that several
-    graphs share is written once."""
+    """Write the graph file `source` as `out`, and its weights to files next to it, named as next to `source`."""
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
@@ -81,7 +80,8 @@ def lower_graph(source: Path, out: Path) -> None:
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
-    """Replace every packed weight by the form for a CPU. Return the initializers to write, by name."""
+    """Replace every packed weight by its form for a CPU. Return the new initializers by name; they are yet to be
+    written."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
@@ -104,7 +104,8 @@ class _Weight:
         self.shape = tuple(sizes_of(self.values[_VALUES]))
 
     def rewrite(self) -> list[Stored]:
-        """Replace codes and scales by the plain weight, factor included. Return the initializers to write."""
+        """Replace codes, scales and factor by one plain weight. Return the new initializers, which are yet to be
+        written."""
         plain = _initializer(self.graph, Stored(self.name, _FLOAT, self.shape, self._read))
         self._dequantized().replace_all_uses_with(plain)
         for part in (".scale", ".factor"):
@@ -113,14 +114,14 @@ class _Weight:
         return [Stored(self.name, _FLOAT, self.shape, self._read)]
 
     def _dequantized(self) -> ir.Value:
-        """Return the value of the weight's DequantizeLinear and of the cast that may follow."""
+        """Return the output of the weight's DequantizeLinear, or of the cast that follows it."""
         (dequantize,) = self.values[_VALUES].consumers()
         wide = dequantize.outputs[0]
         users = wide.consumers()
         return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
-        """Yield one expert at a time, or the whole of a plain matrix."""
+        """Yield the plain weight's bytes: one expert's matrix at a time, or all of a weight that is a single matrix."""
         rank = len(self.shape)
         codes = _codes_of(self.tensors[_VALUES])
         blocks = self.tensors.get(_BLOCK_SCALES)
@@ -130,7 +131,7 @@ class _Weight:
         data = {part: _bytes(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors}
         count = self.shape[0] if rank == 3 else 1
         for index in range(count):
-            # All parts of this matrix: `[out, …]`.
+            # The parts of this matrix, each `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
             wide = lowbits.scaled(
                 lowbits.numbers_of(codes, parts[_VALUES]),
@@ -151,7 +152,8 @@ def _initializer(graph: ir.Graph, item: Stored) -> ir.Value:
 
 
 def _multiplication(value: ir.Value) -> ir.Node | None:
-    """Return the node that multiplies a matrix product by a part of its weight; the part may be reshaped first."""
+    """Return the node that multiplies a matrix product by `value`, a scale or factor of its weight; None if there is
+    none. The graph may reshape the value first."""
     for node in value.consumers():
         if node.op_type == "Reshape":
             return _multiplication(node.outputs[0])
@@ -161,7 +163,7 @@ def _multiplication(value: ir.Value) -> ir.Node | None:
 
 
 class _Int4Weight(_Weight):
-    """An INT4 weight as unsigned codes (plus 8) and float32 scales."""
+    """An INT4 weight. Its replacement is unsigned codes, each 8 above the signed code, and float32 scales."""
 
     def rewrite(self) -> list[Stored]:
         *rows, width = self.shape
@@ -190,8 +192,8 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Rounding is independent per row, so it is moved before gathers. There are fewer rows there, and the experts keep the
-    form that `experts.split_experts` expects.
+    Each row is rounded by itself, so rounding can move before a gather. There are fewer rows there, and the experts
+    keep the form that `cpu_experts.split_experts` expects.
     """
     for node in list(graph):
         kind = _quantizes_to(node)
@@ -208,7 +210,7 @@ def _round_inputs(graph: ir.Graph) -> None:
 
 
 def _quantizes_to(node: ir.Node) -> NumberFormat | None:
-    """Return the format that a node quantizes activations to; None for other nodes."""
+    """Return the format that a node quantizes activations to; None if it does not quantize."""
     dtype = node.attributes.get("output_dtype")
     return rounding_format(node.op_type, ir.DataType(dtype.value).name if dtype else None)
 
@@ -221,7 +223,7 @@ def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) 
 
 
 def _dequantized(quantize: ir.Node) -> ir.Value:
-    """Return the product's input: the value after a quantizer's DequantizeLinear and its cast."""
+    """Return the output of the DequantizeLinear after a quantizer, or of the cast that follows: the product's input."""
     (dequantize,) = quantize.outputs[0].consumers()
     value = dequantize.outputs[0]
     users = value.consumers()
@@ -231,7 +233,7 @@ def _dequantized(quantize: ir.Node) -> ir.Value:
 
 
 def _lower_cache(graph: ir.Graph) -> None:
-    """Lower a quantized cache: reads are in float32, and writes are rounded."""
+    """Lower a quantized cache: the graph then reads it in float32, and rounds the float32 values that it writes."""
     for value in graph.inputs:
         if value.dtype is not None and value.dtype.name in ALL_CODES:
             (dequantize,) = value.consumers()
@@ -293,12 +295,12 @@ def _bytes(tensor: Any) -> np.ndarray:
 
 
 def _codes_of(tensor: Any) -> Codes:
-    """Return the codes of a quantized tensor."""
+    """Return the encoding of a quantized tensor's numbers."""
     return ALL_CODES[tensor.dtype.name]
 
 
 def _floats(tensor: Any) -> np.ndarray:
-    """Return a small tensor's values in float32, from any dtype."""
+    """Return a small bfloat16 or float32 tensor's values in float32."""
     data = _bytes(tensor)
     shape = tuple(int(size) for size in tensor.shape.numpy())
     if tensor.dtype == _BFLOAT16:

@@ -1,7 +1,7 @@
-"""INT4 products on a CPU with ONNX Runtime's MatMulNBits, which uses a lowered graph's codes and scales unchanged.
+"""Computes INT4 products by ONNX Runtime's MatMulNBits, which reads a lowered graph's codes and scales unchanged.
 
-Its weight is `[out, in / block, block / 2]` bytes of two unsigned codes, the first in the low bits. These are the
-lowered graph's bytes, reshaped into blocks.
+MatMulNBits takes a weight as bytes `[out, in / block, block / 2]`, each of which has two unsigned codes, the first in
+the low bits. These are the lowered graph's bytes, reshaped into blocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from canvasrt.graphs.edit import (
 )
 from canvasrt.graphs.names import UNPACK
 
-# Accuracy levels. int8 inputs halve the time of a product with few rows, but do not help for a whole canvas.
+# MatMulNBits's accuracy levels. Rounding inputs to int8 halves a product's time if it has few rows, but does not help
+# for a whole canvas.
 ACCURACY_EXACT, ACCURACY_INT8 = 0, 4
 
 
 def use_nbits(model: ir.Model) -> bool:
-    """Rewrite every product with an INT4 matrix `[out, in]` in place. Return False if there is none."""
+    """Rewrite every multiplication by an INT4 matrix `[out, in]` in place. Return False if there is none."""
     found = False
     for node in list(model.graph):
         transpose = made_by(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
@@ -55,7 +56,7 @@ def block_shape(codes: ir.Value, scales: ir.Value) -> list[int]:
 def product(
     before: ir.Node, x: ir.Value, codes: ir.Value, scales: ir.Value, name: str, level: int
 ) -> ir.Value:
-    """Multiply `x` `[…, in]` by a matrix whose codes are in blocks."""
+    """Multiply `x` `[…, in]` by a matrix whose codes have the shape of `block_shape`."""
     out, count, width = sizes_of(codes)
     return insert(
         before,

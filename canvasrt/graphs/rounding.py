@@ -1,4 +1,4 @@
-"""Rounding to quantized formats, and unpacking INT4, as functions inside the graph, in standard operators."""
+"""Builds functions inside a graph that round to quantized formats or unpack INT4, from standard operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def operator(format: NumberFormat) -> str:
 
 
 def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
-    """Return the functions that the nodes of a graph call."""
+    """Yield those of these functions that the graph's nodes call."""
     called = {node.op_type for node in graph if node.domain == DOMAIN}
     for format in FORMATS.values():
         if operator(format) in called:
@@ -34,7 +34,7 @@ def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
 
 
 class _Body:
-    """The nodes of a function, whose inputs are a tensor `x` and its scale."""
+    """The nodes of a function that has two inputs: a tensor `x` and its scale."""
 
     def __init__(self) -> None:
         self.x, self.scale = ir.Value(name="x"), ir.Value(name="scale")
@@ -56,7 +56,7 @@ class _Body:
         return self.add("Constant", value=ir.tensor(np.array(values, np.int64)))
 
     def nearest(self, value: ir.Value, codes: Codes) -> ir.Value:
-        """Return the nearest number of these codes, ties to even, saturating."""
+        """Round to the nearest number that these codes encode. Ties go to even; beyond the largest number, to it."""
         if codes.mantissa is None:
             most = self.constant(codes.largest)
             return self.add("Clip", self.add("Round", value), self.add("Neg", most), most)
@@ -66,8 +66,8 @@ class _Body:
         return self._nearest_float(value, codes)
 
     def _nearest_float(self, value: ir.Value, codes: Codes) -> ir.Value:
-        """Round in steps that double with the exponent: those of E2M1 are ½ below 2, 1 below 4, and 2 above. ONNX
-        Runtime cannot cast to 4-bit floats; its `Round` rounds ties to even."""
+        """Round in steps that double with the exponent: for E2M1, the step is ½ below 2, 1 from 2 to 4, and 2 above 4.
+        ONNX Runtime cannot cast to 4-bit floats; its `Round` rounds ties to even."""
         every = lowbits.values_of(codes)
         numbers = every[: len(every) // 2]
         steps = np.diff(numbers)
@@ -90,14 +90,14 @@ def _function(name: str, fill: Callable[[_Body], ir.Value]) -> ir.Function:
 
 
 def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round to the nearest number that the format has at this scale."""
+    """Round to the nearest number that the format can represent at this scale."""
     rounded = body.nearest(body.add("Div", body.x, body.scale), format.codes)
     return body.add("Mul", rounded, body.scale)
 
 
 def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round every block with its own scale: the block's largest magnitude divided by the largest code, rounded to the
-    scales' format. If the scale is 0, the block is 0."""
+    """Round every block at a scale of its own. The scale is the block's largest magnitude divided by the largest code,
+    and is itself rounded to the scales' format. If it is 0, the whole block becomes 0."""
     codes = format.block_scales
     assert codes is not None
     shape = body.add("Shape", body.x)
@@ -114,7 +114,7 @@ def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
 
 
 def _unpack_int4(body: _Body) -> ir.Value:
-    """Dequantize unsigned codes (plus 8), two per byte; `scale` is `[…, in / block]`."""
+    """Dequantize unsigned INT4 codes, two per byte, each 8 above the signed code; `scale` is `[…, in / block]`."""
     low = body.add("BitwiseAnd", body.x, body.byte(15))
     high = body.add("BitShift", body.x, body.byte(4), direction="RIGHT")
     last = body.integers(-1)

@@ -1,7 +1,7 @@
-"""Rewrites layers for a CPU to fewer nodes, because overhead per node dominates a small model's time.
+"""Rewrites layers to fewer nodes for a CPU, because the overhead of nodes dominates a small model's time.
 
-ONNX Runtime merges nodes of the same kind and inputs. So it suffices to write all layers' masks and sizes in the same
-way; then they are computed once.
+ONNX Runtime merges nodes that have the same operator and the same inputs. So if all layers write their masks and sizes
+in the same way, these are computed once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def simplify_layers(model: ir.Model) -> bool:
 
 
 def _share_lengths(graph: ir.Graph) -> None:
-    """Read the past's length from one layer per kind, because all pasts of a kind have the same length."""
+    """Let all layers whose caches have the same symbolic shape read the number of cached tokens from the first of these
+    caches."""
     first: dict[tuple[str, ...], ir.Value] = {}
     for value in graph.inputs:
         if not str(value.name).startswith(PAST):
@@ -64,8 +65,8 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase to tokens before layers select their scalar by it, so that layers share everything except the
-    selection."""
+    """Expand the phase, `causal`, to one value per token before each layer selects its scalar by it. Then layers share
+    everything except this selection."""
     (causal,) = (value for value in graph.inputs if value.name == "causal")
     for choice in causal.consumers():
         if choice.op_type != "Where":
@@ -97,7 +98,7 @@ def _skip_whole_slices(graph: ir.Graph) -> None:
 
 
 def _split_heads(graph: ir.Graph) -> None:
-    """Split QKV with a single Split node."""
+    """Replace the slices that separate queries, keys and values by a single Split node."""
     parts: dict[ir.Value, list[tuple[int, int, int, ir.Node]]] = {}
     for node in graph:
         bounds = _bounds(node)
@@ -119,7 +120,7 @@ def _split_heads(graph: ir.Graph) -> None:
 
 
 def _bounds(node: ir.Node) -> tuple[int, int, int] | None:
-    """Return where a Slice begins and ends, and its axis; None for other nodes, several axes, and steps."""
+    """Return where a Slice begins and ends, and its axis; None for other operators, several axes, and steps but 1."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
     found = [integers_of(value) for value in node.inputs[1:]]
@@ -130,7 +131,8 @@ def _bounds(node: ir.Node) -> tuple[int, int, int] | None:
 
 
 def _heads(turned: ir.Value) -> int | None:
-    """Return the number of heads of a value computed from `[B, L, heads, size]` by a norm and a transpose."""
+    """Return the number of heads of a value that a norm and a transpose compute from `[B, L, heads, size]`; None for
+    any other value."""
     transpose = made_by(turned, "Transpose")
     norm = made_by(transpose.inputs[0], "RMSNormalization") if transpose else None
     reshape = made_by(norm.inputs[0], "Reshape") if norm else None
@@ -140,7 +142,8 @@ def _heads(turned: ir.Value) -> int | None:
 
 
 def _fold_scales(graph: ir.Graph) -> None:
-    """Move a scale from a product's inputs to its weights, where ONNX Runtime applies it once at load."""
+    """Multiply a product's weight by a scale instead of multiplying its input: ONNX Runtime scales the weight only
+    once, at load."""
     last = integers(graph, "last_axis", [-1])
     for node in reversed(list(graph)):
         if node.op_type != "Mul" or node.outputs[0].is_graph_output():
@@ -169,7 +172,7 @@ def _is_product_with_weight(node: ir.Node, x: ir.Value) -> bool:
 
 
 def _rank(value: ir.Value | None) -> int | None:
-    """Return the number of axes of a weight or a constant; None for a computed value."""
+    """Return the number of axes of a weight or a constant; None for any other value."""
     if value is None or not (value.is_initializer() or made_by(value, "Constant")):
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -177,7 +180,7 @@ def _rank(value: ir.Value | None) -> int | None:
 
 
 def _fuse(model: ir.Model) -> None:
-    """Replace groups of nodes by the one operator that ONNX Runtime has for them."""
+    """Replace each of three patterns of nodes by the single operator that ONNX Runtime has for it."""
     from onnxscript.rewriter import RewritePass
     from onnxscript.rewriter.pattern import RewriteRule
 
@@ -191,7 +194,7 @@ def _fuse(model: ir.Model) -> None:
 
 
 def _spelled_softmax(op: Any, x: ir.Value) -> ir.Value:
-    """A router's softmax over scores, the first of which is the largest; its sum is written in two halves."""
+    """Match a router's softmax over scores whose first is the largest; the graph adds up its powers in two halves."""
     powers = op.Exp(op.Sub(x, op.Slice(x, _allow_other_inputs=True)))
     halves = [
         op.ReduceSum(op.Slice(powers, _allow_other_inputs=True), _allow_other_inputs=True)
@@ -207,7 +210,7 @@ def _softmax(op: Any, x: ir.Value) -> ir.Value:
 def _looked_up_rows(
     op: Any, scale: ir.Value, index: ir.Value, axis: ir.Value, axes: ir.Value
 ) -> ir.Value:
-    """The scales of a token's experts, looked up as rows of one number."""
+    """Match a lookup of the scales of a token's experts, in which every scale is a row of one number."""
     return op.Squeeze(op.Gather(op.Unsqueeze(scale, axis), index), axes)
 
 
@@ -216,7 +219,7 @@ def _looked_up_numbers(op: Any, scale: ir.Value, index: ir.Value, **_: ir.Value)
 
 
 def _turned_halves(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    """A rotation, `x · cos + [−second, first] · sin`."""
+    """Match a rotation: `x · cos + [−second, first] · sin`."""
     second, first = (op.Slice(x, _allow_other_inputs=True) for _ in range(2))
     return op.Add(op.Mul(x, cos), op.Mul(op.Concat(op.Neg(second), first), sin))
 
@@ -226,13 +229,14 @@ def _is_rotation(context: Any, cos: ir.Value, sin: ir.Value, **_: ir.Value) -> b
 
 
 def _rotation(op: Any, x: ir.Value, cos: ir.Value, **_: ir.Value) -> ir.Value:
-    """RotaryEmbedding takes halves of cosine and sine."""
+    """Return the operator for a rotation. It takes each cosine and sine once, not once per half of the head."""
     angles = _half_angles(cos, "Cos")
     return op.RotaryEmbedding(x, op.Cos(angles), op.Sin(angles))
 
 
 def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
-    """Return the angles `[B, L, head_dim / 2]` that are doubled before their cosine or sine is taken, and maybe cast."""
+    """Return the angles `[B, L, head_dim / 2]` that are concatenated with themselves to compute `turn`, their cosine or
+    sine, which may be cast; None if it is computed differently."""
     node = turn.producer()
     if node is not None and node.op_type == "Cast":
         node = input_of(node).producer()
@@ -246,7 +250,7 @@ def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
 
 
 def _join_norms(graph: ir.Graph) -> None:
-    """Compute a sum and its norm in one node. The sum's other readers read it from that node."""
+    """Compute a sum and its norm in one node. All other nodes that read the sum read it from that node, too."""
     for node in list(graph):
         added = made_by(node.inputs[0], "Add") if node.op_type == "RMSNormalization" else None
         if added is None:

@@ -1,4 +1,4 @@
-"""The embedding table in a graph: locates its bytes, and splits its products for a CPU."""
+"""Locates the bytes of a graph's embedding table, and splits multiplications by the table for a CPU."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from canvasrt.graphs.edit import (
 )
 from canvasrt.graphs.names import TABLE_SCALE, TABLE_VALUES
 
-# In a small model, a piece has at most an eighth of the table. More pieces would only
-# add work: the sum of their results.
+# A small table is split into PIECES pieces, or fewer, so that a piece has at least LEAST_BYTES. (More pieces would only
+# add work: the sum of their results.) In a large table, TABLE_PIECE_BYTES limits a piece.
 PIECES, LEAST_BYTES = 8, 1 << 20
 
 
 def embedding_entry(file: Path) -> dict[str, Any]:
-    """Return the manifest's entry for the embeddings: file, dtype and shape, and for INT8 also where the scales are.
+    """Return the manifest's entry for the embeddings: file, dtype and shape; in INT8 also the scales' dtype and offset.
 
     `file` is the head's graph.
     """
@@ -50,7 +50,7 @@ def embedding_entry(file: Path) -> dict[str, Any]:
 
 
 def host_head_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry's fields for the host's copy of the head's weights, passed on unchanged."""
+    """Return the entry's field about the host's copy of the head's weights, unchanged, if it has that field."""
     return {"host_head": entry["host_head"]} if "host_head" in entry else {}
 
 
@@ -58,7 +58,7 @@ def split_table(model: ir.Model) -> bool:
     """Multiply by an INT8 table in pieces, so that only one piece is in float32 at a time. Return False if there is no
     such table.
 
-    The graph is edited in place. Pieces share the table's bytes. Rows are dequantized after the lookup.
+    The graph is edited in place. Pieces share the table's bytes. Looking up rows then dequantizes only these rows.
     """
     stored = model.graph.initializers
     if TABLE_VALUES not in stored:
@@ -79,7 +79,7 @@ def split_table(model: ir.Model) -> bool:
 
 
 class _Pieces:
-    """Products with the table, divided into pieces of rows."""
+    """Multiplies by the table, which is divided into pieces of rows."""
 
     def __init__(self, graph: ir.Graph, values: ir.Value, scale: ir.Value) -> None:
         self._graph, self._values, self._scale = graph, values, scale
@@ -97,7 +97,7 @@ class _Pieces:
         return list(zip(self._cuts[:-1], self._cuts[1:], strict=True))
 
     def multiply_transposed(self, node: ir.Node) -> ir.Value:
-        """Return the logits `[…, V]` of `x` `[…, D]`: its products with the rows, joined."""
+        """Return the logits `[…, V]` for the input `[…, D]` of `node`: its products with all pieces, concatenated."""
         parts = [
             insert(
                 node,
@@ -112,7 +112,7 @@ class _Pieces:
         return insert(node, "Concat", parts, f"{TABLE}/logits", axis=-1)
 
     def multiply(self, node: ir.Node) -> ir.Value:
-        """Return the product `[…, D]` of `x` `[…, V]` and the table: the sum over the rows' parts."""
+        """Return the product `[…, D]` of the input `[…, V]` of `node` and the table, as a sum over the pieces."""
         sizes = integers(self._graph, f"{TABLE}/sizes", np.diff(self._cuts))
         names = [f"{TABLE}/share_{number}" for number in range(len(self._codes))]
         split = insert(node, "Split", [input_of(node), sizes], *names, axis=-1).producer()
@@ -125,10 +125,10 @@ class _Pieces:
         return insert(node, "Sum", parts, f"{TABLE}/soft")
 
     def _dequantized(self, before: ir.Node, use: str) -> Iterator[ir.Value]:
-        """Dequantize the pieces one after another, before one of the two products with the table.
+        """Dequantize the pieces one after another, before a node that multiplies by the table.
 
-        Both products share the codes, so those are mapped once. Each has its own initializers for the same scales: if
-        they shared these too, ONNX Runtime would keep the pieces of the first product for the second.
+        The two products share the codes, so these are mapped once. Each product has initializers of its own for the
+        same scales: if it shared them, too, ONNX Runtime would keep the first product's pieces for the second.
         """
         for number, (first, last) in enumerate(self._bounds):
             name = f"{TABLE_SCALE}.{use}_{number}"

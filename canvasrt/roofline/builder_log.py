@@ -28,8 +28,8 @@ class Capture:
     ) -> bool:
         """Write the kernel list to `file`; return False if the builder printed none.
 
-        `network` is the parsed network; afterwards, it can no longer be built. `fixed` has, by profile in the engine's
-        order, the dimensions with a single size.
+        `network` is the parsed network; it cannot be built afterwards. `fixed` maps each profile, in the engine's
+        order, to its dimensions that have a single size, and that size.
         """
         if self.message is None:
             return False

@@ -1,8 +1,8 @@
-"""The bytes and operations of a kernel at given sizes. Pure functions over the kernel list.
+"""The bytes and operations of a kernel whose sizes are known. These are pure functions over the kernel list.
 
-Bytes: all bytes that a kernel reads and writes, counted once, without caches between kernels. Gathers and slices count
-the elements that they take. Operations: two per multiply-add of a product; in other kernels, one per element for each
-step that the kernel's name lists.
+Bytes: each byte that a kernel reads or writes counts once, as if nothing stayed in caches between kernels. For gathers
+and slices, only the elements that they read count. Operations: two per multiply-add in a product; in all other kernels,
+one per element and step that the kernel's name lists.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
     "Half": "bf16",
     "Float": "fp32",
 }
-# Parts of the names of tensor-core instructions, by the format that they multiply; other instructions multiply 16 bits.
+# Format → a part of the names of the tensor-core instructions that multiply it. Instructions without such a part
+# multiply 16-bit numbers.
 _INSTRUCTIONS = {"fp4": "mxf4nvf4", "fp8": ".e4m3."}
-# Kinds of our own kernels between engines: sorting rows by expert, quantizing rows, and products over sorted rows,
-# whose tactic is the matrix instruction.
+# Kinds of our own kernels, which run between engines: they sort rows by expert, quantize rows, or multiply sorted rows.
+# The tactic of a sorted product is its tensor-core instruction.
 ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT = "row sort", "row rounding", "sorted product"
 # Myelin, TensorRT's compiler, names fused kernels by their steps, such as `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
@@ -50,7 +51,8 @@ _HOST = ("shape_call", "allocate", "deallocate")
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes moved, and operations in `format`, a key of a GPU's rates. `is_product`: a matrix product or attention."""
+    """Bytes moved, and operations in `format`, a key of a GPU's rates. `is_product`: whether it is a matrix product or
+    attention."""
 
     moved: float
     operations: float
@@ -69,14 +71,14 @@ def is_own(kernel: Kernel) -> bool:
 
 
 def is_product(kernel: Kernel) -> bool:
-    """Return whether the kernel is a matrix product, fused with later steps or not."""
+    """Return whether the kernel is a matrix product, either alone or fused with later steps, but not attention."""
     if is_attention(kernel):
         return False
     return kernel.kind in ("gemm", SORTED_PRODUCT) or bool(_PRODUCT.search(step_names(kernel)))
 
 
 def step_names(kernel: Kernel) -> str:
-    """Return the steps in a fused kernel's name; empty for others."""
+    """Return the steps that a fused kernel's name lists, such as `MulMeanAddSqrt`; empty for other kernels."""
     found = re.match(r"__myl_([A-Za-z]+)_", f"{kernel.tactic or kernel.name}_")
     return found[1] if found else ""
 
@@ -107,7 +109,7 @@ def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
 
 
 def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
-    """Return the tensors' total numbers of elements by name. A kernel's list may have only part of a tensor."""
+    """Return every tensor's number of elements by name: the largest in any kernel, because a kernel may list a part."""
     whole: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:
@@ -120,7 +122,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     moved = _moved(kernel, sizes, whole)
     if is_attention(kernel):
         asked = operands(kernel)[Operand.QUERIES]
-        # Scores, and their product with the values.
+        # Two products: the scores, and the scores times the values.
         operations = 4.0 * volume(asked.dims, sizes) * evaluate(keys_per_query(kernel), sizes)
         return Cost(moved, operations, _FORMATS[asked.dtype], True)
     if kernel.kind == SORTED_PRODUCT:
@@ -140,7 +142,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """Return the format in which a product runs: the wider operand's, or bf16 if operands are cast first."""
+    """Return the format in which a product runs: the wider operand's format, or bf16 if operands are cast first."""
     if kernel.kind == SORTED_PRODUCT:
         return next((name for name, part in _INSTRUCTIONS.items() if part in kernel.tactic), "bf16")
     operands = [kernel.inputs[0]]
@@ -169,7 +171,7 @@ def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter only writes its updates.
+            # A scatter only writes its updates, which are its largest other input.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

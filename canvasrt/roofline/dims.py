@@ -1,6 +1,6 @@
 """Sizes that depend on the call: sums of products of named dimensions, such as `8*octets_full+length`.
 
-`batch*length/128` is the number of blocks of 128 that hold the product, rounded up.
+`batch*length/128` is the product divided by 128, rounded up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UNKNOWN = "?"
 
 
 def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """Return the number of elements at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
+    """Return the number that `dim` is at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
     if isinstance(dim, int):
         return dim
     return sum(_product(term, sizes) for term in dim.split("+"))
@@ -56,7 +56,7 @@ def times(factors: Sequence[Dim]) -> Dim:
 
 
 def from_terms(terms: Mapping[tuple[str, ...], int]) -> Dim:
-    """Return a size from the coefficient of each product of dimensions; `()` is the constant."""
+    """Return a sum of products of dimensions. `terms` maps products to their coefficients, and `()` to the constant."""
     parts = []
     for names, factor in sorted(terms.items(), key=lambda item: (-len(item[0]), item[0])):
         if not names:

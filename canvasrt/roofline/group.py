@@ -1,7 +1,7 @@
 """Assigns kernels to layers and parts of the network by the names of their graph nodes.
 
-The export names a node by its module, and a quantized product by its weight: `layers.2.attention/node_mul_141`,
-`layers.2.experts.gate_up/product`.
+The export names a node after its module, such as `layers.2.attention/node_mul_141`, and a quantized product after its
+weight, such as `layers.2.experts.gate_up/product`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _INTEGERS = {"Int32", "Int64", "Bool"}
 
 @dataclass(frozen=True)
 class Place:
-    """`layer` is its index in the model; None outside the layers."""
+    """Where a kernel belongs: `layer` is a layer's index in the model, or None outside the layers."""
 
     layer: int | None
     part: str
 
 
 def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
-    """Return the place of a segment's kernel; `layers` are the model's layers in the segment."""
+    """Return the place of a segment's kernel; `layers` are the indices of the segment's layers in the model."""
     if segment in ("head", "vision"):
         return Place(None, _head_part(kernel) if segment == "head" else VISION)
     found = Counter(_named(node) for node in kernel.nodes)
@@ -44,7 +44,7 @@ def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
         return Place(None, OTHER)
     product = is_product(kernel) or is_attention(kernel)
     if product or "Exp" in step_names(kernel):
-        # A kernel of a layer stays that layer's even if masks, which belong to none, are fused into it.
+        # A layer's kernel remains that layer's even if masks, which belong to no layer, are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
     # In a tie, masks lose first, then norms; the rest is arbitrary.
     losers = (MASKS, NORMS)
@@ -63,7 +63,7 @@ def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
 
 
 def _named(node: str) -> tuple[int | None, str]:
-    """Return a node's layer, by its number in the segment, and its part."""
+    """Return the number of a node's layer in the segment (None outside layers), and the node's part."""
     if past := _PAST.match(node):
         return int(past[1]), ATTENTION
     found = _LAYER.match(node)

@@ -1,4 +1,4 @@
-"""Writes the prediction as an HTML page: the parts of a pass's time, and its growth with batch and context."""
+"""Writes the prediction as an HTML page: the parts of a pass's time, and how the time grows with batch and context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvasrt.types import Json
 
 FILES = ("kernels.json", "kernels.html")
 _COLOUR = dict(zip(PARTS, COLOURS, strict=True))
-# Parts below this share of the longest bar have no label.
+# A part shorter than this share of the longest bar gets no label.
 _LABELLED = 0.06
 
 
@@ -44,7 +44,7 @@ def kernels_page(data: Json, title: str) -> str:
 
 
 def _parts(made: Json) -> Any:
-    """Draw one bar per segment, split by part."""
+    """Draw one bar per segment, divided into parts of the network."""
     names = [each["segment"] for each in made["segments"]]
     figure, axes = figure_of(1.3 + 0.34 * len(names))
     times: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -75,7 +75,7 @@ def _stacked(axes: Any, names: Sequence[str], times: Sequence[Json]) -> None:
 
 
 def _growth(grown: Sequence[Json], by: str, label: str) -> Any:
-    """Draw one bar per size, split by part, with its total, and the floor as a line."""
+    """Draw one bar per size, divided into parts of the network and labelled with its total; the floor is a line."""
     figure, axes = figure_of(3.2)
     places = list(range(len(grown)))
     below = [0.0] * len(grown)

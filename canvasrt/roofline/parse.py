@@ -1,7 +1,7 @@
 """Parses the builder's list of an engine's kernels.
 
-With a profiling verbosity of DETAILED, TensorRT and TensorRT-RTX print it as one VERBOSE message: one line per kernel
-in the order in which they run, profile after profile.
+With a profiling verbosity of DETAILED, TensorRT and TensorRT-RTX print the list as one VERBOSE message: one line per
+kernel, in the order in which kernels run, profile after profile.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _TENSOR = re.compile(
     r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[\d,-]*)\],"
     r".*?Datatype: (?P<format>[\w -]+)"
 )
-# Before TensorRT 11, the dtype is a word in the tensor's format; before 10, the field has a different name.
+# Before TensorRT 11, the dtype is a word of the tensor's format; before 10, the format's field has a different name.
 _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile, unless it is the first, and the numbers of Myelin, TensorRT's compiler.
+# Suffixes of names: the profile, unless it is the first, and numbers by Myelin, TensorRT's compiler.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 
@@ -36,8 +36,7 @@ UNRESOLVED = -1
 
 @dataclass(frozen=True)
 class KernelTensor:
-    """An input or output of a kernel. `read` is the number of elements that the kernel reads, if it does not read
-    all."""
+    """An input, constant or output of a kernel. `read` is the number of elements that the kernel reads; None: all."""
 
     name: str
     dtype: str
@@ -47,7 +46,7 @@ class KernelTensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. `nodes` are the graph's nodes that it came from; `tactic` is Myelin's name for what it computes."""
+    """One kernel. `nodes` are the names of the graph's nodes that it computes; `tactic` is Myelin's name for it."""
 
     name: str
     kind: str
@@ -69,14 +68,14 @@ def is_kernel_list(message: str) -> bool:
 
 
 def parse(message: str) -> list[list[Kernel]]:
-    """Return the kernels by optimization profile, in order. Sizes that depend on the call are −1.
+    """Return one list of kernels per optimization profile, in order. Sizes that depend on the call are −1.
 
     Raises CanvasError for a line that cannot be parsed, since other versions of the builder may print it differently.
     """
     lines = [line for line in message.split("\n\n")[0].splitlines() if line.startswith("Name: ")]
     read = [_kernel(line) for line in lines]
-    # Only kernels that are named after graph nodes state their profile. Any other kernel shares its Myelin number with
-    # one of these.
+    # Only kernels that are named after graph nodes state their profile. Every other kernel has the same Myelin number
+    # as one of these.
     known = {
         name: profile
         for kernel, profile in read
@@ -98,7 +97,7 @@ def _program(kernel: Kernel) -> str | None:
 
 
 def _kernel(line: str) -> tuple[Kernel, int | None]:
-    """Return one line's kernel, and the profile that the line names."""
+    """Return a line's kernel, and the number of the profile that the line states; None if it states none."""
     profile = _PROFILE.search(line)
     found = _KERNEL.match(_PROFILE.sub("", line))
     if found is None:
@@ -132,15 +131,16 @@ def _tensors(text: str) -> tuple[KernelTensor, ...]:
 
 
 def _dtype(text: str) -> str:
-    """Return the dtype in `Half`, `Row major linear FP32`, or `Channel major FP16 format where channel`."""
+    """Return the dtype from text such as `Half`, `Row major linear FP32`, or `Channel major FP16 format where
+    channel`."""
     named = _OLD_DTYPE.search(text)
     word = named[0] if named else text.split()[-1]
     return _OLD_DTYPES.get(word, word)
 
 
 def graph_names(name: str) -> list[str]:
-    """Return a tensor's possible names in the graph, the likeliest first: `layer_0/linear.1_83_myl3` may be
-    `layer_0/linear`.
+    """Return a tensor's possible names in the graph, from the full name to the shortest: `layer_0/linear.1_83_myl3` may
+    be `layer_0/linear`.
 
     In `new_key_0` and `layer_0/add_264_myl3`, the number is part of the name.
     """

@@ -34,7 +34,7 @@ PREDICTED_STEPS = 16
 
 @dataclass(frozen=True)
 class CallSizes:
-    """A call's sizes: `batch` requests of `length` tokens, each with `context` cached; `capacity` slots per expert."""
+    """A call's sizes: `batch` requests of `length` tokens after `context` cached ones; `capacity` slots per expert."""
 
     batch: int
     length: int
@@ -42,7 +42,8 @@ class CallSizes:
     capacity: int
 
     def dims(self, model: ModelConfig, passes: PassPlan, shared: bool = False) -> dict[str, int]:
-        """Return the sizes by dimension name, padded as the runtime does. A context beyond the engines' limit is not padded.
+        """Return the sizes by dimension name. The context is padded as in the runtime; if it exceeds the engines'
+        limit, it is only rounded up to a cache width.
 
         With `shared`, every expert's first product takes all tokens.
         """
@@ -77,7 +78,7 @@ class TimedKernel:
 
 @dataclass
 class PredictedPass:
-    """One pass's kernels in order, over all its segments."""
+    """One pass: the kernels of all its segments, in the order in which they run."""
 
     kind: str
     sizes: CallSizes
@@ -90,7 +91,7 @@ class PredictedPass:
         return sum(row.seconds for row in self.rows)
 
     def parts(self) -> dict[str, float]:
-        """Seconds by part of the network."""
+        """Return the seconds that each part of the network takes."""
         found: dict[str, float] = {}
         for row in self.rows:
             found[row.place.part] = found.get(row.place.part, 0.0) + row.seconds
@@ -98,13 +99,13 @@ class PredictedPass:
 
 
 class Predictor:
-    """The kernel lists of a bundle's engines, read once."""
+    """Predicts passes from the kernel lists of a bundle's engines, which it reads once."""
 
     def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
         """Read the lists. Raises CanvasError if an engine has none.
 
-        `repeat`: how often a layer's kernels count, by the layer's index, so that few layers can represent many; the
-        key None is for a body segment's kernels outside of layers.
+        `repeat` maps a layer's index to how often that layer's kernels count, so that few layers can represent many.
+        The key None is for a body segment's kernels outside of layers.
         """
         manifest = bundle.manifest
         self.repeat = dict(repeat or {})
@@ -126,7 +127,7 @@ class Predictor:
     def denoise(
         self, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
     ) -> PredictedPass:
-        """Return a denoising pass of `batch` canvases: every body segment and the head.
+        """Return a denoising pass of `batch` canvases, through every body segment and the head.
 
         A shared pass always has the engines' maximum number of rows; unused rows are padding.
         """
@@ -136,7 +137,7 @@ class Predictor:
         return self._pass(DENOISE, gpu, sizes, [*self._bodies(), "head"])
 
     def encode(self, gpu: GpuRates, context: int, length: int | None = None) -> PredictedPass:
-        """Return a pass that encodes one request's finished canvas, or `length` tokens: only the body segments."""
+        """Return a pass that encodes one request's finished canvas, or `length` tokens, through the body segments."""
         length = length or self.passes.canvas
         sizes = CallSizes(1, length, context, encode_capacity(self.model, length))
         return self._pass(ENCODE, gpu, sizes, self._bodies())
@@ -144,8 +145,8 @@ class Predictor:
     def block_seconds(
         self, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
     ) -> float:
-        """Return the seconds for one block of every request: `PREDICTED_STEPS` denoising steps, and the results encoded
-        one by one."""
+        """Return the seconds that one block of every request takes: `PREDICTED_STEPS` denoising steps, then an encoding
+        pass per request."""
         denoised = self.denoise(gpu, batch, context, capacity).seconds
         encoded = self.encode(gpu, context).seconds
         return PREDICTED_STEPS * denoised + batch * encoded
@@ -153,7 +154,7 @@ class Predictor:
     def check_capacity(self, batch: int, capacity: int) -> None:
         """Raise UsageError unless `capacity` slots per expert hold a pass's tokens and the engines accept them.
 
-        The batch itself is checked by the pass.
+        `denoise` checks whether the engines accept the batch.
         """
         if self.experts != SLOTTED:
             raise UsageError(
@@ -172,7 +173,8 @@ class Predictor:
             )
 
     def _rows(self, batch: int) -> int:
-        """Return the rows of a pass of `batch` canvases: the engines' limit, or `batch` if that is 1 or above the limit."""
+        """Return how many rows a pass of `batch` canvases has: the engines' limit, but `batch` itself if it is 1 or
+        above the limit."""
         return self.passes.batch if 1 < batch <= self.passes.batch else batch
 
     def _bodies(self) -> list[str]:
@@ -195,7 +197,7 @@ class Predictor:
         return made
 
     def _program(self, segment: str, sizes: CallSizes) -> tuple[Sequence[Kernel], dict[str, int]]:
-        """Return the kernels of the profile that the runtime picks for such a call, and the call's dimensions."""
+        """Return the kernels of the profile that the runtime picks for these sizes, and the sizes by dimension name."""
         profiles = self.entries[segment]["profiles"]
         for shared in (True, False):
             dims = sizes.dims(self.model, self.passes, shared)
@@ -209,9 +211,10 @@ class Predictor:
         )
 
     def _floor(self, made: PredictedPass, gpu: GpuRates) -> float:
-        """Return the longer of reading weights and caches once, and computing the necessary products at the peak rate.
+        """Return the longer of two times: reading weights and caches once, and computing the necessary products at the
+        peak rate.
 
-        In the experts' products, only rows of routed tokens are necessary, independent of the capacity.
+        In the experts' products, only rows of routed tokens are necessary, regardless of the capacity.
         """
         sizes, model = made.sizes, self.model
         dims = sizes.dims(model, self.passes)
@@ -228,7 +231,8 @@ class Predictor:
 
 
 def _computed_rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
-    """Return the number of rows that a product computes: all rows that it writes, or for sorted rows, whole blocks."""
+    """Return the number of rows that a product computes: all rows that it writes; in a sorted product, all rows of its
+    blocks."""
     if row.kernel.kind == SORTED_PRODUCT:
         return evaluate(row.kernel.inputs[0].dims[0], dims)
     written = row.kernel.outputs[0].dims
@@ -236,7 +240,7 @@ def _computed_rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
 
 
 def weight_bytes(rows: Sequence[TimedKernel]) -> float:
-    """Return the bytes of these kernels' weight matrices and scales; the head's table counts once."""
+    """Return the size in bytes of these kernels' weight matrices and scales. The head's table counts only once."""
     total, tables = 0.0, {}
     for row in rows:
         if not row.cost.is_product:
@@ -244,7 +248,7 @@ def weight_bytes(rows: Sequence[TimedKernel]) -> float:
         count = sum(volume(each.dims, {}) * BITS[each.dtype] / 8 for each in row.kernel.constants)
         matrix = weight(row.kernel)
         if row.segment == "head" and matrix is not None:
-            # Projection and self-conditioning multiply by the same table, the projection by its transpose.
+            # Self-conditioning multiplies by the same table as the projection, which transposes it.
             tables[tuple(sorted(map(str, matrix.dims)))] = count
         else:
             total += count
@@ -252,8 +256,8 @@ def weight_bytes(rows: Sequence[TimedKernel]) -> float:
 
 
 def cached_bytes(rows: Sequence[TimedKernel], dims: Mapping[str, int]) -> float:
-    """Return the bytes of the cached keys and values that a pass reads, each once per layer: in a full layer, several
-    kernels read the same values."""
+    """Return the size in bytes of the cached keys and values that a pass reads. Each counts once per layer, although
+    several kernels of a full layer read the same values."""
     reads: dict[tuple[str, str], Counter[str]] = {}
     counts: dict[tuple[str, str], float] = {}
     for row in rows:

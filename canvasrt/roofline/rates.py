@@ -1,4 +1,4 @@
-"""Bandwidth and dense rates of matrix products by GPU, quoted from NVIDIA's documents but unchecked."""
+"""Each GPU's bandwidth and dense rates of matrix products, quoted from NVIDIA's documents but not measured."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.formats import ALL_CODES
 
-# Assumed efficiency of kernels for bandwidth and arithmetic: guesses until a GPU is measured. On most cards, large
-# copies reach 0.85 to 0.93 of the bandwidth, and products of a few hundred rows 0.6 to 0.8 of the peak.
+# The shares of bandwidth and peak arithmetic that kernels are assumed to reach: guesses until a GPU is measured. On
+# most cards, large copies reach 0.85 to 0.93 of the bandwidth, and products of a few hundred rows 0.6 to 0.8 of the
+# peak.
 BANDWIDTH_REACHED = 0.85
 ARITHMETIC_REACHED = 0.75
-# Seconds between two kernels of a captured graph, also a guess.
+# Seconds between two kernels of a captured graph; this is a guess, too.
 LAUNCH = 1.5e-6
 
 TERA, GIGA = 1e12, 1e9
@@ -25,8 +26,8 @@ TERA, GIGA = 1e12, 1e9
 class GpuRates:
     """`bandwidth` is in bytes per second, `rates` in dense operations per second by the operands' format.
 
-    Products of bf16, fp8 and fp4 accumulate in fp32. A format without a rate runs in the next wider one. `reached` and
-    `arithmetic` are the shares of bandwidth and rates that kernels are assumed to reach.
+    Products of bf16, fp8 and fp4 accumulate in fp32. Products in a format without a rate run in the next wider format.
+    `reached` and `arithmetic` are the shares of bandwidth and rates that kernels are assumed to reach.
     """
 
     name: str
@@ -55,7 +56,7 @@ class GpuRates:
         return max(moved / self.bytes_per_second(), computing) + self.launch
 
 
-# Format → next wider format, for GPUs without units for the format.
+# Format → the formats in which a GPU may multiply it: the same format, or if the GPU has no rate for that, a wider one.
 _WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if each.rates} | {
     "bf16": ("bf16",),
     "fp32": ("fp32",),
@@ -81,8 +82,8 @@ _SPARK = (
     " with a measured 92 TFLOPS in bf16 and 218 GB/s (https://github.com/huggingface/kernels/pull/283)"
 )
 
-# By target: name, gigabytes per second, and tera-operations per second of products. GeForce cards accumulate bf16 and fp8 in
-# fp32 at half their rate.
+# One row per target: its name, the GPU's name, gigabytes per second, tera-operations per second in `_FORMATS`, and the
+# source. GeForce cards multiply bf16 and fp8 at half their rate when they accumulate in fp32.
 _FORMATS = ("fp4", "fp8", "bf16", "int8", "fp32")
 _TABLE: tuple[tuple[str, str, float, tuple[float | None, ...], str], ...] = (
     ("rtx-3090", "GeForce RTX 3090", 936, (None, None, 71, 284, 35.6), _AMPERE),
@@ -138,7 +139,7 @@ GPUS: dict[str, GpuRates] = {
 
 
 def find_gpu(name: str) -> GpuRates:
-    """Return a GPU by name; UsageError lists the known ones."""
+    """Return a GPU by its name in the table. For any other name, raises UsageError, which lists the known names."""
     gpu = GPUS.get(name.strip().lower())
     if gpu is None:
         raise UsageError(f"unknown GPU {name!r}", f"give one of {', '.join(GPUS)}")
@@ -146,13 +147,12 @@ def find_gpu(name: str) -> GpuRates:
 
 
 def name_of(gpu: GpuRates) -> str:
-    """Return a GPU's name in the table and for `--gpu`."""
+    """Return a GPU's name in the table, which is also its name for `--gpu`."""
     return next(key for key, each in GPUS.items() if each.name == gpu.name)
 
 
 def named(device: str) -> str | None:
-    """Return the table's name of the GPU that a driver calls `device`; None if the table lacks
-    it."""
+    """Return the table's name of the GPU that a driver calls `device`; None if the table does not have that GPU."""
     words = set(re.split(r"[\s-]+", device.lower()))
     found = {key: _model(each.name) for key, each in GPUS.items() if _model(each.name) <= words}
     return max(found, key=lambda key: len(found[key]), default=None)
@@ -168,9 +168,9 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench floor -o FILE` measured.
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a
-    matrix product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. Without a launch's
-    cost in the file, the guess stays. Raises CanvasError for a file without rates, and UsageError for rates of another GPU
-    in the table. Rates of a GPU that is not in the table are accepted.
+    matrix product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. If the file has
+    no time for a launch, the guess stays. Raises CanvasError for a file without rates, and UsageError for rates of
+    another GPU in the table. Rates of a GPU that is not in the table are accepted.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ def prediction_report(
     """Return the predicted denoising and encoding pass at these sizes, and denoising passes at other batches and
     contexts. Times are in milliseconds.
 
-    Other batches are predicted with their usual capacity; other contexts with the given capacity.
+    For the other batches, each batch's usual capacity is assumed; for the other contexts, `capacity`.
     """
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, context)
@@ -58,7 +58,7 @@ def prediction_report(
 
 
 def rows_text(experts: str, capacity: int) -> str:
-    """Return text about the rows that experts compute in a pass."""
+    """Return text about how many rows the experts compute in a pass."""
     return f"{capacity} slots per expert" if experts == SLOTTED else "rows sorted by expert"
 
 
@@ -99,7 +99,8 @@ def _named_sums(rows: Sequence[TimedKernel], names: Sequence[str], key: str) -> 
 
 
 def _groups(rows: Sequence[TimedKernel], model: ModelConfig) -> list[Json]:
-    """Return times summed over layers of the same kind and part."""
+    """Return sums over the kernels of each part of the network, separately for sliding layers, full layers and the
+    rest."""
     found: dict[tuple[str, str], list[TimedKernel]] = {}
     layers: dict[str, set[int]] = {}
     for row in rows:
@@ -134,7 +135,8 @@ def _sum(rows: Iterable[TimedKernel]) -> Json:
 
 
 def formats(rows: Iterable[TimedKernel]) -> list[str]:
-    """Return the formats of these kernels' products; without products, the dtypes that they write."""
+    """Return the formats in which these kernels' products run. If none is a product, return the dtypes that they
+    write."""
     rows = list(rows)
     products = {_runs_in(row) for row in rows if row.cost.is_product}
     return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})
@@ -171,7 +173,7 @@ def _row(row: TimedKernel) -> Json:
 def _growth(
     predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int, int | None]]
 ) -> list[Json]:
-    """Return denoising passes at these batches and contexts, except those that fit no profile or would be padded."""
+    """Return denoising passes at these sizes, except passes that fit no profile, or whose batch would be padded."""
     found = []
     for batch, context, capacity in sizes:
         try:

@@ -10,29 +10,29 @@ from canvasrt.roofline.fused_attention import is_attention, operands
 from canvasrt.roofline.parse import UNRESOLVED, Kernel, KernelTensor, graph_names
 from canvasrt.roofline.tensor_shapes import Dims, Node, Shapes
 
-# The layout of NVFP4's block scales for tensor cores: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
+# Tensor cores read NVFP4's block scales in tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
 _TILE_ROWS = 128
-# The parsed network names the layer that reads attention's operands after the graph's node.
+# In the parsed network, the layer that reads attention's operands is named after the graph's node, plus this suffix.
 _ATTENTION_INPUTS = "_AttentionInput"
 
 
 def resolve_sizes(
     kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
 ) -> list[Kernel]:
-    """Return the kernels with all sizes that the graph determines. Others are `dims.UNKNOWN`.
+    """Return the kernels with all sizes filled in that the graph determines. All other sizes are `dims.UNKNOWN`.
 
-    `fixed` holds the dimensions that have a single size in this profile.
+    `fixed` maps the dimensions that have a single size in this profile to that size.
     """
     resolver = _Resolver(shapes, fixed or {})
     for kernel in filter(is_attention, kernels):
         resolver.see_attention(kernel)
     found = [resolver.kernel(kernel) for kernel in kernels]
-    # Repeated, because some tensors are only recognised when a later kernel reads them.
+    # Kernels are resolved twice, because some tensors are only recognised when a later kernel reads them.
     return [resolver.kernel(kernel) for kernel in found]
 
 
 class _Resolver:
-    """Resolves the sizes of one program. `known` are the shapes of its tensors by name."""
+    """Resolves the sizes of one program. `known` has the shapes that were found so far, by tensor name."""
 
     def __init__(self, shapes: Shapes, fixed: Mapping[str, int]) -> None:
         def plain(dims: Dims) -> Dims:
@@ -66,8 +66,8 @@ class _Resolver:
     def see_attention(self, kernel: Kernel) -> None:
         """Take the shapes of attention's operands from the graph's node.
 
-        The kernel that writes an operand fuses many nodes, so shapes alone cannot tell a past from a past with new
-        keys.
+        The kernel that writes an operand fuses many nodes, so shapes alone cannot tell cached keys from cached keys
+        followed by new ones.
         """
         reading = [f"{name}{_ATTENTION_INPUTS}" for name in kernel.nodes]
         nodes = [self.nodes[name] for name in reading if name in self.nodes]
@@ -105,12 +105,12 @@ class _Resolver:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return how many elements a kernel reads of each tensor that it reads only by gathers and slices, by tensor
-    name."""
+    """Return, by tensor name, how many elements a kernel reads of each tensor that it reads only by gathers and
+    slices."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
-    # By a tensor's name in the graph: its size, and the sizes of the parts that are taken.
+    # A tensor's name in the graph → its size, and the sizes of the parts that gathers and slices take.
     parts: dict[str, tuple[Dim, list[str]]] = {}
     for name, whole, part in (each for node in nodes for each in node.taken):
         size = times(whole)
@@ -134,9 +134,11 @@ def _is_unknown(size: Dim) -> bool:
 
 
 def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
-    """Return the tensor outside a kernel that `name`, with `size` elements, is a view of: that tensor has the same
-    elements in a different shape, or each element of `name` is computed from one of its elements. None if the kernel
-    computes it, if it writes or reads it whole, or unless exactly one tensor matches."""
+    """Return the kernel's input of which `name`, a tensor of `size` elements, is a view.
+
+    A view reshapes its source, or computes each element from one element of the source. Return None if there is no such
+    input or more than one candidate, if the kernel writes a result of this size, or if it also reads the tensor whole.
+    """
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []
     while (node := writers.get(views[-1])) is not None:
@@ -155,8 +157,7 @@ def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> s
 
 
 def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
-    """Return `wanted` with its −1s filled in from the candidate with the closest arrangement of axes; None if none
-    fits.
+    """Return `wanted` with its −1s filled in from the candidate whose axes match best; None if no candidate fits.
 
     A sum over tokens, `[1, E, C]`, must not match as a reshape of its operand, `[T, E, C]`.
     """
@@ -181,7 +182,7 @@ def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _squeezed(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match the same axes, apart from some of size 1."""
+    """Match a candidate with the same axes, except that either may have more axes of size 1."""
     found = _same_axes(_without_ones(wanted), _without_ones(candidate))
     if found is None:
         return None
@@ -243,7 +244,7 @@ def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match block scales, `[…, rows, blocks]` in the graph, in the tiles that tensor cores read."""
+    """Match block scales that are `[…, rows, blocks]` in the graph, but in tensor cores' tiles in `wanted`."""
     if len(wanted) < 5 or wanted[-5] != UNRESOLVED or wanted[-4:-2] != (4, 32) or wanted[-1] != 4:
         return None
     before = len(wanted) - 5
@@ -254,7 +255,7 @@ def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match the same axes, some of them reduced to 1."""
+    """Match a candidate with the same axes, some of which have size 1 in `wanted`."""
     if len(wanted) != len(candidate) or 1 not in wanted:
         return None
     pairs = list(zip(wanted, candidate, strict=True))
@@ -267,7 +268,7 @@ def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _widened(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match the rows of a product with extra columns, which are padding or a second product's."""
+    """Match a product's result to which the builder added columns: padding, or the columns of a second product."""
     if not wanted or not candidate:
         return None
     columns, width = wanted[-1], candidate[-1]

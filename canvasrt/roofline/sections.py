@@ -33,7 +33,7 @@ def heading(data: Json) -> list[str]:
 
 
 def sections(data: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> Iterator[Json]:
-    """Yield the sections of a prediction, with the plots in `drawn`: both passes, and how denoising grows."""
+    """Yield the sections about both passes and about how denoising grows. `drawn` has the sections' plots by name."""
     experts = data["sizes"]["experts"]
     for kind, made in data["passes"].items():
         note = _pass_note(made, experts)
@@ -90,7 +90,7 @@ def _groups(made: Json) -> Any:
 
 
 def _segments(made: Json) -> Any:
-    """Return the table by segment, with their sum."""
+    """Return the table of segments, followed by their sum."""
     sums = {name: sum(each[name] for each in made["segments"]) for name in _SUMMED}
     columns = {
         "segment": lambda each: each["segment"],
@@ -107,7 +107,7 @@ _SUMMED = ("kernels", "bytes", "operations", "ms")
 
 
 def _largest(kernels: list[Json]) -> Any:
-    """Return the table of the slowest kernels; equal ones of different layers are one row."""
+    """Return the table of the slowest kernels. Equal kernels of different layers are one row."""
     alike: dict[tuple[str, str], list[Json]] = {}
     for each in kernels:
         what = each["steps"] or _without_numbers(each)
@@ -132,12 +132,12 @@ def _largest(kernels: list[Json]) -> Any:
 
 
 def _formats(kernel: Json) -> set[str]:
-    """Return a product's format; for other kernels, the dtypes that they write."""
+    """Return a product's format; for any other kernel, the dtypes that it writes."""
     return {kernel["runs_in"]} if kernel["runs_in"] else {dtype for dtype, _ in kernel["out"]}
 
 
 def _without_numbers(kernel: Json) -> str:
-    """Return the module of a kernel's first node, as the name of kernels that Myelin did not name."""
+    """Return a name for a kernel that Myelin did not name: its kind, and its first node's module without numbers."""
     module = kernel["nodes"][0].rpartition("/")[0] if kernel["nodes"] else kernel["kind"]
     words = [word for word in module.split(".") if not word.isdigit() and word != "layers"]
     return f"{kernel['kind']} {'.'.join(words)}"

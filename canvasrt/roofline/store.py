@@ -1,4 +1,4 @@
-"""Reads and writes an engine's kernel list as gzipped JSON. Files are reproducible."""
+"""Reads and writes an engine's kernel list as gzipped JSON. Equal lists give equal files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvasrt.types import Json
 
 KERNELS_SUFFIX = ".kernels.json.gz"
 KERNELS_SCHEMA = 1
-# The kernels of one engine by profile.
+# The kernels of one engine, by name of the profile.
 Programs = Mapping[str, Sequence[Kernel]]
 
 
@@ -25,12 +25,12 @@ def write_kernels(programs: Programs, file: Path) -> None:
         "programs": {name: [_to_json(k) for k in kernels] for name, kernels in programs.items()},
     }
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
-    # Without a timestamp, so that files are reproducible.
+    # The timestamp is left out, so that equal lists give equal files.
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def read(file: Path) -> Programs:
-    """Read a kernel list. Raises CanvasError if the file is not one, or has a different schema."""
+    """Read a kernel list. Raises CanvasError if the file is no kernel list, or has a different schema."""
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
         if data["schema"] != KERNELS_SCHEMA:

@@ -18,7 +18,7 @@ from canvasrt.roofline.dims import UNKNOWN, Dim, evaluate, from_terms, names_in
 Dims = tuple[Dim, ...]
 
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Two sizes per dimension that do not occur in real models, and a third to check the formula.
+# Two sizes to try for every dimension, which do not occur in real models, and a third size to check the formula.
 _LOW, _HIGH, _CHECK = 3, 4, 7
 
 
@@ -28,23 +28,23 @@ class Node:
 
     inputs: list[tuple[str, Dims]] = field(default_factory=list)
     outputs: list[tuple[str, Dims]] = field(default_factory=list)
-    # Per gather or slice: its source by name, the source's shape, and the shape of the part taken.
+    # For each gather or slice: its source's name, the source's shape, and the shape of the part that it reads.
     taken: list[tuple[str, Dims, Dims]] = field(default_factory=list)
 
 
 @dataclass
 class Shapes:
-    """Shapes by tensor, and the nodes by name."""
+    """The shapes of tensors and the nodes, both by name."""
 
     tensors: dict[str, Dims]
     nodes: dict[str, Node]
 
 
 def shapes_of(trt: Any, network: Any, profiles: Sequence[Mapping[str, int]]) -> list[Shapes]:
-    """Return the shapes once per profile, with the dimensions that the profile fixes as numbers.
+    """Return the shapes for every profile. Dimensions that the profile fixes become numbers.
 
-    Sets the sizes of the network's inputs, so that the network cannot be built afterwards. `trt` is the module that
-    parsed it.
+    Sets the sizes of the network's inputs, so the network cannot be built afterwards. `trt` is the module that parsed
+    the network.
     """
     layers = [network.get_layer(number) for number in range(network.num_layers)]
     hidden = _skip_block_quantization(trt, layers)
@@ -86,8 +86,8 @@ def _shapes(
 def _skip_block_quantization(trt: Any, layers: Sequence[Any]) -> dict[str, str]:
     """Bypass FP4 block quantization: let readers of a dequantized tensor read the original, which has the same shape.
 
-    With all sizes known, TensorRT-RTX 1.7 fails to infer the dequantized shape ("ScaleMode is illegal"). Returns the
-    bypassed tensors, each with its original.
+    When all sizes are known, TensorRT-RTX 1.7 fails to infer the dequantized shape ("ScaleMode is illegal"). Returns
+    the original's name for every bypassed tensor.
     """
     quantized = {
         layer.get_output(0).name: layer.get_input(0)
@@ -113,7 +113,7 @@ def _sample(
     dynamic: Mapping[str, Any],
     fixed: Mapping[str, int],
 ) -> dict[str, Dims]:
-    """Return the shapes of dynamic tensors by name, with `fixed` dimensions as numbers."""
+    """Return the shapes of dynamic tensors by name. `fixed` dimensions become numbers."""
     dims = sorted({each for shape in shapes for dim in shape for each in names_in(dim)} - {*fixed})
     seen: dict[str, list[tuple[int, ...]]] = {name: [] for name in dynamic}
     for point in (*product((_LOW, _HIGH), repeat=len(dims)), (_CHECK,) * len(dims)):
@@ -149,7 +149,7 @@ def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
 
 
 def _coefficients(sizes: list[int], count: int) -> dict[tuple[bool, ...], int]:
-    """Return the coefficients of a polynomial in `count` dimensions, indexed by the set of dimensions in the term.
+    """Return the coefficients of a polynomial in `count` dimensions. A key says which dimensions the term multiplies.
 
     The polynomial is linear in every dimension. So its values at `_LOW` and `_HIGH` determine a slope and a value at 0,
     which are polynomials in the other dimensions."""

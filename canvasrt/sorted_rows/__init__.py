@@ -1,1 +1,1 @@
-"""Experts as our own kernels over rows sorted by expert, which run between a segment's engines."""
+"""Computes experts by our own kernels, which run between a segment's engines, on rows sorted by expert."""

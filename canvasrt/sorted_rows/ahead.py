@@ -27,18 +27,18 @@ _TYPES = {
     "float8_e4m3fn": "fp8e4nv",
     "uint8": "u8",
 }
-# Capabilities on which Triton multiplies blocks of 16 rows in NVFP4 on tensor cores. On others, codes are converted to
-# float16, which is exact.
+# Compute capabilities on which Triton multiplies blocks of 16 rows in NVFP4 on tensor cores. On all others, codes are
+# converted to float16, which is exact.
 _NATIVE_NVFP4 = ((12, 0),)
-# Tokens that the sort processes at a time.
+# How many tokens the sort processes at a time.
 _CHUNK = 256
 _WARPS, _STAGES = 4, 3
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel for one compute capability: its image, entry name, bytes of shared memory, threads per program, and
-    PTX."""
+    """A kernel for one compute capability: its image, entry name, size of shared memory in bytes, threads per program,
+    and PTX."""
 
     image: bytes
     entry: str
@@ -72,7 +72,8 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     )
     major, minor = capability
     target = backends.GPUTarget("cuda", 10 * major + minor, 32)
-    # With as many stages as the others, the plain product with down weights spills a register on 8.6 and 8.9.
+    # The product with unquantized down weights gets one more stage: with `_STAGES`, it spills a register on compute
+    # capabilities 8.6 and 8.9.
     more = form.function == DOWN_KERNEL and form.format is None
     options = {"num_warps": _WARPS, "num_stages": _STAGES + more}
     with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
@@ -80,8 +81,8 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.cache.dir = str(cache_folder() / "triton")
         made = triton.compile(source, target=target, options=options)
-    # Expect the arguments and two addresses of scratch memory; see `kernel_arguments`. With more parameters, a launch
-    # would read past the arguments.
+    # The parameters must be the arguments and two addresses of scratch memory; see `kernel_arguments`. If there were
+    # more, a launch would read past the arguments.
     count = made.asm["ptx"].partition(".entry")[2].partition(")")[0].count(".param")
     if count != len(types) + 2 or made.metadata.global_scratch_size:
         raise CanvasError(
@@ -145,7 +146,7 @@ def argument_types(form: KernelForm) -> dict[str, str]:
 
 
 def _states(plain: str, format: str | None) -> str:
-    """Return the type of a product's input rows in a format."""
+    """Return the type of the input rows of a product whose weights have this format."""
     if format not in ROUNDED:
         return plain
     return _TYPES["float8_e4m3fn"] if format == "fp8" else _TYPES["uint8"]

@@ -31,8 +31,9 @@ from canvasrt.sorted_rows.description import (
 class _Cut:
     """The names of the values at one layer's experts.
 
-    own: the experts' input `[T, D]`; scale: the scale of FP8 inputs, if they are FP8; index: int64 `[T, K]`; shares:
-    float32 `[T, K]`; rows: the experts' output `[K, T, D]`; carried: `[1, T, D]`.
+    own: the experts' input `[T, D]`; scale: the scale of this input if it is in FP8, else None; index: each token's
+    experts, int64 `[T, K]`; shares: their weights, float32 `[T, K]`; rows: the experts' output `[K, T, D]`; carried:
+    the values `[1, T, D]` that the next piece also needs.
     """
 
     own: str
@@ -46,9 +47,9 @@ class _Cut:
 def cut_body(model: ir.Model) -> list[ir.Model]:
     """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
 
-    Each piece has those of the graph's inputs and outputs that it needs, except slots and `load`. At the cuts,
-    values have two token axes: `own` (the experts' input) and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`,
-    `index` int32 `[B, L, K]`, `expert_rows` `[K, B, L, D]`. For experts in FP8, `own` is in E4M3.
+    Each piece keeps the graph's inputs that it needs and the outputs that it computes, except slots and `load`. At the
+    cuts, values have two token axes: `own` (the experts' input) and carried values are `[B, L, D]`, `shares` is float32
+    `[B, L, K]`, `index` is int32 `[B, L, K]`, and `expert_rows` is `[K, B, L, D]`. For FP8 experts, `own` is in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.
     """
@@ -119,9 +120,9 @@ def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]
 def _crossing(
     graph: ir.Graph, stages: Mapping[ir.Value, int], stage: int, experts: set[ir.Value]
 ) -> list[str]:
-    """Return the values of one stage that the next stage reads, except the experts' values."""
+    """Return the names of the values of a stage that nodes of the next stage read, except the values in `experts`."""
     found: dict[str, None] = {}
-    # Nodes of the experts only lead to their rows, which are inputs now, and to their loads.
+    # The experts' nodes lead only to the experts' rows, which are inputs now, and to `load`.
     wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
     for node in graph:
         if node not in wanted or all(stages.get(value) != stage + 1 for value in node.outputs):
@@ -135,7 +136,7 @@ def _crossing(
 
 
 def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that compute `values` from other, known values."""
+    """Return the nodes that compute `values`, but not nodes that are only needed for the values in `given`."""
     todo, found = list(values), set[ir.Node]()
     while todo:
         value = todo.pop()
@@ -271,7 +272,7 @@ class _Piece:
         return made
 
     def _choices(self, cut: _Cut) -> int:
-        """Return the number of experts per token, a constant of the TopK."""
+        """Return the number of experts per token, which is a constant input of the TopK."""
         chosen = self._values[cut.index].producer()
         assert chosen is not None
         count = ir.convenience.get_const_tensor(input_of(chosen, 1))
@@ -292,6 +293,6 @@ class _Piece:
 
 
 def _product(graph: ir.Graph, weight: str) -> ir.Node:
-    """Return the MatMul with a weight, which is stored as it is or as codes."""
+    """Return the MatMul that multiplies by a weight. The weight is stored either plain or as codes."""
     stored = graph.initializers.get(weight) or graph.initializers[f"{weight}.values"]
     return next_node(stored, "MatMul")

@@ -16,18 +16,18 @@ from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import BLOCK_ROWS
 
 SORTED_SUFFIX = ".sorted.json"
-# Outputs per program.
+# How many outputs of a product a program, that is, one block of a kernel's threads, computes.
 PROGRAM_OUTPUTS = 64
-# Weight format → number that selects it in kernels. None is the activations' dtype.
+# Weight format → the number that selects it in kernels. None stands for unquantized weights, in the activations' dtype.
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Formats whose products take quantized rows.
 ROUNDED = ("fp8", "nvfp4")
-# Values between pieces: the experts' inputs, and their result with one row per token and chosen expert.
+# Values between pieces: the experts' input, the chosen experts, and the result: one row per token and chosen expert.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
 # Values that a piece passes to the next one: the weights of a token's experts, and two values with the shape of hidden
 # states.
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
-# The suffix of these names among a piece's outputs.
+# The suffix of SHARES and CARRIED in the names of a piece's outputs.
 OUT = "_out"
 # Buffers between kernels: the experts' row lists, their lengths, and inner states.
 ORDER, COUNTS, INNER = "order", "counts", "inner"
@@ -51,12 +51,12 @@ class ExpertSizes:
         )
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks for the rows of `tokens` tokens."""
+        """Return the maximum number of blocks that the rows of `tokens` tokens fill, at least partly."""
         rows = tokens * self.top_k
         return rows // BLOCK_ROWS + min(self.experts, rows)
 
     def buffers(self, tokens: int, item: int) -> dict[str, int]:
-        """Return the bytes of the buffers between pieces for `tokens` tokens, with `item` bytes per activation.
+        """Return the size in bytes of each buffer between pieces, for `tokens` tokens and `item` bytes per activation.
 
         The tokens' NVFP4 codes share the buffer of the experts' result, which is written later.
         """
@@ -79,11 +79,11 @@ class KernelForm:
 
     Attributes:
         function: its name in `triton_kernels`.
-        sizes: of the experts.
+        sizes: the experts' sizes.
         dtype: NumPy's name for the activations' dtype outside the experts.
-        format: the weights' number format; None for the activations' dtype.
+        format: the weights' number format; None for unquantized weights, in the activations' dtype.
         following: the weights' format of the next product, whose inputs this kernel writes.
-        block: inputs that share a scale, with INT4.
+        block: how many inputs share a scale in INT4; None in all other formats.
     """
 
     function: str
@@ -95,7 +95,7 @@ class KernelForm:
 
     @classmethod
     def named(cls, name: str, sizes: ExpertSizes, dtype: str) -> KernelForm:
-        """Return the inverse of `name`."""
+        """Return the form whose `name` is this one."""
         function, format, *rest = name.split("-")
         about = dict(zip(rest[::2], rest[1::2], strict=True))
         block = int(about["blocks"]) if "blocks" in about else None
@@ -112,7 +112,7 @@ class KernelForm:
 
     @property
     def width(self) -> int:
-        """Inputs of the product."""
+        """Number of inputs of the product."""
         return self.sizes.inner if self.function == DOWN_KERNEL else self.sizes.size
 
     @property
@@ -123,7 +123,7 @@ class KernelForm:
 
 @dataclass(frozen=True)
 class KernelImage:
-    """A compiled kernel: its file, its name inside, bytes of shared memory, and threads per program."""
+    """A compiled kernel: its file, its name in the file, size of shared memory in bytes, and threads per program."""
 
     file: str
     entry: str
@@ -133,11 +133,11 @@ class KernelImage:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """One of a layer's two stacks of expert matrices: the kernel that multiplies it, and the location of its parts in
-    the weights' file.
+    """One of a layer's two stacks of expert matrices: the kernel that multiplies by it, and the location of its parts
+    in the weights' file.
 
-    values, blocks, scales: offset and bytes of numbers or codes, of scales of input blocks, and of scales of outputs.
-    Offset and bytes are 0 for a part that the format lacks.
+    The parts are values (numbers or codes), blocks (scales of input blocks) and scales (scales of outputs). Each is an
+    offset and a size in bytes, which are both 0 for a part that the format lacks.
     """
 
     kernel: str
@@ -156,7 +156,7 @@ class SortedLayer:
 
     Attributes:
         rounding: the kernel that quantizes tokens to the first product's format, if the previous piece does not.
-        input_scale, inner_scale: the scales of both products' quantized inputs, else 1.
+        input_scale, inner_scale: the scale of the first and second product's inputs; 1 if they are not quantized.
     """
 
     gate_up: ExpertStack
@@ -171,10 +171,10 @@ class SortedSegment:
     """A body segment as pieces, between which kernels compute the experts.
 
     Attributes:
-        pieces: the engines' files, one more than layers, with their SHA-256.
+        pieces: file and SHA-256 of the engines, of which there is one more than layers.
         weights: the file of all layers' stacks, in order.
         kernels: images by kernel name and compute capability, such as `8.9`.
-        tile: rows and outputs per program, for which kernels were compiled.
+        tile: the numbers of rows and outputs per program for which kernels were compiled.
     """
 
     sizes: ExpertSizes
@@ -191,7 +191,7 @@ class SortedSegment:
 
     @classmethod
     def read(cls, file: Path) -> SortedSegment:
-        """Return the inverse of `write`. Raises CanvasError for another file."""
+        """Read a segment's file. Raises CanvasError if this version's `write` did not write it."""
         try:
             return cls._from_json(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -222,7 +222,7 @@ def _stack(data: dict[str, Any]) -> ExpertStack:
 
 
 def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
-    """Return the kernels of a layer with these products, in order."""
+    """Return all kernels of the layer that has these two products, in the order in which they run."""
     first = [KernelForm(SORT, gate_up.sizes, gate_up.dtype)]
     if gate_up.format == "nvfp4":
         first.append(KernelForm(ROUND, gate_up.sizes, gate_up.dtype))
@@ -230,9 +230,9 @@ def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
 
 
 def inputs_per_step(form: KernelForm) -> int:
-    """Return how many inputs a product takes per step. A step of INT4 holds its first half in the low bits.
+    """Return how many inputs a product takes per step. In INT4, the low bits of bytes have a step's first half.
 
-    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows that do not fit.
+    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows or blocks that no step divides.
     """
     if form.format not in FORMS:
         raise CanvasError(

@@ -1,4 +1,4 @@
-"""Lists the kernels of a segment that is cut into pieces, in the builder's form, for predictions."""
+"""Lists all kernels of a segment that is cut into pieces, in the same form as the builder's lists, for predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.roofline.parse import Kernel, KernelTensor
 from canvasrt.roofline.store import Programs
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
-# Dimensions: rows in blocks, including empty ones; rows that are read and written; all tokens of a call.
+# Dimensions: all rows of blocks, including empty rows; the rows that are read and written; all tokens of a call.
 BLOCKED_ROWS, ROUTED_ROWS, TOKENS = "sorted_rows", "routed_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
 _INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")
@@ -32,9 +32,9 @@ def join_lists(
     layers: Sequence[Sequence[KernelForm]],
     instructions: Mapping[str, str],
 ) -> dict[str, list[Kernel]]:
-    """Return the kernels by profile: the pieces' kernels, and between them every layer's own.
+    """Return the kernels by profile: the pieces' kernels, and between two pieces our kernels for a layer's experts.
 
-    layers: a layer's kernels in order. instructions: by kernel's name.
+    layers: our kernels for each layer, in order. instructions: their tensor-core instructions, by kernel name.
     """
     programs = {}
     for profile in pieces[0]:

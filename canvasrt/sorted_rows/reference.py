@@ -1,4 +1,4 @@
-"""The experts of sorted rows in NumPy, and a trial that compares the kernels with NumPy on the GPU that will run them."""
+"""Computes experts in NumPy, and compares our kernels with the results on the GPU that will run them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from canvasrt.sorted_rows.description import (
 
 # Half of the tokens have the same experts, so the rows of these experts fill more than a block.
 TRIAL_TOKENS = 32
-# The largest deviation of an expert's rows, relative to their norm. Rounding to 16 bits leaves less than 0.01; a kernel that
-# mixes up rows, codes or scales exceeds 0.1.
+# The largest accepted deviation of an expert's rows, relative to their norm. Rounding to 16 bits causes less than 0.01;
+# a kernel that mixes up rows, codes or scales exceeds 0.1.
 TOLERATED = 0.05
 
 
 def rounded(x: Floats, form: KernelForm, scale: float) -> Floats:
-    """Return inputs as a product takes them: in its format, divided by `scale`, or in the activations' dtype."""
+    """Return inputs as a product takes them: divided by `scale` and rounded to the product's format, or only rounded to
+    the activations' dtype if the product's inputs are not quantized."""
     if form.format not in ROUNDED:
         return x.astype(np.dtype(form.dtype)).astype(np.float32)
     scaled = x / np.float32(scale)
@@ -41,7 +42,7 @@ def rounded(x: Floats, form: KernelForm, scale: float) -> Floats:
 
 
 def matrix(form: KernelForm, values: Bytes, blocks: Bytes, scales: Bytes) -> Floats:
-    """Return one expert's matrix `[out, in]` from the bytes of its parts; those that the format lacks are empty."""
+    """Return one expert's matrix `[out, in]` from the bytes of its parts. A part that the format lacks is empty."""
     if form.format is None:
         return values.view(form.dtype).reshape(-1, form.width).astype(np.float32)
     row = FORMATS[form.format]
@@ -56,7 +57,7 @@ def matrix(form: KernelForm, values: Bytes, blocks: Bytes, scales: Bytes) -> Flo
 
 
 def results(x: Floats, gate_up: Floats, down: Floats, form: KernelForm, scale: float) -> Floats:
-    """Return an expert's results for some rows. `form` is of the second product, `scale` of its inputs."""
+    """Return an expert's results for some rows. `form` describes the second product; `scale` is its inputs' scale."""
     gate, up = np.split(x @ gate_up.T, 2, axis=1)
     tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
     return rounded(0.5 * gate * (1 + tanh) * up, form, scale) @ down.T
@@ -66,7 +67,7 @@ class Trial:
     """Random tokens and experts for a layer's kernels: `x` and `index` are their inputs."""
 
     def __init__(self, segment: SortedSegment, layer: SortedLayer, weights: Bytes) -> None:
-        """`weights`: the segment's file."""
+        """`weights`: the bytes of the segment's file of weights."""
         self._layer, self._weights, sizes = layer, weights, segment.sizes
         self._gate_up, self._down = (
             KernelForm.named(each.kernel, sizes, segment.dtype)
@@ -85,7 +86,10 @@ class Trial:
             self.x = self._taken.astype(ml_dtypes.float8_e4m3fn)
 
     def error(self, found: np.ndarray) -> float:
-        """Return the largest deviation of an expert with many rows and of one with few. `found`: `[K, T, D]`."""
+        """Return the larger deviation of two experts, of which one has many rows and the other may have few.
+
+        found: the kernels' results `[K, T, D]`.
+        """
         errors = []
         for expert in (self.index[0, 0], self.index[1, 0]):
             token, choice = np.nonzero(self.index == expert)

@@ -1,4 +1,4 @@
-"""Extracts the experts' weights from a body graph, with their codes and scales."""
+"""Extracts the experts' weights from a body graph: plain numbers, or codes and scales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GraphExperts:
     """The experts of a body graph's layers."""
 
     def __init__(self, model: ir.Model, sizes: ExpertSizes, formats: Mapping[str, str]) -> None:
-        """`formats`: the formats of the graph's quantized weights by initializer name."""
+        """`formats` maps the names of the graph's quantized weights to their formats."""
         self._graph, self._sizes, self._formats = model.graph, sizes, formats
         (hidden,) = (value for value in model.graph.inputs if value.name == "hidden")
         assert hidden.dtype is not None
@@ -93,7 +93,7 @@ class GraphExperts:
         return ExpertStack(form.name, values, blocks, scales)
 
     def _output_scales(self, name: str, form: KernelForm) -> Floats:
-        """Return the scales of outputs of FP8 or NVFP4 products: `[E, out]`."""
+        """Return the factors `[E, out]` for the outputs of FP8 or NVFP4 products: weights' scales times the inputs'."""
         rows = 2 * form.outputs if form.function == GATE_UP_KERNEL else form.outputs
         scale = self._numbers(f"{name}.scale") * self._numbers(f"{name}.input_scale")
         factors = np.ones((1, 1), np.float32)
@@ -115,9 +115,9 @@ class GraphExperts:
 
 
 def in_steps(codes: Bytes, width: int, step: int) -> Bytes:
-    """Repack INT4 codes in rows of `width`. A byte then holds codes from both halves of a step, not two neighbours.
+    """Repack rows of `width` INT4 codes, so that a byte has one code from each half of a step, not two neighbours.
 
-    The kernel then has one half of a step's inputs in the low bits of its bytes and the other in the high ones.
+    The kernel then finds the codes for a step's first half in the low bits, and those for the second in the high bits.
     """
     pairs = codes.reshape(-1, width // 2)
     each = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, width // step, 2, step // 2)

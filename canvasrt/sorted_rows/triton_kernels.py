@@ -1,11 +1,11 @@
 """Products over rows sorted by expert, in Triton the language (not the server of that name).
 
-A row is a token for one of its experts. An expert's rows fill blocks of `BLOCK`, in token order; the last block may be
-partly empty. A program computes some outputs of one block's rows, in a fixed order of summation. So a row's result does
-not depend on other rows.
+A row is one token for one of its experts. An expert's rows fill blocks of `BLOCK` rows, in token order; the last block
+may be partly empty. A program computes some outputs for one block's rows, and always adds in the same order. So a row's
+result does not depend on other rows.
 """
 
-# A kernel is compiled for its tensors' types.
+# Arguments have no annotations, because kernels are compiled separately for each type.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Numbers of weight formats, for one of which a kernel is compiled. 0 is the activations' dtype.
+# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 is the activations' dtype.
 _INT4, _FP8, _NVFP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _LARGEST_E4M3, _LARGEST_E2M1 = tl.constexpr(448.0), tl.constexpr(6.0)
-# Numbers that share a scale in NVFP4.
+# How many numbers share a scale in NVFP4.
 _SHARED = tl.constexpr(16)
 _E2M1 = tl.constexpr("e2m1")
 
@@ -49,7 +49,7 @@ def sort_rows(
 
 @triton.jit
 def _rows_of(block, counts, order, tokens, E: tl.constexpr, E2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a block's expert (E if the block is unused), its rows, and a mask of those that exist."""
+    """Return a block's expert (E if the block is unused), its rows, and a mask of the rows that exist."""
     each = tl.arange(0, E2)
     count = tl.load(counts + each, mask=each < E, other=0)
     blocks = (count + BLOCK - 1) // BLOCK
@@ -67,8 +67,8 @@ def _codes(packed, dtype: tl.constexpr):
     """Return the signed codes in the low and in the high four bits of bytes."""
     low, high = packed & 15, packed >> 4
     if dtype == tl.bfloat16:
-        # As the mantissa of a float with the exponent of 128, a code plus 8 is 128 to 143. Converting integers would take four
-        # times as long.
+        # A code plus 8, in the low bits of the bfloat16 number 128, gives 128 to 143. Converting integers would take
+        # four times as long.
         offset: tl.constexpr = 136.0
         low = (low.to(tl.uint16) ^ 0x4308).to(tl.bfloat16, bitcast=True) - offset
         high = (high.to(tl.uint16) ^ 0x4308).to(tl.bfloat16, bitcast=True) - offset
@@ -83,15 +83,15 @@ def _add_int4(
     total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT: tl.constexpr, SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of INT4 weights: the low four bits of its bytes are its first half, the high ones
-    the second."""
+    """Add the products with one unit of INT4 weights. The low four bits of its bytes are the unit's first half, and the
+    high four bits are the second half."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
     packed = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=fits[:, None], other=0)
     low, high = _codes(packed, dtype)
     scale = blocks + row * (WIDTH // SCALED)
     one = tl.load(scale + first // SCALED, mask=fits, other=0).to(tl.float32)
-    # Often both halves are in the same block.
+    # Often, both halves are in the same block, and have the same scale.
     other = one
     if SCALED % UNIT != 0:
         other = tl.load(scale + (first + half) // SCALED, mask=fits, other=0).to(tl.float32)
@@ -103,7 +103,7 @@ def _add_int4(
 
 @triton.jit
 def _add_wide(total, x, values, row, fits, column, WIDTH):
-    """Add the products with some columns of weights that tensor cores take as they are."""
+    """Add the products with some columns of weights that tensor cores multiply without conversion."""
     read = fits[:, None] & (column < WIDTH)
     weight = tl.load(values + row[:, None] * WIDTH + column, mask=read, other=0.0)
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
@@ -119,15 +119,16 @@ def _shared_scales(blocks, row, fits, block, WIDTH):
 
 @triton.jit
 def _e2m1(code):
-    """Return E2M1 codes 0 … 15 in float16. Their bits are moved to where float16 has them; the exponent is then 14 too
-    small."""
+    """Return the numbers that E2M1 codes 0 … 15 encode, in float16. Sign, exponent and mantissa move to where float16
+    has them; the exponent is then too small by 14."""
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 16384.0, tl.float16)
 
 
 @triton.jit
 def _nvfp4(codes, blocks, row, fits, column, WIDTH):
-    """Return the numbers in the low and in the high four bits of bytes, times their blocks' scales: exact in float16."""
+    """Return the numbers in the low and in the high four bits of bytes, times their blocks' scales. This is exact in
+    float16."""
     scale = _shared_scales(blocks, row, fits, column // (_SHARED // 2), WIDTH).to(tl.float16)
     wide = codes.to(tl.uint16)
     return _e2m1(wide & 15) * scale, _e2m1(wide >> 4) * scale
@@ -135,7 +136,7 @@ def _nvfp4(codes, blocks, row, fits, column, WIDTH):
 
 @triton.jit
 def _codes_of(x, row, live, first, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """Return one unit's codes of some rows in NVFP4, two per byte."""
+    """Load some NVFP4 rows' codes for one unit, two per byte."""
     column = first // 2 + tl.arange(0, UNIT // 2)
     read = live[:, None] & (column < WIDTH // 2)
     return tl.load(x + row[:, None] * (WIDTH // 2) + column, mask=read, other=0)
@@ -146,7 +147,7 @@ def _add_nvfp4(
     total, x, x_blocks, x_row, live, values, blocks, row, fits, first, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of NVFP4 weights, two of which share a byte. Scales of whole tensors come later.
+    """Add the products with one unit of NVFP4 weights, two per byte. Scales of whole tensors are applied later.
 
     x: the rows' codes for the unit. If tensor cores do not multiply NVFP4, codes and scales become float16.
     """
@@ -168,10 +169,10 @@ def _add_nvfp4(
 
 @triton.jit
 def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Round float32 `[ROWS, WIDTH]` to NVFP4 with a scale `whole` of the tensor.
+    """Round float32 `[ROWS, WIDTH]` to NVFP4; `whole` is the scale of the whole tensor.
 
-    Returns two codes per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`. A block with
-    NaN or infinity has a scale of NaN. Divisions are exact, unlike those by Triton's `/`.
+    Returns codes, two per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`. A block
+    that contains NaN or infinity gets NaN as its scale. Divisions round correctly, unlike Triton's `/`.
     """
     parts = tl.reshape(x, (ROWS, WIDTH // _SHARED, _SHARED))
     # E2M1 has no NaN, and a maximum ignores it; zero times NaN or infinity is NaN.
@@ -180,7 +181,7 @@ def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     scale = tl.minimum(share, _LARGEST_E4M3, tl.PropagateNan.ALL).to(tl.float8e4nv)
     step = scale.to(tl.float32) * whole
     size = tl.div_rn(tl.abs(parts), tl.where(step > 0, step, 1.0)[:, :, None])
-    # The codes whose number is nearest, ties to even.
+    # Find the codes of the nearest numbers; ties go to even codes.
     code = (size > 0.25).to(tl.uint8) + (size >= 0.75).to(tl.uint8) + (size > 1.25).to(tl.uint8)
     code += (size >= 1.75).to(tl.uint8) + (size > 2.5).to(tl.uint8)
     code += (size >= 3.5).to(tl.uint8) + (size > 5.0).to(tl.uint8)
@@ -193,7 +194,7 @@ def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def _store_nvfp4(
     to, rows, row, live, first, x, whole, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH
 ):
-    """Write some columns of some of `rows` rows in NVFP4: all rows' codes come before all blocks' scales."""
+    """Write some columns of some rows in NVFP4. In the buffer, all `rows` rows' codes precede all blocks' scales."""
     codes, scales = _to_nvfp4(x, whole, ROWS, UNIT)
     row = row[:, None].to(tl.int64)
     column = first // 2 + tl.arange(0, UNIT // 2)
@@ -205,8 +206,8 @@ def _store_nvfp4(
 
 @triton.jit
 def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr):
-    """Round `x` `[T, D]` to NVFP4 with a scale for the whole. Program (b, n) rounds BLOCK rows, and in them OUT columns
-    from n · OUT on.
+    """Round `x` `[T, D]` to NVFP4; `scale` is the scale of all of `x`. Program (b, n) rounds BLOCK rows, and in them
+    OUT columns from n · OUT on.
 
     codes: two per byte, `[T, D / 2]`, followed by the blocks' scales in E4M3, `[T, D / 16]`.
     """
@@ -221,7 +222,7 @@ def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OU
 
 @triton.jit
 def _gelu(x):
-    """The tanh form, in float32."""
+    """Return GELU in its tanh form, in float32."""
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     # tanh, written so that neither end overflows to NaN.
     return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
@@ -229,7 +230,7 @@ def _gelu(x):
 
 @triton.jit
 def _store(out, x, mask, FORM: tl.constexpr, scale):
-    """Write float32 numbers in the dtype of `out`; FP8 inputs of the next product are divided by its scale."""
+    """Write float32 numbers in the dtype of `out`. For FP8, first divide by `scale`, the next product's input scale."""
     if FORM == _FP8:
         x = tl.maximum(tl.div_rn(x, scale), -_LARGEST_E4M3, tl.PropagateNan.ALL)
         x = tl.minimum(x, _LARGEST_E4M3, tl.PropagateNan.ALL)
@@ -245,13 +246,16 @@ def gate_up(
 ):  # fmt: skip
     """Compute the experts' inner states: `gelu(x · gateᵀ) * (x · upᵀ)`.
 
-    Program (b, n) computes block b's rows and outputs n · OUT on.
+    Program (b, n) computes OUT outputs, from n · OUT on, for block b's rows.
 
-    x: `[T, D]`, in E4M3 if weights are; for NVFP4, what `round_rows` writes. values: the experts' `[E, 2 · F, D]`, gates
-    first; INT4 in pairs of codes, see `in_steps`; NVFP4 in pairs of neighbours. blocks: their scales `[E, 2 · F, D / SCALED]`
-    for INT4; bits of E4M3, `[E, 2 · F, D / 16]`, for NVFP4. scales: FP8 and NVFP4: float32 `[E, 2 · F]`, the input's included.
-    inner: `[blocks, BLOCK, F]`; rounded with `inner_scale` if the format of the next product, NEXT, is FP8, and as
-    `round_rows` does if it is NVFP4. UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.
+    x: `[T, D]`, in E4M3 if the weights are in FP8; for NVFP4, what `round_rows` writes.
+    values: weights `[E, 2 · F, D]`, gates first. A byte has two INT4 codes as in `in_steps`, or two adjacent NVFP4
+    codes.
+    blocks: scales of the weights' blocks. INT4: `[E, 2 · F, D / SCALED]`. NVFP4: bits of E4M3, `[E, 2 · F, D / 16]`.
+    scales: for FP8 and NVFP4, float32 `[E, 2 · F]`, already multiplied by the input's scale.
+    inner: the result `[blocks, BLOCK, F]`, in NEXT, the next product's format: for FP8, rounded with `inner_scale`; for
+    NVFP4, rounded as by `round_rows`.
+    UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.
     """
     expert, row, live = _rows_of(tl.program_id(0), counts, order, tokens, E, E2, BLOCK)
     if expert < E:
@@ -303,7 +307,8 @@ def down(
 ):  # fmt: skip
     """Compute the experts' results `inner · downᵀ`, and put each row in its place.
 
-    As `gate_up`, but: values: `[E, D, F]`. rows: `[K, T, D]`, choices first; those of padding are not written.
+    Arguments are as in `gate_up`, except: values: `[E, D, F]`. rows: the result `[K, T, D]`; rows of padding tokens are
+    not written.
     """
     block = tl.program_id(0)
     expert, row, live = _rows_of(block, counts, order, tokens, E, E2, BLOCK)

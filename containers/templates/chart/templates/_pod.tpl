@@ -57,7 +57,7 @@ containers:
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     {{- $several := and (include "canvasrt.onGpu" .) (gt (int .Values.gpus) 1) }}
     {{- if or .Values.args .Values.triton.open $several }}
-    # These replace the image's own arguments, so they repeat them. If an option is repeated, the last one wins.
+    # These arguments replace the image's own, so they include those, too. If an option occurs twice, the last one wins.
     args:
       - serve
       - --host=0.0.0.0
