@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import queue
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import tritonclient.grpc
+from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from canvasrt.bundle import Bundle
@@ -49,16 +50,55 @@ def test_a_header_names_no_caller(keyed: Serving):
     assert triton(keyed, GENERATE, PROMPT, **{OWNER: "0123456789abcdef"})[0] == 200
 
 
-def over_grpc(running: Serving, key: str = "open", **parameters: str) -> None:
-    tensor = tritonclient.grpc.InferInput("prompt", [1], "BYTES")
-    tensor.set_data_from_numpy(np.array([b"12+34="], np.object_))
-    given = {"authorization": f"Bearer {key}"}
-    with tritonclient.grpc.InferenceServerClient(running.said["grpc"]) as client:
-        client.infer("canvasrt", [tensor], headers=given, parameters=parameters)
+def prompt(text: str = "12+34=") -> list[grpc.InferInput]:
+    made = grpc.InferInput("prompt", [1], "BYTES")
+    made.set_data_from_numpy(np.array([text.encode()], np.object_))
+    return [made]
+
+
+def over_grpc(running: Serving, key: str = "open", **options: Any) -> None:
+    given = {"inputs": prompt(), "headers": {"authorization": f"Bearer {key}"}, **options}
+    with grpc.InferenceServerClient(running.said["grpc"]) as client:
+        assert client.infer("canvasrt", **given).as_numpy("text")[0]
 
 
 def test_grpc_names_no_caller(keyed: Serving):
-    over_grpc(keyed, **{OWNER: "0123456789abcdef"})
+    over_grpc(keyed, parameters={OWNER: "0123456789abcdef"})
+
+
+# Triton divides by the size of an output's type, which is 0 for texts.
+CLASSIFIED = [grpc.InferRequestedOutput("text", class_count=1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"outputs": CLASSIFIED}, "have no classification"),
+        ({"inputs": prompt("." * (17 * 2**20))}, "larger than max"),
+        ({"compression_algorithm": "gzip"}, "is disabled"),
+        ({"headers": {}}, "did not provide an API key"),
+        ({"headers": {"authorization": "Bearer wrong"}}, "Incorrect API key"),
+    ],
+    ids=range(5),
+)
+def test_tritons_grpc_port_is_guarded(keyed: Serving, options: dict[str, Any], says: str):
+    with pytest.raises(InferenceServerException, match=says):
+        over_grpc(keyed, **options)
+    over_grpc(keyed)  # it goes on
+
+
+def test_a_refused_request_does_not_end_its_stream(keyed: Serving):
+    replies: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    head = {"authorization": "Bearer open"}
+    with grpc.InferenceServerClient(keyed.said["grpc"]) as client:
+        client.start_stream(lambda result, error: replies.put((result, error)), headers=head)
+        for outputs in (None, CLASSIFIED, None):
+            client.async_stream_infer("canvasrt_stream", prompt(), outputs=outputs)
+            event = b""
+            while event != b"final":
+                result, error = replies.get(timeout=60)
+                assert (error is None) == (outputs is None), error
+                event = b"final" if error else result.as_numpy("event")[0]
 
 
 def test_a_key_s_answers_count_on_all_ports(keyed: Serving):
