@@ -97,7 +97,7 @@ class PromptEncoder:
                     f"prompt has {len(values['prompt'])} characters",
                     f"send at most {_MOST_COUNTED}",
                 )
-            with self._turn(values):
+            with self.turn(values):
                 return tokenizer.encode(values["prompt"], add_special_tokens)
         self._check_length(chosen, values[chosen])
         if add_generation_prompt:
@@ -107,11 +107,11 @@ class PromptEncoder:
         else:
             messages = read_messages(values["messages"])
         variables = read_template(values)
-        with self._turn(values):
+        with self.turn(values):
             return tokenizer.closed_chat(messages, variables)
 
-    def _turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return a lock for long texts, so that they are encoded one at a time. Short texts do not wait."""
+    def turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Return a lock for long texts, so that threads work on them one at a time. Short texts do not wait."""
         return self._long if is_long(values) else nullcontext()
 
     def _check_length(self, chosen: str, text: str) -> None:
@@ -128,7 +128,7 @@ class PromptEncoder:
             )
 
     def _encode(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
-        with self._turn(values):
+        with self.turn(values):
             return self._prompt(values, chosen)
 
     def _prompt(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:

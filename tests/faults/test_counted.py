@@ -310,7 +310,7 @@ def test_two_lengths_end_the_connection(alone: Alone):
 
 def test_no_redirect_names_the_callers_host(alone: Alone):
     with connect(alone(hosts=("*",))) as one:
-        one.sendall(b"GET /v1/models/ HTTP/1.1\r\nHost: page.test\r\nConnection: close\r\n\r\n")
+        one.sendall(b"GET /version/ HTTP/1.1\r\nHost: page.test\r\nConnection: close\r\n\r\n")
         said = b""
         while piece := one.recv(4096):
             said += piece

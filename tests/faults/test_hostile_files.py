@@ -78,8 +78,8 @@ def test_a_checkpoint_s_index_does_not_lead_out_of_its_folder(
 
 
 def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
-    """A long name of 400 MB, 8 KB on disk, and a document of a million brackets."""
-    long, deep = tmp_path / "long.tar", tmp_path / "deep"
+    """A long name of 400 MB, 8 KB on disk, a document of a million brackets, and one of 400 MB."""
+    long, deep, large = tmp_path / "long.tar", tmp_path / "deep", tmp_path / "large"
     header = tarfile.TarInfo("././@LongLink")
     header.type, header.size = tarfile.GNUTYPE_LONGNAME, 400 << 20
     with long.open("wb") as file:
@@ -87,8 +87,11 @@ def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
         file.truncate(512 + header.size + 1024)
     deep.mkdir()
     (deep / "index.json").write_text("[" * 1_000_000)
+    large.mkdir()
+    with (large / "index.json").open("wb") as file:
+        file.truncate(400 << 20)
     tracemalloc.start()
-    for path in (long, deep):
+    for path in (long, deep, large):
         with pytest.raises(CanvasError, match="is damaged"):
             signed_digest(path)
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
