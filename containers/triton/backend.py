@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -52,6 +53,9 @@ from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # existing packages import both from this module
 
+# Seconds for which a preparing thread may keep the interpreter. A pass needs it back after every segment; with Python's
+# 5 ms, long texts beside it would slow it several times.
+_SWITCH = 0.0005
 _LAST_REPLIES = 0.3  # seconds for Triton to send the last error replies
 
 
@@ -99,8 +103,9 @@ class StreamModel:
 
             return make
 
-        # Prepares slow requests on threads, so that others need not wait.
-        self._preparing = Preparing()
+        sys.setswitchinterval(_SWITCH)
+        # Prepares slow requests on threads, so that others need not wait. Long texts to tokenize have a thread of their own.
+        self._preparing, self._tokenizing = Preparing(), Preparing(threads=1)
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
         self._worker = Workers(
@@ -135,11 +140,12 @@ class StreamModel:
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
         """Report progress until `since`, but no further than the beginning of another thread's oldest unfinished
         task."""
-        watches = (self._executing, self._preparing.watch)
+        watches = (self._executing, self._preparing.watch, self._tokenizing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))
 
     def finalize(self) -> None:
         self._preparing.close()
+        self._tokenizing.close()
         self._worker.close()
 
     def _admit(self, request: Any, parameters: dict[str, Any], sink: ResponseSink) -> None:
@@ -164,7 +170,8 @@ class StreamModel:
             name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
         }
         if is_long(texts) or not SLOW.isdisjoint(arrays):
-            self._preparing.submit(owner or uuid.uuid4().hex, submit, sink.fail)
+            threads = self._tokenizing if "tokenize" in arrays else self._preparing
+            threads.submit(owner or uuid.uuid4().hex, submit, sink.fail)
         else:
             submit()
 
