@@ -107,8 +107,8 @@ class Generator:
     def step(self) -> list[Event]:
         """Encode one chunk and denoise one step of every running request that is ready; return their events.
 
-        A step encodes only one chunk of a long prompt. While other requests can run, the next chunk waits for as many
-        steps as take about as long as the previous chunk.
+        A step encodes only one chunk of a long prompt. While other requests can run, steps
+        run between two chunks for about as long as the first of the two took.
         """
         self._take_arrived()
         events = self._drop_cancelled()

@@ -35,7 +35,8 @@ class Transformers:
         ).eval()
 
     def measure(self, requests: Sequence[Request]) -> Sample:
-        """Run `requests` as one batch. Their prompts must have equal length, and only their seeds can differ."""
+        """Run `requests` as one batch. Their prompts must have equal length, and their parameters must
+        be equal except for the seed."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
             DiffusionGemmaGenerationConfig,
             EntropyBoundSamplerConfig,

@@ -65,7 +65,7 @@ def with_options(
         values = {name: given.pop(name) for name in options}
         command(**given, **{argument: make(values)})
 
-    del wrapped.__wrapped__  # otherwise Typer would read the wrapped function's signature
+    del wrapped.__wrapped__  # otherwise Typer would read the signature of `command`
     wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
     return wrapped

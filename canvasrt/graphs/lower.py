@@ -223,7 +223,8 @@ def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) 
 
 
 def _dequantized(quantize: ir.Node) -> ir.Value:
-    """Return the output of the DequantizeLinear after a quantizer, or of the cast that follows: the product's input."""
+    """Return the product's input: the output of the DequantizeLinear after a quantizer or, if a cast follows, of that
+    cast."""
     (dequantize,) = quantize.outputs[0].consumers()
     value = dequantize.outputs[0]
     users = value.consumers()

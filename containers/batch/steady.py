@@ -17,7 +17,7 @@ def steady(reply: Any, key: str) -> Any:
     def walk(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
             return {
-                # Callers choose the names in `metadata`, so keep them.
+                # Callers choose the names in `metadata`, so an `id` there is not ours.
                 each: inner if each == "metadata" else walk(inner, each)
                 for each, inner in value.items()
             }

@@ -44,7 +44,7 @@ _BEAT_EVERY = 0.5
 # could exhaust the file descriptors.
 _ACCEPT = 64
 # Seconds for which a thread that parses a long body may keep the interpreter's lock. The event loop releases the lock
-# at every system call, about ten times per request, and would wait Python's default of 5 ms each time.
+# at every system call, about ten times per request. With Python's default, it could wait 5 ms each time to get it back.
 _SWITCH = 0.0005
 HEALTH_CONNECTIONS = 128  # on the port that only serves health routes
 

@@ -47,7 +47,7 @@ ENTRYPOINT = (f"{ROOT}/venv/bin/python3", "-m", "canvasrt")
 # The command of the health check.
 PROBE = (f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.serve.probe")
 # The health check allows time to start this many GPUs, since a container's number of GPUs is not known beforehand.
-# A start that hangs ends by itself.
+# That is safe, because the server gives up a start that hangs.
 _MOST_GPUS = 8
 _SECOND = 10**9  # nanoseconds, as in an image's configuration
 

@@ -155,7 +155,8 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
     """Load a graph. Return it, its weights in file order, and, by name, the files of weights that are not in its own
     weight file.
 
-    If any weights are in files, initializers inside the graph are constants, and stay there.
+    If any weight is in a file, the initializers inside the graph are constants instead of weights. They stay in the graph,
+    and are not returned.
     """
     model = ir.load(source)
     own = source.with_suffix(".bin").name

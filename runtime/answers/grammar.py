@@ -161,8 +161,8 @@ class GrammarState:
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
         """Return at most `most` tokens after which the answer may end; None if the search finds none.
 
-        The ending may not be the shortest: the search only tries a few tokens, first closing ones, then the least
-        used. Raises SlowGrammarError if the search takes too long.
+        The ending is not always the shortest: the search tries only a few tokens, first those that close something, then
+        the least used. Raises SlowGrammarError if the search takes too long.
         """
         wrong: dict[
             tuple[int, ...], set[int]

@@ -119,7 +119,7 @@ class DeviceModel(Model):
         self._launches = Launches(self.workspace, self.config, self.shapes)
 
     def warm_up(self) -> None:
-        """Run every shape that passes and images can have, so that no request waits for kernels to be compiled.
+        """Run every possible shape of a pass and of an image, so that no request waits for kernels to be compiled.
 
         Call it before the first request.
         """
