@@ -217,7 +217,8 @@ def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
 def _packed(
     pieces: Sequence[tuple[tuple[int, ...], Labels]], gap: int, room: int
 ) -> list[list[int]]:
-    """Group questions, in order, into canvases of `room` tokens. One of these tokens ends the answer."""
+    """Group questions, in order, into canvases of `room` tokens. Each question takes `gap` more tokens for a newline; after
+    the last of a canvas, the end of the answer takes their place."""
     groups: list[list[int]] = []
     used = room
     for number, (lead, labels) in enumerate(pieces):
