@@ -86,13 +86,19 @@ class Servers:
         """Send a line to the server with the fewest requests, and return the reply. Tries again until a server accepts
         the line.
 
-        Raises CanvasError if a server refuses the key or is Triton, or if all servers are down for too long.
+        Raises CanvasError if a server refuses the key, is Triton or speaks another protocol, or if all servers are down for too long.
         """
         while True:
             server = await self._next()
             server.in_flight += 1
             try:
                 reply, wait = await self._post(server, line)
+            except (self._http.ClientSSLError, self._http.ClientResponseError) as error:
+                scheme = server.root.partition(":")[0].upper()
+                raise CanvasError(
+                    f"what answers at {server.root} does not speak {scheme} as expected: {error}",
+                    f"{PORT_HINT}, with http:// or https:// as it is served",
+                ) from error
             except self._http.ClientConnectorError as error:  # nothing was sent
                 server.down(time.monotonic(), 0.0, str(error))
                 self._check_patience(str(error))

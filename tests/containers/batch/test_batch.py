@@ -151,13 +151,21 @@ def test_others_take_over_and_none_ends_it(
 
 
 @needs_triton
-@pytest.mark.parametrize("port", ["http", "metrics"])
-def test_tritons_ports_end_it_before_the_first_line(
-    tmp_path: Path, server: Server, port: str
+@pytest.mark.parametrize(
+    ("port", "scheme", "says"),
+    [
+        ("http", "http", "is Triton$"),
+        ("metrics", "http", "is Triton$"),
+        ("grpc", "http", "does not speak HTTP as expected"),
+        ("grpc", "https", "does not speak HTTPS as expected"),
+    ],
+)
+def test_wrong_ports_end_it_before_the_first_line(
+    tmp_path: Path, server: Server, port: str, scheme: str, says: str
 ) -> None:
     file = write(tmp_path, *(chat(text) for text in TEXTS))
-    opened = Servers([f"127.0.0.1:{getattr(server.ports, port)}"], "", 60)
-    with pytest.raises(CanvasError, match=r"is Triton$") as error:
+    opened = Servers([f"{scheme}://127.0.0.1:{getattr(server.ports, port)}"], "", 60)
+    with pytest.raises(CanvasError, match=says) as error:
         asked(file, "out.jsonl", opened)
     assert "--url" in error.value.hint
 
