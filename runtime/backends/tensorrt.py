@@ -266,7 +266,9 @@ class _Context:
         self._addresses: dict[str, int] = {}
         self._latest: tuple[Any, ...] | None = None  # the latest call's key
         self._graph: int | None = None  # the latest call's CUDA graph, once captured
-        self._fits = True
+        self._fits = True  # whether the latest call can be captured
+        self._captures = True  # False after a capture has failed
+        self._warned = False
 
     def run(self, call: EngineCall) -> None:
         for name in self._engine.inputs:
@@ -294,34 +296,38 @@ class _Context:
             self._forget()
             self._latest = call.key
             self.run(call)  # the first run initializes state, which cannot be captured
-            self._ask()
+            self._fits = self._captures and self._is_capturable()
         elif self._graph is not None:
             self._device.replay(self._graph)
         elif not self._fits or self._engine.captures_itself or not self._capture():
             self.run(call)
 
-    def _ask(self) -> None:
-        """Ask TensorRT whether the current call can be captured; log a warning if it cannot."""
+    def _is_capturable(self) -> bool:
+        """Ask TensorRT whether the current call can be captured."""
         ask = getattr(self._context, "is_stream_capturable", None)
-        self._fits = ask is None or bool(ask(self._device.stream))
-        if not self._fits:
-            _log.warning(
-                "%s runs without a CUDA graph: TensorRT says it cannot be captured",
-                self._engine.name,
-            )
+        if ask is None or ask(self._device.stream):
+            return True
+        self._warn("TensorRT says it cannot be captured")
+        return False
 
     def _capture(self) -> bool:
-        """Capture the latest call and queue it. Return False and log a warning if that fails."""
+        """Capture the latest call and queue it. Return False if that fails; then this context does not try again."""
         try:
             self._graph = self._device.capture(self.enqueue)
         except CanvasError as error:
             if isinstance(error, EngineError) and error.fatal:
                 raise
-            _log.warning("%s runs without a CUDA graph: %s", self._engine.name, error)
-            self._fits = False
+            self._warn(str(error))
+            self._fits = self._captures = False
             return False
         self._device.replay(self._graph)
         return True
+
+    def _warn(self, why: str) -> None:
+        """Log a warning, once, although calls alternate."""
+        if not self._warned:
+            _log.warning("%s runs without a CUDA graph: %s", self._engine.name, why)
+        self._warned = True
 
     def _forget(self) -> None:
         if self._graph is not None:

@@ -14,6 +14,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
 from canvasrt.runtime.backends import tensorrt
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend, check_target
+from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
@@ -185,6 +186,9 @@ def test_a_call_whose_capture_is_refused_or_fails_runs_as_it_is(
     assert own is not None
     assert not own._fits
     assert ("runs without a CUDA graph: CUDA" in capsys.readouterr().err) == fails
+    for size in (1, 1, 2, 2, 1, 1):  # alternating calls
+        own.repeat(EngineCall({"a": size}, dict(own._shapes), dict(own._addresses), repeats=True))
+    assert "CUDA graph" not in capsys.readouterr().err
     assert not engines.device.replayed
 
 
