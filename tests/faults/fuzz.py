@@ -28,6 +28,8 @@ _SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
 _CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 _CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
+_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "b"}
 # One good body for each shape of request; parts of it are replaced.
 GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -53,6 +55,30 @@ GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/systemone",
         {"state": {"a": 1}, "questions": {"q": {"type": "noul", "instructions": "x"}}},
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "diffusion_seed_canvas": [3, 4, 5, 6, 7, 8, 9, 10],
+            "diffusion_pinned": [0, 2],
+            "diffusion_canvas_length": 8,
+            "structured_outputs": {"regex": "[0-9]"},
+            **_SHORT,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}, _USE]},
+                {"role": "user", "content": [_RESULT]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            **_SHORT,
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}], "system": "b"}),
     ("/v1/infill", {"text": "a {2} b", "prompt": "a", "max_denoising_steps": 2}),
     ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}),
     ("/detokenize", {"tokens": [3, 4]}),
