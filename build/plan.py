@@ -278,7 +278,7 @@ class Plan:
             "memory": self.memory.to_json(),
             "target_memory": self.target.memory,
             "fits": self.fits,
-            "needs": self.needs.to_json(),
+            "needs": {**self.needs.to_json(), "disk": self.disk},
         }
 
 

@@ -13,7 +13,7 @@ from canvasrt.build.calibration import prompts_of
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import GraphCache, key_of, unfinished_folder
-from canvasrt.calibration_prompts import CALIBRATED, work_of
+from canvasrt.calibration_prompts import CALIBRATED, CALIBRATIONS, QUANTIZATIONS, work_of
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
@@ -58,19 +58,21 @@ def _begun(plan: Plan) -> list[Path]:
 
 
 def _quantizing(plan: Plan) -> list[Path]:
-    """Return the folder that keeps a plan's progress in quantizing, as a list. The folder need not exist. The list is
-    empty if the plan does not quantize."""
+    """Return the folders that keep a plan's progress in calibrating and in quantizing; none if the plan does not
+    quantize. They need not exist."""
     source, recipe = plan.source, plan.precision.recipe
     if not plan.quantizes or recipe is None:
         return []
     prompts = prompts_of(source, recipe, plan.calibration) if recipe.is_calibrated else None
-    cut: Json = {"layers_per_segment": plan.layers_per_segment}
+    cut: Json = {}
     if source.graphs is not None:
-        cut = {"graphs": source.graphs.manifest.digest, "known": None}
+        made_from: Json = {"graphs": source.graphs.manifest.digest, "known": None}
     else:
+        cut = {"layers_per_segment": plan.layers_per_segment}
         adapters = {"adapters": plan.adapter_hashes} if plan.adapters else {}
-        cut["checkpoint"] = source.made_from | adapters
-    return [unfinished_folder(*work_of(cut, recipe, prompts))]
+        made_from = {"checkpoint": source.made_from | adapters}
+    work = work_of(made_from, recipe, prompts)
+    return [unfinished_folder(CALIBRATIONS, work), unfinished_folder(QUANTIZATIONS, work | cut)]
 
 
 def _cached(plan: Plan, absent: Callable[[Bundle], Collection[str]]) -> Bundle | None:

@@ -293,18 +293,18 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}…"
 
 
-# The file in a quantization's folder that has the result of the calibration. It is kept, because graphs may be needed
-# again.
+# The kinds of unfinished work, and the file in a calibration's folder that has its result. That file is kept, because
+# graphs may be needed again, also with other segments, which change no scale.
+CALIBRATIONS, QUANTIZATIONS = "calibrations", "quantizations"
 CALIBRATED = "calibrated.json"
 
 
-def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
-    """Return the kind of a quantization, and all inputs that determine it. Both identify an interrupted quantization,
-    so that it can be resumed."""
-    made_from = {
+def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> Json:
+    """Return all inputs that determine a calibration. With how the model is cut into segments, they determine a
+    quantization. They identify interrupted work, so that it can be resumed."""
+    return {
         **source,
         "recipe": recipe.to_json(),
         "prompts": prompts and prompts.check() and prompts.sha256,
         "made_by": versions(QUANTIZED_BY, "export", "runtime"),
     }
-    return "calibrations" if prompts else "quantizations", made_from

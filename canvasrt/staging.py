@@ -105,8 +105,9 @@ def disk_full_error(out: Path) -> CanvasError:
         folder = next(parent for parent in (out, *out.parents) if parent.exists())
         free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free now)"
     return CanvasError(
-        f"no space left while writing {out}, of which nothing was kept",
-        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere",
+        f"no space left while writing {out}; its unfinished files were removed",
+        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere; what is finished in the"
+        " cache is used again",
     )
 
 

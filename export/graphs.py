@@ -14,7 +14,13 @@ import torch
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import kept_piece, unfinished
-from canvasrt.calibration_prompts import CALIBRATED, CalibrationPrompts, work_of
+from canvasrt.calibration_prompts import (
+    CALIBRATED,
+    CALIBRATIONS,
+    QUANTIZATIONS,
+    CalibrationPrompts,
+    work_of,
+)
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.description import Description, describe
 from canvasrt.checkpoints.quantized import Quantization
@@ -99,12 +105,14 @@ def export_graphs(
                 prompts = CalibrationPrompts.of(
                     calibration, chosen, config, found.sampler, made_from, found.tokenizer
                 )
-            cut = {"checkpoint": made_from, "layers_per_segment": layers_per_segment}
-            room = stack.enter_context(unfinished(*work_of(cut, chosen, prompts), keep=CALIBRATED))
+            work = work_of({"checkpoint": made_from}, chosen, prompts)
             if prompts is not None:
                 held = own.held if own else {}
                 read = CheckpointWeights(source, config, found.sampler, dtype, held)
-                observed = calibrate(read, chosen, prompts, room)
+                with unfinished(CALIBRATIONS, work, keep=CALIBRATED) as progress:
+                    observed = calibrate(read, chosen, prompts, progress)
+            cut = {"layers_per_segment": layers_per_segment}
+            room = stack.enter_context(unfinished(QUANTIZATIONS, work | cut))
         if own is not None and unscaled:
             own.calibrated(observed)
         quantizer = Quantizer(config, recipe, observed) if recipe else None

@@ -17,7 +17,13 @@ import torch
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import kept_piece, unfinished
-from canvasrt.calibration_prompts import CALIBRATED, CalibrationPrompts, work_of
+from canvasrt.calibration_prompts import (
+    CALIBRATED,
+    CALIBRATIONS,
+    QUANTIZATIONS,
+    CalibrationPrompts,
+    work_of,
+)
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, local_names
 from canvasrt.errors import CanvasError
@@ -192,11 +198,11 @@ def quantize_graphs(
             file, chosen, manifest.model, manifest.sampler, manifest.made_from, files
         )
     known = calibration and calibration.to_json()
-    with unfinished(
-        *work_of({"graphs": manifest.digest, "known": known}, chosen, prompts), keep=CALIBRATED
-    ) as room:
-        if prompts is not None:
-            calibration = calibrate(StoredWeights(graphs), chosen, prompts, room)
+    work = work_of({"graphs": manifest.digest, "known": known}, chosen, prompts)
+    if prompts is not None:
+        with unfinished(CALIBRATIONS, work, keep=CALIBRATED) as progress:
+            calibration = calibrate(StoredWeights(graphs), chosen, prompts, progress)
+    with unfinished(QUANTIZATIONS, work) as room:
         quantizer = Quantizer(manifest.model, chosen, calibration or Calibration())
         with staging(out) as tmp:
             _write(graphs, tmp, room, quantizer)

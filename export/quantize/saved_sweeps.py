@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.staging import is_disk_full
+from canvasrt.staging import is_disk_full, sync
 
 # Seconds between saves. A small model's sweeps take less time than saving them.
 SAVE_EVERY = 10.0
@@ -86,3 +86,4 @@ def _write(value: Any, file: Path) -> None:
     """Save tensors to a file that Python opened, because torch's own writer hides why a write failed."""
     with file.open("wb") as out:
         torch.save(value, out)
+    sync(file)  # the state must not be renamed before its rows are on the disk

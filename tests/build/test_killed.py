@@ -46,7 +46,7 @@ PLACES: dict[str, Callable[[Path, tuple[int, ...]], bool]] = {
     "first sweep": lambda cache, before: bool(state_of(cache)),
     "later sweep": lambda cache, before: state_of(cache) not in ((), before),
     "all sweeps": has("calibrations/*/calibrated.json"),
-    "first graph": has("calibrations/*/body_0/*.bin"),
+    "first graph": has("quantizations/*/body_0/*.bin"),
     "all graphs": has("graphs/*/manifest.json"),
 }
 

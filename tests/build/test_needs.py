@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from canvasrt.build.calibration import CalibrationNeeds, calibration_needs
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan, plan
 from canvasrt.build.precision import parse_precision
+from canvasrt.build.reuse import held_bytes, is_calibrated
 from canvasrt.build.source import Source, find_source
 from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.checkpoints.config import read_config
@@ -159,3 +161,23 @@ def test_what_an_interrupted_build_holds_is_not_needed_again(
     first, again = needed
     assert first == made.disk
     assert again < 0.7 * first
+
+
+def test_a_calibration_serves_a_build_with_other_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales do not depend on the segments. The graphs that an interrupted build holds do."""
+    cache, file = library.empty_cache(tmp_path / "cache"), tmp_path / "prompts.jsonl"
+    monkeypatch.setenv("CANVASRT_CACHE", str(cache))
+    file.write_text('{"prompt_ids": [5]}\n')
+    options = BuildOptions("nvfp4-mixed", layers_per_segment=4, calibration=file)
+    (made,) = plan_all("demo", [find_target("cpu")], tmp_path / "out", options)
+    other = replace(made, layers_per_segment=2)
+    assert not is_calibrated(made)
+    with monkeypatch.context() as broken:
+        broken.setattr("canvasrt.export.graphs._write_host_head", lambda *_: pytest.fail("stopped"))
+        with pytest.raises(pytest.fail.Exception, match="stopped"):
+            build_all([made])
+    assert is_calibrated(made)
+    assert is_calibrated(other)
+    assert held_bytes([made]) > 10 * held_bytes([other]) > 0

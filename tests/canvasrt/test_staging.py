@@ -202,8 +202,11 @@ def test_a_limit_on_file_sizes_is_one_clear_error(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
-        with pytest.raises(CanvasError, match="no space left"), staging(tmp_path / "out") as tmp:
+        with pytest.raises(CanvasError) as raised, staging(tmp_path / "out") as tmp:
             (tmp / "big").write_bytes(bytes(2**20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = f"no space left while writing {tmp_path / 'out'}; its unfinished files were removed"
+    assert raised.value.message == said
+    assert "what is finished in the cache is used again" in raised.value.hint
     assert everything_in(tmp_path) == []

@@ -12,7 +12,7 @@ import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import unfinished
-from canvasrt.calibration_prompts import CalibrationPrompts, work_of
+from canvasrt.calibration_prompts import CALIBRATIONS, CalibrationPrompts, work_of
 from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.calibrate import Calibration
@@ -86,7 +86,8 @@ def calibrate(graphs: Bundle, recipe: Recipe, file: Path | None = None) -> Calib
     prompts = CalibrationPrompts.of(
         file, recipe, manifest.model, manifest.sampler, manifest.made_from, tokenizer
     )
-    with unfinished(*work_of({"graphs": manifest.digest}, recipe, prompts)) as room:
+    work = work_of({"graphs": manifest.digest}, recipe, prompts)
+    with unfinished(CALIBRATIONS, work) as room:
         return calibrate_weights(StoredWeights(graphs), recipe, prompts, room)
 
 

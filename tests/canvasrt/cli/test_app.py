@@ -15,6 +15,7 @@ import pytest
 
 from canvasrt.cli import app, doctor
 from canvasrt.cli.app import COMMANDS, parsed_command
+from canvasrt.console import size
 from canvasrt.targets import TARGETS
 from tests.conftest import Command
 from tests.helpers import library
@@ -218,6 +219,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "does not" not in text
     assert re.findall(r"contexts .*, and \S+ MB on the host", text)
     assert "runs on    this machine" in text
+    assert all(f"{size(row['needs']['disk'])} at the peak" in text for row in rows)
     assert "runs on    GeForce RTX 5090, 32.0 GB: fits" in text
     assert not out.exists()
     (row,) = json.loads(here("build", checkpoint_files, "-t", "cpu", "--dry-run", "--json").stdout)

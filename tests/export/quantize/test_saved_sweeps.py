@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ def test_a_state_counts_only_with_all_its_files_and_on_its_device(
         row.write_bytes(b"")
     again = saved_sweeps.SavedSweeps(tmp_path, "cuda" if change == "device" else "cpu")
     assert bool(again.state) == (change == "none")
+
+
+def test_what_is_saved_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut, a row that is not may have the right size and wrong content."""
+    synced: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    saved_sweeps.SavedSweeps(tmp_path, "cpu").save(1, {}, {0: torch.ones(2)}, {0})
+    assert {file.stat().st_ino for file in tmp_path.iterdir()} == synced
 
 
 def test_a_full_disk_keeps_what_was_saved(tmp_path: Path) -> None:
