@@ -61,6 +61,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
             planned = {
                 "checkpoint": str(found.checkpoint),
                 "target": found.target.name,
+                **({"why": found.why} if found.why else {}),
                 "engines": str(found.engines),
                 "builds_first": True,
             }

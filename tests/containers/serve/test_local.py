@@ -124,4 +124,5 @@ def test_a_dry_run_says_what_would_be_built(command: Command, tmp_path: Path) ->
     decided = json.loads(done.stdout)
     assert decided["builds_first"]
     assert decided["target"] in ("cpu", *(target.name for target in local.TARGETS))
+    assert ("why" in decided) == (decided["target"] == "cpu")
     assert list(tmp_path.iterdir()) == []
