@@ -9,7 +9,8 @@ from canvasrt.types import Json
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision of the exported graphs. A quantized checkpoint keeps its own if the plan requests that."""
+    """Return the precision of the exported graphs. A quantized checkpoint keeps its own precision if the plan requests
+    that."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 

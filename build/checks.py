@@ -146,8 +146,8 @@ def check_space(plans: Sequence[Plan]) -> None:
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """If the plan's build takes much memory, return half its number of layers per segment, and how many bytes of memory
-    a build with that many layers takes; None if that does not help."""
+    """If the plan's build takes much memory, return half its number of layers per segment, and the memory in bytes that
+    a build with this number takes. Return None if halving does not help."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None

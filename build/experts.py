@@ -27,7 +27,7 @@ PIECE_CODE = 10 * 10**6
 
 
 class Slots:
-    """Experts inside the engines. Each has as many rows as the pass plan says."""
+    """Experts inside the engines. Each expert has as many rows as the pass plan says."""
 
     name = SLOTTED
     # Whether the experts are inside the engines.
@@ -62,7 +62,7 @@ class Slots:
         return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
-        """Return the size in bytes of the buffers that this form adds, if an activation takes `element` bytes."""
+        """Return the size in bytes of the buffers that only this form needs, if an activation takes `element` bytes."""
         return 0
 
     def profiles(self, profiles: Mapping[str, dict[str, Range]]) -> dict[str, dict[str, Range]]:

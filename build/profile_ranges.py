@@ -43,7 +43,7 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter names the patch dimension by this expression.
+    # The runtime processes one image at a time. The exporter's name of the patch dimension is an expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 

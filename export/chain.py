@@ -88,7 +88,7 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
 
 def _node_name(name: str, number: int) -> str:
     """Return a node's name in the chain. The name starts with the name of the node's module. If the node is in no
-    module, as in masks, it starts with `layer_<number>/`."""
+    module, as in masks, the name starts with `layer_<number>/`."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

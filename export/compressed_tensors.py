@@ -1,7 +1,8 @@
 """INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, including AWQ and GPTQ).
 
-`weight_packed` consists of int32 words. Each word holds eight codes, the first in the lowest bits, and 8 is added to
-every code. XOR with 0x88 turns each byte of a word into a byte of the graph. `weight_scale` has one scale per group.
+A module's `weight_packed` consists of int32 words. Each word holds eight codes, the first in the lowest bits, and 8 is
+added to every code. XOR with 0x88 turns each byte of a word into a byte of the graph. `weight_scale` has one scale per
+group.
 """
 
 from __future__ import annotations

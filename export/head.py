@@ -124,7 +124,7 @@ def accept(entropy: Tensor, bound: Tensor) -> Tensor:
 
     A position is accepted if the entropies of all more certain positions sum to at most `bound` `[B]`
     (`EntropyBoundSampler.accept_canvas`). So the most certain position is always accepted. `runtime/host_sampler.py`
-    applies the same rule to answers under conditions.
+    applies the same rule if conditions restrict the tokens.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)
     kept = ordered.cumsum(dim=-1) - ordered <= bound[:, None]

@@ -167,7 +167,7 @@ def average_pool(x: Tensor, places: Tensor, empty: Tensor, pool: int) -> tuple[T
     """Average squares of `pool` × `pool` patches.
 
     Returns the averages `[N, P / pool², size]`, and bool `[N, P / pool²]`, true for squares that are not empty. As in
-    the reference, padding counts as part of the first square, which also has patches, and so adds zeros there.
+    the reference, padding belongs to the first square. It only adds zeros there, and that square is never empty.
     """
     patches = x.shape[1]
     count = patches // (pool * pool)
