@@ -1,7 +1,8 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
 A build takes more than twice its weights' memory, cannot be interrupted from Python, and may be killed when memory runs
-out. A child process returns all of its memory and can be killed at any time, and its death is an ordinary error.
+out. A child process can be killed at any time and then returns all of its memory; if it dies, that is an ordinary
+error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 @dataclass(frozen=True)
 class Job:
     """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of all `capabilities`;
-    if there are none, it is built for this machine's GPU. `timing` is the timing cache's file, which is created if
+    if this is empty, it is built for this machine's GPU. `timing` is the timing cache's file, which is created if
     missing.
     """
 
