@@ -229,7 +229,7 @@ def _contexts(plan: Plan) -> list[int]:
 
 
 def _precisions(plan: Plan) -> list[Precision]:
-    """Return the target's other precisions that the source allows."""
+    """Return the precisions, other than the plan's, that the target and the source allow."""
     if plan.source.is_quantized:
         return []
     found = []

@@ -1,6 +1,6 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build takes more than twice its weights' memory, cannot be interrupted from Python, and may be killed when memory runs
+A build takes more than twice its weights' memory, cannot be interrupted from Python, and can be killed when memory runs
 out. A child process can be killed at any time and then returns all of its memory; if it dies, that is an ordinary
 error.
 """

@@ -44,7 +44,7 @@ class Slots:
         """Raise CanvasError for a target, weight format or row length that this form does not support."""
 
     def passes(self, passes: PassPlan) -> PassPlan:
-        """Adapt a pass plan that was made for slots to this form."""
+        """Return a pass plan that was made for slots, adapted to this form."""
         return passes
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
@@ -67,7 +67,7 @@ class Slots:
         return 0
 
     def profiles(self, profiles: Mapping[str, dict[str, Range]]) -> dict[str, dict[str, Range]]:
-        """Adapt a body segment's profiles to this form."""
+        """Return a body segment's profiles, adapted to this form."""
         return dict(profiles)
 
 

@@ -60,7 +60,7 @@ class Estimate:
         return CONTEXT_ON_HOST * self.contexts
 
     def to_json(self) -> dict[str, int]:
-        """Return the parts, their sum, and what contexts take on the host."""
+        """Return the parts, their sum, and the host memory that contexts take."""
         return {**asdict(self), "total": self.total, "contexts_on_host": self.contexts_on_host}
 
 

@@ -154,7 +154,7 @@ class Plan:
         return next(fitting, ways[0])
 
     def passes_when(self, reading: PrefillPlan) -> PassPlan:
-        """Return the pass plan for a way to encode prompts. Without images, experts need fewer rows."""
+        """Return the pass plan for one way of encoding prompts. Without images, experts need fewer rows."""
         sizes = self.max_context, self.max_batch, reading.prefill_chunk
         return self.experts.passes(plan_passes(self._seen(reading), *sizes))
 

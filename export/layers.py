@@ -119,7 +119,7 @@ def attention_mask(
 
     A clean token (`causal[b]`) attends to keys up to its own position; in a sliding layer, only to the last `window` of
     them. It also attends to all tokens of its own image. A canvas token attends to all keys, even in a sliding layer.
-    No token attends to keys at position −1, which are empty. The references are `create_masks_for_generate` and
+    No token attends to empty keys, which have position −1. The references are `create_masks_for_generate` and
     `create_diffusion_decoder_attention_mask` with a dynamic cache.
     """
     key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]

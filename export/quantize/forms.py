@@ -55,10 +55,10 @@ _TENSORRT = "trt"
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     """Replace weights of `model` by quantized ones, in place. `forms` are the forms by initializer name.
 
-    A weight `w` is replaced by those of the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
-    `w.factor` that its form has. These have no data yet (see `stored_parts`). If weights of one format share an input,
-    that input is quantized once, with the first weight's `input_scale`. If only the table's products are quantized,
-    they use `projection`, and the table is kept for lookups.
+    A weight `w` is replaced by the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
+    `w.factor`, as far as its form has them. These have no data yet (see `stored_parts`). If weights of one format share
+    an input, that input is quantized once, with the first weight's `input_scale`. If only the table's products are
+    quantized, they use `projection`, and the table is kept for lookups.
 
     Raises `CanvasError` for a name that is not the weight of exactly one matrix product, and for a wrong shape.
     """

@@ -108,7 +108,7 @@ def _quantize_one(
     scale and, if the format has blocks, the blocks' scales."""
     weight = _checked(part, format, name)
     amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
-    # Zeros need a scale too, and any will do.
+    # If all numbers that share a scale are zero, any scale will do.
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
     search, encode = _QUANTIZERS[format][method]
     scale = (search(weight, amax) if search else amax) / FORMATS[format].largest
@@ -123,7 +123,7 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """Quantize to a format that does not quantize the inputs of products."""
+    """Quantize a weight to a format in which only weights are quantized, not the inputs of products."""
     encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
     # Every row has its own scales, so parts of a matrix can be quantized one by one.
     made = [encode(_checked(part, format, name), method == "mse") for part in parts]
@@ -200,7 +200,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     assert block is not None
     blocks = weight.reshape(-1, block)
     amax = blocks.abs().amax(dim=-1)
-    # Zeros need a scale too, and any will do.
+    # If all numbers that share a scale are zero, any scale will do.
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
 
     def scale_of(reach: Tensor) -> Tensor:
