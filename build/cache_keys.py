@@ -17,7 +17,7 @@ def exported_precision(plan: Plan) -> str:
 
 def exported_from(plan: Plan) -> Json:
     """Return all inputs that determine a plan's exported graphs."""
-    # The activation scales of a quantized checkpoint may come from calibration.
+    # The activation scales of a quantized checkpoint can come from calibration.
     own = plan.calibration_hash if plan.source.is_quantized else None
     return {
         **plan.source.made_from,

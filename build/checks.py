@@ -113,8 +113,8 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Plans of the same precision and GPU capabilities count their engines once. Files that are already in the cache do
-    not count, nor do those of interrupted builds.
+    Plans of the same precision and GPU capabilities share their engines, which count once. Files that are already in
+    the cache do not count, nor do those of interrupted builds.
     """
     cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
@@ -212,7 +212,8 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return options under which one request fits: the first precision that allows any context, with its longest context."""
+    """Return options under which one request fits: the first precision in which it fits at all, and the longest
+    context."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:

@@ -53,8 +53,8 @@ class Slots:
         return model.num_experts * passes.most_rows * slot * element
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
-        """Return how many bytes of kernel code all body segments have: `bodies` segments with `layers` layers in total.
-        The engine of a whole segment has `engine` bytes of code."""
+        """Return how many bytes of kernel code all body segments have. There are `bodies` segments, with `layers`
+        layers in total. The engine of a whole segment has `engine` bytes of code."""
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:

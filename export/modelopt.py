@@ -42,7 +42,7 @@ class StoredCodes:
         return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Read codes and block scales. If `input_scale` is set, it replaces the checkpoint's."""
+        """Read codes and block scales. If `input_scale` is set, it replaces the checkpoint's input scale."""
         found = self.input_scale if input_scale is None else np.array(input_scale, np.float32)
         if found is None:
             raise CanvasError(
@@ -71,7 +71,7 @@ class StoredCodes:
             yield torch.from_numpy(dequantize(self.form.format, codes, 1, blocks) * scale)
 
     def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
-        """Read the tensor `kind` of every part, and stack these tensors along the outputs."""
+        """Read the tensor `kind` of every part, and stack these tensors along the output axis."""
         out = np.empty(shape, np.uint8)
         flat = out.reshape(-1, shape[-1])
         first = 0

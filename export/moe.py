@@ -32,8 +32,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # A softmax over only the best scores equals a softmax over all, renormalised over the best. The first score is
-        # the largest.
+        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. The first
+        # score is the largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)

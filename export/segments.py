@@ -148,7 +148,7 @@ def _either_queue(model: ir.Model) -> None:
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
-    """Rename a body graph's cached and new keys and values after the layers' indices in the model."""
+    """Put the layers' indices in the model into the names of a body graph's cached and new keys and values."""
     for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
         names = _per_layer(stem, layers)
         for value, name in zip(values[len(values) - len(names) :], names, strict=True):

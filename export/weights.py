@@ -137,7 +137,8 @@ def vision_sources(config: ModelConfig) -> Sources:
 class Weight:
     """One weight of a graph: its name and shape in the graph, and the checkpoint's tensors that are its parts.
 
-    Parts are stacked along the first axis. If the checkpoint stores experts separately, their matrices are the parts.
+    Parts are stacked along the first axis. If the checkpoint stores experts separately, the experts' matrices are the
+    parts.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Compares denoising steps. Both sides get the reference's canvases; each side is self-conditioned on its own previous
-step."""
+"""Compares denoising steps of bundle and reference. Both get the reference's canvases; each is self-conditioned on its
+own previous step."""
 
 from __future__ import annotations
 
