@@ -183,7 +183,7 @@ def _takes(plan: Plan) -> str:
 
 
 def requests_of(plan: Plan) -> str:
-    """Return a text that says how many requests a plan serves, and how long they may get."""
+    """Return a text that says how many requests a plan serves, and how long these can get."""
     return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
 
 

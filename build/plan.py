@@ -303,7 +303,7 @@ def plan(
     check_adapters(source, options.adapters)
     context = check_context(source, options.max_context)
     layers = check_layers(source, options.layers_per_segment)
-    # This raises CanvasError for a recipe that has a pattern without a match.
+    # This raises CanvasError if a pattern of the recipe matches no weight.
     formats = precision.formats(source.model)
     experts = find_experts(options.experts)
     experts.check(target, source.model, _expert_formats(source, formats))

@@ -103,7 +103,7 @@ class Checkpoint:
 
     def _are_equal(self, name: str, other: str) -> bool:
         kinds = [(self.shape(each), self.dtype(each)) for each in (name, other)]
-        # Compare what the files store: `self.chunks` may merge adapters.
+        # Compare what the files store, because `self.chunks` can merge adapters.
         pairs = zip(Checkpoint.chunks(self, name), Checkpoint.chunks(self, other), strict=False)
         return kinds[0] == kinds[1] and all(bytes_of(a) == bytes_of(b) for a, b in pairs)
 

@@ -154,7 +154,8 @@ def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
     """Before the first graph is traced, raise CanvasError for a weight that is missing or has a wrong shape. Weights
-    that can be read in seconds must also be finite. The other weights are checked for that when they are written."""
+    that can be read in seconds must also be finite. All other weights are checked for finite values when they are
+    written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
             if quantized is not None and quantized.holds(part, weight):

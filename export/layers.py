@@ -195,8 +195,8 @@ def folded_attention(
     """Attention in primitive operators. Cached and new keys are not joined, because that would copy the whole cache.
 
     Each of these two sides gets its own softmax in float32, and the results are merged. All heads that share keys are
-    rows of one product, so keys are not repeated for every head. A few heads per key are processed at a time, because
-    the scores of all heads over a long context would take gigabytes.
+    rows of one product, so keys are not repeated for every head. Only a few of these heads are processed at a time,
+    because the scores of all heads over a long context would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]

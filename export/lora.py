@@ -223,7 +223,8 @@ def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> 
 def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
     """Return the batched expert weight that a LoRA changes.
 
-    PEFT wraps the parameters in the module's order, gate_up_proj first, so the last one is outermost.
+    PEFT wraps the parameters in the module's order, gate_up_proj first, so the wrapper of the last parameter is
+    outermost.
     """
     names = {str(each).rpartition(".")[2] for each in config.get("target_parameters") or ()}
     both = [name for name in ("gate_up_proj", "down_proj") if name in names]

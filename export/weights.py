@@ -153,8 +153,8 @@ class Weight:
         return self.shape[0] * self.shape[1] if split else self.shape[0]
 
     def read(self, dtype: torch.dtype, check: bool = True) -> Iterator[Tensor]:
-        """Yield the values in order, as `dtype`, in pieces along the parts' first axis. With `check`, raise CanvasError
-        for a value that is not finite."""
+        """Yield the values in order, as `dtype`, in pieces along the parts' first axis. If `check` is true, raise
+        CanvasError for a value that is not finite."""
         self.check()
         for part in self.parts:
             for chunk in self.checkpoint.chunks(part):

@@ -53,7 +53,7 @@ class LimitCheck:
         return self.measured <= self.limit
 
     def to_json(self) -> Json:
-        """Return a JSON object that has the fields, `at_least` and `ok`."""
+        """Return a JSON object that has this class's fields, plus `at_least` and `ok`."""
         return {**asdict(self), "at_least": self.name in AT_LEAST, "ok": self.ok}
 
 

@@ -80,7 +80,7 @@ class ReferenceModel:
         return self.config.canvas_length
 
     def check_canvas(self, length: int) -> None:
-        """Raise CanvasError if a canvas length is not the checkpoint's."""
+        """Raise CanvasError unless `length` is the checkpoint's canvas length."""
         if length != self.canvas_length:
             raise CanvasError(
                 f"canvas_length is {length}, but the reference has canvases of {self.canvas_length}",

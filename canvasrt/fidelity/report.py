@@ -74,8 +74,8 @@ def measure_quality(
 
 
 def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
-    """Return whether both sides are streamed: if the model in fp32 needs over a third of this machine's available
-    memory, or if the checkpoint is quantized.
+    """Return whether both sides are streamed. They are if the model in fp32 needs over a third of this machine's
+    available memory, or if the checkpoint is quantized.
     """
     whole = 4 * sum(parameters(config).values())
     return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None

@@ -110,7 +110,7 @@ def versions(report: Json) -> str:
 
 
 def small(value: float | None) -> str:
-    """Format a number that may be tiny."""
+    """Format a number that can be tiny."""
     if value is None:
         return "–"
     if value == 0 or math.isinf(value):

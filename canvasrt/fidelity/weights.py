@@ -32,7 +32,7 @@ def weight_errors(
     """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time.
 
     Return one entry per matrix, and one per expert. A matrix's entry has its relative error; its name as in recipes;
-    its format, which is None if it is not quantized; and `kept`: whether the checkpoint stores the matrix in that
+    its format, or None if the matrix is not quantized; and `kept`: whether the checkpoint stores the matrix in that
     format, so that codes should be equal. An expert's entry has the errors of its two matrices, and the error of its
     output over the tokens that the reference routed to it. The output is computed without rounding inputs. If no tokens
     were routed to the expert, the output's error is None.

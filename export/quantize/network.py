@@ -106,7 +106,7 @@ class StreamedNetwork:
         return rms_norm(self._embed(canvas), self.config.rms_norm_eps)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Have the next sweep add clean tokens to their requests' caches."""
+        """Let the next sweep add clean tokens to the caches of their requests."""
         for each in inputs:
             row: CachedRow = each.row
             hidden = self._embed(each.tokens)[None]

@@ -109,7 +109,8 @@ class ObservedPart:
         )
 
     def load(self, weights: WeightSource, room: Tensor, check: bool) -> None:
-        """Read the weights into the buffer `room`. With `check`, raise CanvasError for a weight that is not finite."""
+        """Read the weights into the buffer `room`. If `check` is true, raise CanvasError for a weight that is not
+        finite."""
         begin = 0
         for name, (module, own, shape) in self._weights.items():
             dtype = self._dtype(name, weights)

@@ -265,7 +265,7 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
 
 
 def counted(items: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
-    """Yield weights. Call `advance` with each one's number of elements after it is written."""
+    """Yield weights. After a weight is written, call `advance` with its number of elements."""
     for item in items:
         yield item
         advance(math.prod(item.shape))

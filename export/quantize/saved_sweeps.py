@@ -52,7 +52,7 @@ class SavedSweeps:
         self, sweeps: int, state: Mapping[str, Any], rows: Mapping[int, Any], live: set[int]
     ) -> None:
         """Save the state after `sweeps` sweeps. `rows` has the changed keys and values by request; `live` has the
-        requests that still run. If the disk is full, the earlier state is kept and CanvasError raised."""
+        requests that still run. If the disk is full, the earlier state is kept, and CanvasError is raised."""
         files = {number: name for number, name in self._files.items() if number in live}
         files |= {number: f"row-{number}-{sweeps}.pt" for number in rows}
         try:

@@ -43,7 +43,7 @@ class CheckpointWeights:
         }
 
     def read(self, part: SegmentModule, local: str, check: bool) -> Iterator[Tensor]:
-        """Yield a weight's numbers in order. With `check`, raise CanvasError for a number that is not finite."""
+        """Yield a weight's numbers in order. If `check` is true, raise CanvasError for a number that is not finite."""
         name = global_name(part.name, part.layers, local)
         if name in self._held:
             return (each.to(self.dtype) for each in self._held[name].wide())

@@ -1,4 +1,4 @@
-"""The embedding table's quantized forms: the table itself, or only the two products with it."""
+"""The embedding table's quantized forms: either the table itself is quantized, or only its two products."""
 
 from __future__ import annotations
 
