@@ -21,7 +21,8 @@ from canvasrt.recipes.recipe import load_recipe, quantizable
 
 # Bytes per number of a weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
-# The shared workspace is multiplied by this, because builders use somewhat more than the tensors counted here.
+# The shared workspace is multiplied by this, because builders use somewhat more memory than the tensors that are
+# counted here.
 MEMORY_MARGIN = 1.1
 # Bytes that an engine takes in addition to its weights. The kernels of all profiles take 16 to 31 MB in TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6

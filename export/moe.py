@@ -102,8 +102,8 @@ class Slots:
 
     gate_queues: int64, the queues that feed gate and up projections: `[E]`, each expert's own queue; or `[1]`, only
     queue E, which has all tokens and then feeds every expert.
-    gate, down: int64, 0 … S − 1 and 0 … C − 1. In the product with gate and up, every expert has S rows; in the product
-    with down, C rows.
+    gate, down: int64, the slots' numbers: 0 … S − 1 and 0 … C − 1. In the product with gate and up, every expert has S
+    rows; in the product with down, C rows.
     """
 
     gate_queues: Tensor

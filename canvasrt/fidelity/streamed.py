@@ -1,4 +1,4 @@
-"""transformers' model with only one layer's weights in memory at a time, for checkpoints that do not fit.
+"""transformers' model with only one layer's weights in memory at a time, for checkpoints that do not fit in memory.
 
 Weights that the checkpoint stores quantized are dequantized.
 """

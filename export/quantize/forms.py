@@ -53,7 +53,7 @@ _TENSORRT = "trt"
 
 
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
-    """Replace weights of `model` by quantized ones, in place. `forms` are the forms by initializer name.
+    """Replace weights of `model` by quantized ones, in place. `forms`: initializer name → form.
 
     A weight `w` is replaced by the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
     `w.factor`, as far as its form has them. These have no data yet (see `stored_parts`). If weights of one format share
