@@ -9,14 +9,15 @@ from canvasrt.types import Json
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision of the exported graphs. A quantized checkpoint keeps its own if the plan requests that."""
+    """Return the precision of the exported graphs. A quantized checkpoint keeps its own precision if the plan requests
+    that."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 
 
 def exported_from(plan: Plan) -> Json:
     """Return all inputs that determine a plan's exported graphs."""
-    # The activation scales of a quantized checkpoint may come from calibration.
+    # The activation scales of a quantized checkpoint can come from calibration.
     own = plan.calibration_hash if plan.source.is_quantized else None
     return {
         **plan.source.made_from,

@@ -24,7 +24,7 @@ _BASE = 600 * 10**6
 # How many tokens run through a layer together (export/quantize/network.py), and how many float32 tensors of size
 # canvas × vocabulary the head has in memory at the same time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
-# The smaller products of a sweep reach this share of a large product's speed.
+# The smaller products of a sweep reach this share of the speed of a large product.
 _EFFICIENCY = 0.75
 _SMALL = 10**8
 
@@ -127,8 +127,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head. `memory` and `stored` are its bytes in memory and in the file; the other fields count all
-    weights, the experts' weights, and the weights that one token uses."""
+    """A layer or the head. `memory` and `stored` are its sizes in bytes, in memory and in the file; the other fields
+    count all weights, the experts' weights, and the weights that one token uses."""
 
     memory: int
     stored: int

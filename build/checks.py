@@ -113,8 +113,8 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError if the disks lack space for the files of all plans of one source.
 
-    Plans of the same precision and GPU capabilities count their engines once. Files that are already in the cache do
-    not count, nor do those of interrupted builds.
+    Plans of the same precision and GPU capabilities share their engines, which count once. Files that are already in
+    the cache do not count, nor do those of interrupted builds.
     """
     cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
@@ -146,8 +146,8 @@ def check_space(plans: Sequence[Plan]) -> None:
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """If the plan's build takes much memory, return half its number of layers per segment, and how many bytes of memory
-    a build with that many layers takes; None if that does not help."""
+    """If the plan's build takes much memory, return half its number of layers per segment, and the memory in bytes that
+    a build with this number takes. Return None if halving does not help."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
@@ -183,7 +183,7 @@ def _takes(plan: Plan) -> str:
 
 
 def requests_of(plan: Plan) -> str:
-    """Return a text that says how many requests a plan serves, and how long they may get."""
+    """Return a text that says how many requests a plan serves, and how long these can get."""
     return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
 
 
@@ -212,7 +212,8 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return options under which one request fits: the first precision that allows any context, with its longest context."""
+    """Return options under which one request fits: the first precision in which it fits at all, and the longest
+    context."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:
@@ -229,7 +230,7 @@ def _contexts(plan: Plan) -> list[int]:
 
 
 def _precisions(plan: Plan) -> list[Precision]:
-    """Return the target's other precisions that the source allows."""
+    """Return the precisions, other than the plan's, that the target and the source allow."""
     if plan.source.is_quantized:
         return []
     found = []

@@ -1,7 +1,8 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build takes more than twice its weights' memory, cannot be interrupted from Python, and may be killed when memory runs
-out. A child process returns all of its memory and can be killed at any time, and its death is an ordinary error.
+A build takes more than twice its weights' memory, cannot be interrupted from Python, and can be killed when memory runs
+out. A child process can be killed at any time and then returns all of its memory; if it dies, that is an ordinary
+error.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 # TensorRT logs a missing GPU as an error, but here it is expected.
 _NO_GPU = "catchCudaError"
-# The builder's log line with an engine's activation memory.
+# The builder's log line that states an engine's activation memory.
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 
 @dataclass(frozen=True)
 class Job:
     """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of all `capabilities`;
-    if there are none, it is built for this machine's GPU. `timing` is the timing cache's file, which is created if
+    if this is empty, it is built for this machine's GPU. `timing` is the timing cache's file, which is created if
     missing.
     """
 
@@ -177,7 +178,7 @@ def compile_engine(job: Job) -> None:
         raise CanvasError("the graph cannot be parsed", "see the builder's messages above")
     _let_attention_be_decomposed(trt, network)
     config = _config(trt, builder, network, job)
-    # Stream to the file: the whole engine in memory, next to its weights, would take a third more memory.
+    # Stream to the file: holding the whole engine in memory next to its weights would take a third more memory.
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
             raise CanvasError("no engine was built", "see the builder's messages above")
@@ -194,7 +195,7 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """Write the kernel list. A failure is only logged, because the engine works without the list, whose form may change
+    """Write the kernel list. A failure is only logged, because the engine works without the list, whose form can change
     between versions of TensorRT."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}

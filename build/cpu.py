@@ -57,8 +57,9 @@ def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
 
 
 def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str, Any], list[str]]:
-    """Lower the quantized graphs to float32, except those that `room` already has. With `spend`, remove each graph's
-    weights afterwards. Return the embedding table's manifest entry, and the files that are still to be linked."""
+    """Lower the quantized graphs to float32, except those that `room` already has. If `spend` is true, remove each
+    graph's weights afterwards. Return the embedding table's manifest entry, and the files that are still to be
+    linked."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower, lower_graph
 
@@ -76,8 +77,8 @@ def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str
 def _rewrite(
     segments: list[dict[str, Any]], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rewrite the graphs for a CPU. Return all segments (a new one computes what only depends on positions), and the
-    changed files' names."""
+    """Rewrite the graphs for a CPU. Return all segments, including a new one that computes what only depends on
+    positions; and the changed files' names."""
     require("onnx_ir", "export")
     from canvasrt.graphs.cpu import rewrite_graphs
 

@@ -1,5 +1,6 @@
-"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, over sorted rows,
-between two engines of each layer. A build selects a form by name, and all code that differs between forms is here."""
+"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, which run over
+sorted rows, between two engines of each layer. A build selects a form by name, and all code that differs between forms
+is here."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ PIECE_CODE = 10 * 10**6
 
 
 class Slots:
-    """Experts inside the engines. Each has as many rows as the pass plan says."""
+    """Experts inside the engines. Each expert has as many rows as the pass plan says."""
 
     name = SLOTTED
     # Whether the experts are inside the engines.
@@ -43,7 +44,7 @@ class Slots:
         """Raise CanvasError for a target, weight format or row length that this form does not support."""
 
     def passes(self, passes: PassPlan) -> PassPlan:
-        """Adapt a pass plan that was made for slots to this form."""
+        """Return a pass plan that was made for slots, adapted to this form."""
         return passes
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
@@ -52,8 +53,8 @@ class Slots:
         return model.num_experts * passes.most_rows * slot * element
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
-        """Return how many bytes of kernel code all body segments have: `bodies` segments with `layers` layers in total.
-        The engine of a whole segment has `engine` bytes of code."""
+        """Return how many bytes of kernel code all body segments have. There are `bodies` segments, with `layers`
+        layers in total. The engine of a whole segment has `engine` bytes of code."""
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
@@ -62,11 +63,11 @@ class Slots:
         return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
-        """Return the size in bytes of the buffers that this form adds, if an activation takes `element` bytes."""
+        """Return the size in bytes of the buffers that only this form needs, if an activation takes `element` bytes."""
         return 0
 
     def profiles(self, profiles: Mapping[str, dict[str, Range]]) -> dict[str, dict[str, Range]]:
-        """Adapt a body segment's profiles to this form."""
+        """Return a body segment's profiles, adapted to this form."""
         return dict(profiles)
 
 

@@ -19,7 +19,8 @@ FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 @dataclass(frozen=True)
 class Fit:
-    """A precision in which the released model fits a target, as written in `--precision`, and the memory it takes."""
+    """A precision in which the released model fits a target, named as in `--precision`, and the memory that the model
+    takes."""
 
     precision: str
     memory: Estimate

@@ -19,13 +19,15 @@ from canvasrt.formats import FORMATS
 from canvasrt.pass_shapes import PassPlan, canvas_sizes
 from canvasrt.recipes.recipe import load_recipe, quantizable
 
-# Bytes that a weight takes if it is not quantized.
+# Bytes per number of a weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
-# The shared workspace is multiplied by this, because builders use somewhat more than the tensors counted here.
+# The shared workspace is multiplied by this, because builders use somewhat more memory than the tensors that are
+# counted here.
 MEMORY_MARGIN = 1.1
 # Bytes that an engine takes in addition to its weights. The kernels of all profiles take 16 to 31 MB in TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6
-# Bytes of device memory per execution context, and per layer of a captured graph. These are allowances, not measured.
+# Bytes of device memory per execution context, and per layer of a captured graph. These are allowances, not
+# measurements.
 CONTEXT, CAPTURED_LAYER = 2 * 10**6, 10**6
 # A context takes up to this many times as much host memory as device memory.
 CONTEXT_ON_HOST = 4
@@ -38,7 +40,8 @@ class Estimate:
     """The memory that serving takes, in bytes.
 
     `code` is for the engines' kernels; `buffers` for inputs, outputs and hidden states; `contexts` for execution
-    contexts and captured graphs. On a CPU, `buffers` is the process itself, and bodies and head have own workspaces."""
+    contexts and captured graphs. On a CPU, `buffers` is the process itself, and bodies and head have separate
+    workspaces."""
 
     weights: int
     code: int
@@ -58,7 +61,7 @@ class Estimate:
         return CONTEXT_ON_HOST * self.contexts
 
     def to_json(self) -> dict[str, int]:
-        """Return the parts, their sum, and what contexts take on the host."""
+        """Return the parts, their sum, and the host memory that contexts take."""
         return {**asdict(self), "total": self.total, "contexts_on_host": self.contexts_on_host}
 
 
@@ -145,7 +148,8 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def vision_parameters(model: ModelConfig) -> int:
-    """Return the number of weights in the vision tower's layers. The tower has few others, and none are quantized."""
+    """Return the number of weights in the vision tower's layers. The tower has few other weights, and none of its
+    weights are quantized."""
     if model.vision is None:
         return 0
     config = model.vision
@@ -195,8 +199,8 @@ def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
 
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
-    """Return the number of execution contexts while serving. The head has one per profile, one for captured own passes,
-    and, in batches, one for captured shared passes. The vision tower has one."""
+    """Return the number of execution contexts while serving. The head has one per profile, one for captured passes of
+    single requests, and, in batches, one for captured shared passes. The vision tower has one."""
     head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)
@@ -213,7 +217,7 @@ def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> i
     """Return the size in bytes of the buffers that runtime.gpu.workspace allocates.
 
     These are: hidden states of every engine, and two more per request; a pass's new keys and values; and a copy of one
-    slot's keys, needed when its width changes. A cached number takes `number` bytes.
+    slot's keys, needed when the slot's width changes. A cached number takes `number` bytes.
     """
     model, encoded = weights.model, passes.lengths[-1]
     canvases = passes.batch * passes.canvas
@@ -238,8 +242,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return how many bytes attention takes for one request. Fused attention has joined keys and values and a mask;
-    attention that is not fused has transposed keys, two sets of scores and a mask."""
+    """Return how many bytes attention takes for one request. Fused attention needs joined keys and values and a mask;
+    attention that is not fused needs transposed keys, two sets of scores and a mask."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:
@@ -252,7 +256,7 @@ def _layer_attention(
 
 def _head(weights: Weights, passes: PassPlan, element: int) -> int:
     """Return the size in bytes of the vocabulary-sized tensors that are in a GPU's memory at the same time: logits,
-    unnormalised probabilities, and the latter's codes if their product with the table is quantized."""
+    unnormalised probabilities, and the codes of these probabilities if their product with the table is quantized."""
     format = FORMATS.get(weights.chosen.get(TABLE, ""))
     rounded = format.bits / 8 if format is not None and format.projects else 0
     logits = passes.batch * passes.canvas * weights.model.vocab_size
@@ -269,8 +273,8 @@ def _cpu_head(weights: Weights) -> int:
 
 
 def _cpu_body(model: ModelConfig, passes: PassPlan) -> int:
-    """Return the size in bytes of the largest operator's tensors in float32. That is attention, with all heads' scores
-    and joined keys and values, or the experts, whose sorted rows need no empty slots."""
+    """Return the size in bytes of the largest operator's tensors in float32. The largest operator is attention, with
+    all heads' scores and joined keys and values, or the experts, whose sorted rows need no empty slots."""
     longest = passes.lengths[-1]
     inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
     experts = rows * (2 * model.hidden_size + 3 * inner)

@@ -18,8 +18,9 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder takes this many bytes without weights, and this many more per byte of a segment's weights, unless their
-# format has its own factor. Measured in TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
+# A builder takes `BUILDER_BASE` bytes, plus the size of a segment's weights times a factor: `HEAD_FACTOR` for the head,
+# `BUILDER_FACTOR` for other segments, unless the weights' format has its own factor. Measured in TensorRT-RTX;
+# docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders together use at most a third of the free memory. The rest is for the page cache.
@@ -81,8 +82,8 @@ class Needs:
         return sum(self.engine_files.values())
 
     def disk(self, spends_graphs: bool) -> int:
-        """Return the peak disk use in bytes. A calibration's files are removed before graphs are written. With
-        `spends_graphs`, a segment's weights in graphs are removed once its engine is built."""
+        """Return the peak disk use in bytes. A calibration's files are removed before graphs are written. If
+        `spends_graphs` is true, a segment's weights in graphs are removed once its engine is built."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:
             return max(most, self.graphs + self.engines)
@@ -127,7 +128,7 @@ def host_needs(
     workers: int = 1,
     calibration: CalibrationNeeds | None = None,
 ) -> Needs:
-    """Return what a build needs if the cache is empty, so that it first calibrates and writes `graphs`."""
+    """Return what a build needs if the cache is empty. The build then first calibrates and writes `graphs`."""
     engines: dict[str, int] = {}
     stored = replace(built, in_files=True).segments()
     if not built.on_cpu:
@@ -147,7 +148,7 @@ def host_needs(
 
 
 def _quantizing(graphs: Weights) -> int:
-    """Return how much memory quantizing the largest weights takes: two pieces, each as read and in float32; two float32
+    """Return how much memory quantizing the largest weights takes: two pieces, both as read and in float32; two float32
     matrices; their codes; and the codes of earlier experts, whose memory the allocator keeps."""
     pieces = matrix = 0
     experts, others = 0.0, 0.0
@@ -164,7 +165,7 @@ def _quantizing(graphs: Weights) -> int:
 
 
 def builders_at_once(target: Target) -> int:
-    """Return how many engines can be built at once: only one on the GPU itself, since builders time kernels there."""
+    """Return how many engines can be built at once: only one if builders time kernels on the GPU."""
     return len(os.sched_getaffinity(0)) if target.builds_anywhere else 1
 
 

@@ -50,7 +50,8 @@ def check_adapters(source: Source, adapters: Adapters) -> None:
 
 
 def check_context(source: Source, requested: int | None) -> int:
-    """Check and return `--max-context`. If it is left out, return the smaller of the model's limit and our default."""
+    """Check and return `--max-context`. If the option is left out, return the smaller of the model's limit and our
+    default."""
     model = source.model
     limit = model.max_position_embeddings
     context = min(limit, MAX_CONTEXT) if requested is None else requested
@@ -69,7 +70,7 @@ def check_context(source: Source, requested: int | None) -> int:
 
 
 def check_layers(source: Source, requested: int | None) -> int:
-    """Check and return `--layers-per-segment`. Exported graphs allow only the number that they were divided by."""
+    """Check and return `--layers-per-segment`. Exported graphs allow only the number with which they were exported."""
     if requested is not None and requested < 1:
         raise UsageError(f"--layers-per-segment {requested} is less than 1", "give 1 or more")
     if source.graphs is None:

@@ -35,8 +35,8 @@ class PieceGraph:
 
 
 def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
-    """Write the pieces of a body segment's graph to `folder`. They share the graph's weight file, which is linked
-    there."""
+    """Write the pieces of a body segment's graph to `folder`. The pieces share the graph's weight file, which is linked
+    in the same folder."""
     ir = require("onnx_ir", "export")
     from canvasrt.sorted_rows.cut import cut_body
 
@@ -65,7 +65,7 @@ def join_pieces(
     Returns two fields of the manifest: `file`, and, if all pieces have kernel lists, `kernels`, which joins these
     lists.
 
-    pieces: in order, each engine's file and its SHA-256.
+    pieces: engine file → SHA-256, in order.
     """
     ir = require("onnx_ir", "export")
     from canvasrt.sorted_rows.stacks import GraphExperts

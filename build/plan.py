@@ -101,7 +101,7 @@ class Plan:
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
-        """For each adapter, its files' SHA-256 and its weight, as in the graphs' manifest."""
+        """For each adapter, its files' SHA-256 and its factor, as in the graphs' manifest."""
         return [
             {"files": hash_files(path, ADAPTER_FILES), "weight": weight}
             for path, weight in self.adapters
@@ -154,7 +154,7 @@ class Plan:
         return next(fitting, ways[0])
 
     def passes_when(self, reading: PrefillPlan) -> PassPlan:
-        """Return the pass plan for a way to encode prompts. Without images, experts need fewer rows."""
+        """Return the pass plan for one way of encoding prompts. Without images, experts need fewer rows."""
         sizes = self.max_context, self.max_batch, reading.prefill_chunk
         return self.experts.passes(plan_passes(self._seen(reading), *sizes))
 
@@ -298,12 +298,12 @@ def plan(
         (precision,) = choose_precisions([target], options.precision, source.precision)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
-    # Accept prompts even if this target does not need them, because another target of the build may.
+    # Accept prompts even if this target does not need them, because another target of the build may need them.
     check_calibration(options.calibration, True, precision.text)
     check_adapters(source, options.adapters)
     context = check_context(source, options.max_context)
     layers = check_layers(source, options.layers_per_segment)
-    # This raises CanvasError for a recipe that has a pattern without a match.
+    # This raises CanvasError if a pattern of the recipe matches no weight.
     formats = precision.formats(source.model)
     experts = find_experts(options.experts)
     experts.check(target, source.model, _expert_formats(source, formats))
@@ -325,7 +325,7 @@ def plan(
 
 def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
     """Return the formats of the experts' weights. Before the export of a quantized checkpoint, only its precision is
-    known, and is returned."""
+    known, so return that."""
     if source.is_quantized and source.graphs is None:
         return {str(source.precision)}
     found = (source.formats if source.is_quantized else formats) or {}
@@ -363,7 +363,7 @@ def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
 
 # A plan's graphs are kept in the cache if they take at most this many bytes.
 KEPT_GRAPHS = 2 * 10**9
-# A manifest leaves out options with these values.
+# A manifest leaves out options that have these values.
 _DEFAULTS: dict[str, Any] = {
     "adapters": [],
     "calibration": None,

@@ -69,7 +69,7 @@ def choose_precisions(
 
     `of_source` is the precision of graphs or of a quantized checkpoint; None for a plain checkpoint. If `requested` is
     None, a target that supports the source's precision gets it, and any other target gets its own default. A CPU that
-    does not support `requested` gets its default if another target supports it.
+    does not support `requested` gets its default if another target supports `requested`.
     """
     if requested is None:
         return [_default(target, of_source) for target in targets]

@@ -43,7 +43,7 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter names the patch dimension by this expression.
+    # The runtime processes one image at a time. The exporter's name of the patch dimension is an expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
@@ -97,8 +97,8 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Return whether a single canvas feeds all its tokens to every expert's first product.
 
-    This is faster in formats with fast arithmetic, where reading the weights takes longest either way, and each token
-    is quantized once instead of once per slot. In slower formats, arithmetic would take longest.
+    This is faster if the format's arithmetic is fast: reading the weights takes longest either way, and each token is
+    quantized once instead of once per slot. In slower formats, arithmetic would take longest.
     """
     formats = segment.get("quantized") or {}
     return any(

@@ -63,7 +63,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     manifest, target = graphs.manifest, _target(plan)
     entries = [each for each in manifest.segments if each["name"] != "vision" or plan.reading.sees]
     with staging(plan.out) as tmp:
-        # For each segment, the engines to build: several if it is in pieces.
+        # For each segment, the engines to build: several if the segment is cut into pieces.
         builds = [_segment(plan, graphs, entry, target, tmp / _PIECES) for entry in entries]
         each_engine = [each for found in builds for each in found]
         made = _engines(plan, each_engine, tmp)
@@ -230,9 +230,9 @@ def _timings(made_from: Json) -> Path:
     return cache_folder() / "timing" / key_of(about)
 
 
-# During the build, a folder of this name has the pieces' graphs.
+# During the build, a folder of this name contains the pieces' graphs.
 _PIECES = "pieces"
-# Activations may exceed the plan by this many bytes, because it does not count small tensors.
+# Activations are allowed to exceed the plan by this many bytes, because it does not count small tensors.
 _UNCOUNTED = 1 << 28
 
 
@@ -262,7 +262,7 @@ def _described(
     made: Mapping[str, Json],
     out: Path,
 ) -> Json:
-    """Return a segment's entry in the engines' manifest. If the segment is in pieces, join them first."""
+    """Return a segment's entry in the engines' manifest. If the segment was cut into pieces, join them first."""
     first, *others = builds
     sizes = {"profiles": to_json(first.sizes)}
     if not others:

@@ -20,8 +20,8 @@ from canvasrt.export.moe import Experts, Router, Slots
 
 
 class BodyLayer(nn.Module):
-    """Attention, then a shared MLP next to the experts, then multiplication by the layer's scalar. Attention, MLP and
-    experts have norms before and after them."""
+    """Attention, then the shared MLP and the experts side by side, then multiplication by the layer's scalar. Norms
+    precede and follow attention, MLP and experts."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -99,24 +99,24 @@ class BodySegment(nn.Module):
         """Run the layers over one call's tokens.
 
         Shapes: B rows, L tokens per row, D hidden size, E experts, O groups of eight cached tokens (octets). Hidden
-        states, keys and values are float32 in graphs exported or quantized from fp32, else bf16; but a recipe with
-        `kv_cache: fp8` makes cached keys and values E4M3. In the graph, names end with a layer's kind
+        states, keys and values are bf16, or float32 in graphs that were exported or quantized from fp32. If the recipe
+        has `kv_cache: fp8`, cached keys and values are E4M3. In the graph, names end with a layer's kind
         (`past_positions_full`) or its index (`past_key_0`, `past_value_0`, `new_key_0`, `new_value_0`).
 
         Args:
             hidden: `[B, L, D]`, the embeddings or the previous segment's output.
             positions: `[B, L]` int64; −1 marks padding, whose outputs are undefined.
-            groups: `[B, L]` int64, the number of a token's image, −1 for text. Tokens of one image attend to each
+            groups: `[B, L]` int64, which image a token belongs to; −1 for text. Tokens of one image attend to each
             other.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
-            slots, gate_slots, gate_queues: int64, called `down`, `gate` and `gate_queues` in
+            slots, gate_slots, gate_queues: int64, the fields `down`, `gate` and `gate_queues` of
             `canvasrt.export.moe.Slots`.
             past_positions: per kind of layer, `[B, O, 8]` int64, the cached tokens' positions; −1 marks empty places.
             past: per layer, the cached keys and values `[B, kv_heads, O, 8, head_dim]`. O is at least 1.
         Returns:
             hidden `[B, L, D]` (in the graph `hidden_out`), the experts' loads `[layers, E]` int32, and, per layer, this
-            call's keys and values `[B, kv_heads, L, head_dim]`. `chain` replaces the loads by `load` `[layers]` int64,
-            every layer's largest.
+            call's keys and values `[B, kv_heads, L, head_dim]`. `chain` replaces the loads by `load`, `[layers]` int64:
+            each layer's largest load.
         """
         masks, turns = {}, {}
         for kind, octets in past_positions.items():

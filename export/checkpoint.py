@@ -23,7 +23,7 @@ from canvasrt.errors import CanvasError
 
 SINGLE = "model.safetensors"
 
-# Tied text weights: a checkpoint may store them under the decoder's, the encoder's or the output's name.
+# Tied text weights: a checkpoint can store them under the decoder's, the encoder's or the output's name.
 _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
@@ -49,7 +49,7 @@ SAFETENSORS_DTYPES = {
 
 
 class Checkpoint:
-    """The tensors of a checkpoint folder by name."""
+    """A checkpoint folder, from which tensors are read by name."""
 
     def __init__(self, path: Path) -> None:
         """Read the index of `path`. Raises `CanvasError` if a shard is missing or truncated."""
@@ -89,8 +89,7 @@ class Checkpoint:
             yield shard.read(found, first, min(count, entry.shape[0] - first))
 
     def check_tied(self) -> None:
-        """Raise CanvasError if a tied weight is stored twice with different values, both of which the reference
-        uses."""
+        """Raise CanvasError if a tied weight is stored twice with different values. The reference then uses both."""
         for ours, theirs in _ALIASES:
             for name in self._names:
                 alias = theirs + name[len(ours) :]
@@ -104,7 +103,7 @@ class Checkpoint:
 
     def _are_equal(self, name: str, other: str) -> bool:
         kinds = [(self.shape(each), self.dtype(each)) for each in (name, other)]
-        # Compare what the files store: `self.chunks` may merge adapters.
+        # Compare what the files store, because `self.chunks` can merge adapters.
         pairs = zip(Checkpoint.chunks(self, name), Checkpoint.chunks(self, other), strict=False)
         return kinds[0] == kinds[1] and all(bytes_of(a) == bytes_of(b) for a, b in pairs)
 
@@ -140,7 +139,7 @@ class Checkpoint:
         return None
 
     def _index(self) -> dict[str, str]:
-        """Return the name of each tensor's file, by the tensor's name."""
+        """Return tensor name → file name."""
         index, single = read_index(self.path), self.path / SINGLE
         if index is not None:
             return index
@@ -153,7 +152,7 @@ class Checkpoint:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's values as little-endian bytes, without a copy if it is contiguous."""
+    """Return the tensor's values as little-endian bytes. A contiguous tensor is not copied."""
     flat = tensor.contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -190,7 +189,7 @@ class Shard:
         }
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        """Return one tensor in the file's dtype. With `rows`, return that many rows, starting at row `first`."""
+        """Return one tensor in the file's dtype, or, if `rows` is set, only that many rows, starting at row `first`."""
         entry = self.tensors[name]
         shape = entry.shape
         start = entry.start

@@ -1,7 +1,7 @@
 """INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, including AWQ and GPTQ).
 
-Each module has `weight_packed` and `weight_scale`. The former consists of int32 words of eight codes, each stored plus
-8 and the first in the lowest bits; XOR with 0x88 turns their bytes into the graph's. The latter has one scale per
+A module's `weight_packed` consists of int32 words. Each word holds eight codes, the first in the lowest bits, and 8 is
+added to every code. XOR with 0x88 turns each byte of a word into a byte of the graph. `weight_scale` has one scale per
 group.
 """
 
@@ -26,7 +26,7 @@ from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
 
 @dataclass(frozen=True)
 class Int4Codes:
-    """One weight of a graph that the checkpoint stores in INT4. The weight's inputs are not quantized."""
+    """A graph's weight that the checkpoint stores in INT4. The weight's inputs are not quantized."""
 
     weight: Weight
     form: Form
@@ -57,7 +57,7 @@ class Int4Codes:
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
         scales = _scales(self.weight, part, dtype)
-        # If scales cover more inputs than a block has, repeat them.
+        # If a scale covers several blocks, repeat it for each.
         return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
 
 
@@ -83,8 +83,8 @@ def read_int4(weight: Weight) -> Int4Codes | None:
     """Return a weight's INT4 form, or None if the checkpoint does not store it in INT4.
 
     Raises `CanvasError`, naming the tensor, for missing scales, unsupported group lengths, shapes that disagree with
-    the configuration, and parts in several formats. `pack` and `wide` check that scales are positive and finite.
-    `quantization_of` has already refused zero points and reordered inputs.
+    the configuration, and weights of which only some parts are INT4. `pack` and `wide` check that scales are positive
+    and finite. `quantization_of` has already refused zero points and reordered inputs.
     """
     held = weight.checkpoint
     packed = [part for part in weight.parts if packed_name(part) in held]
@@ -116,8 +116,8 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if its rows have too
-    few groups for a graph."""
+    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if a row has too few
+    groups for a graph."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:

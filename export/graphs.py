@@ -1,4 +1,4 @@
-"""Exports a checkpoint to a bundle of ONNX graphs with its tokenizer and embedding table."""
+"""Exports a checkpoint to a bundle: ONNX graphs, tokenizer and embedding table."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
     """Before the first graph is traced, raise CanvasError for a weight that is missing or has a wrong shape. Weights
-    that can be read in seconds must also be finite. The other weights are checked for that when they are written."""
+    that can be read in seconds must also be finite. All other weights are checked for finite values when they are
+    written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
             if quantized is not None and quantized.holds(part, weight):
@@ -174,7 +175,7 @@ def _write_graphs(
     rewriter: Quantizer | Prequantized | None,
     room: Path | None,
 ) -> None:
-    """Trace and write every segment. If the folder `room` keeps a segment of an interrupted call, link that instead."""
+    """Trace and write every segment. Segments that an interrupted call left in the folder `room` are linked instead."""
     dtype = TORCH_DTYPES[precision]
     sizes = {part.name: sum(p.numel() for p in part.module.parameters()) for part in parts}
     quantizes = isinstance(rewriter, Quantizer)
@@ -211,7 +212,7 @@ def _write_host_head(
     """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
     Returns the manifest's entry: file, dtype, and the weights in file order. Weights that the checkpoint stores
-    quantized are left out, since they are only needed for requests of more than one step.
+    quantized are left out of the file, since they are only needed for requests of more than one step.
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

@@ -1,7 +1,8 @@
 """The last graph of a denoising step: maps hidden states to the next canvas and its first hidden states.
 
 It projects to the vocabulary, applies softcap and temperature, draws tokens, accepts those within the entropy bound,
-replaces the others by noise, and embeds with self-conditioning. So no vocabulary-sized tensor is an output.
+replaces the others by noise, and embeds the canvas, including self-conditioning. So no vocabulary-sized tensor is an
+output.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Head(nn.Module):
             D]`, the first body segment's next input.
         """
         raw = self.project(self.norm(hidden))
-        # Softcap and temperature do not change the order.
+        # Softcap and temperature do not change which logit is largest.
         argmax = raw.argmax(dim=-1)
         logits = self.capped(raw) / temperature[:, None, None]
         shifted = logits - logits.amax(dim=-1, keepdim=True)
@@ -76,7 +77,7 @@ class Head(nn.Module):
         return x @ self.table.t()
 
     def mix(self, mass: Tensor) -> Tensor:
-        """Return the weighted sum of the table's rows, `[..., D]`. `mass` `[..., V]` has the weights."""
+        """Return the weighted sum of the table's rows, `[..., D]`. `mass` `[..., V]` contains the weights."""
         return mass @ self.table
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
     position's number in `uniforms` times the total mass.
 
     `mass` `[B, L, V]`, of any dtype, need not be normalised; it is summed in float32. The vocabulary is divided into
-    rows. Sums first run over rows, then inside the row that holds the target, so none is as long as the vocabulary.
+    rows. Sums first run over rows, then inside the row that holds the target, so no sum is as long as the vocabulary.
     """
     rows, columns = grid
     batch, length, _ = mass.shape
@@ -123,7 +124,7 @@ def accept(entropy: Tensor, bound: Tensor) -> Tensor:
 
     A position is accepted if the entropies of all more certain positions sum to at most `bound` `[B]`
     (`EntropyBoundSampler.accept_canvas`). So the most certain position is always accepted. `runtime/host_sampler.py`
-    applies the same rule to answers under conditions.
+    applies the same rule if conditions restrict the tokens.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)
     kept = ordered.cumsum(dim=-1) - ordered <= bound[:, None]

@@ -1,9 +1,8 @@
-"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE,
-attention, MLP.
+"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE, attention, MLP.
 
 Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, the reference for tests. Weights
-have the checkpoint's `[out, in]` layout, and are stacked if they project the same input. Modules only have placeholders
-for them, so a network of any size can be traced.
+have the checkpoint's `[out, in]` layout, and are stacked if they project the same input. Modules only contain
+placeholders for weights, so a network of any size can be traced.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the two halves of the last axis. (`chunk` becomes a sequence in ONNX, which TensorRT
-    does not support.)"""
+    """Return the two halves of the last axis. (In ONNX, `chunk` becomes a sequence, which TensorRT does not
+    support.)"""
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:
-    """Return `gelu_tanh(gate) * up`. `gate_up` `[..., 2·inner]` has both, gate first."""
+    """Return `gelu_tanh(gate) * up`. `gate_up` `[..., 2·inner]` contains gate, then up."""
     gate, up = halves(gate_up)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -68,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`down(gelu_tanh(gate(x)) * up(x))`, with gate and up stacked in one `[2·inner, size]` weight."""
+    """`down(gelu_tanh(gate(x)) * up(x))`, where one weight `[2·inner, size]` stacks gate and up."""
 
     def __init__(self, size: int, inner: int) -> None:
         super().__init__()
@@ -82,8 +81,8 @@ class GatedMLP(nn.Module):
 def inverse_frequencies(layer: Layer) -> Tensor:
     """Return RoPE frequencies `[head_dim / 2]` in float32.
 
-    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs rotate, a share of
-    `rope_partial`, and frequencies are spaced as if all did
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs, a share of `rope_partial`,
+    rotate, but frequencies are spaced as if all pairs did
     (`modeling_rope_utils._compute_proportional_rope_parameters`).
     """
     half = layer.head_dim // 2
@@ -102,7 +101,8 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to `x` `[B, heads, L, head_dim]`. As in GPT-NeoX, a pair has one number of each half of the head."""
+    """Apply RoPE to `x` `[B, heads, L, head_dim]`. As in GPT-NeoX, a pair consists of one number from each half of the
+    head."""
     first, second = halves(x)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -119,7 +119,7 @@ def attention_mask(
 
     A clean token (`causal[b]`) attends to keys up to its own position; in a sliding layer, only to the last `window` of
     them. It also attends to all tokens of its own image. A canvas token attends to all keys, even in a sliding layer.
-    No token attends to keys at position −1, which are empty. The references are `create_masks_for_generate` and
+    No token attends to empty keys, which have position −1. The references are `create_masks_for_generate` and
     `create_diffusion_decoder_attention_mask` with a dynamic cache.
     """
     key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]
@@ -183,8 +183,8 @@ class Attention(nn.Module):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend with queries `[B, heads, L, d]` to keys `[B, kv_heads, K, d]`, without scaling scores. It becomes one
-    ONNX node, `Attention`."""
+    """Attend with queries `[B, heads, L, d]` to keys `[B, kv_heads, K, d]`, without scaling scores. In ONNX, this
+    becomes one node, `Attention`."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
 
@@ -194,24 +194,24 @@ def folded_attention(
 ) -> Tensor:
     """Attention in primitive operators. Cached and new keys are not joined, because that would copy the whole cache.
 
-    Each of these two sides gets its own softmax in float32, and the results are merged. All heads that share a key are
-    rows of one product, so keys are not repeated for every head. A few heads per key are processed at a time, because
-    the scores of all heads over a long context would take gigabytes.
+    Each of these two sides gets its own softmax in float32, and the results are merged. All heads that share keys are
+    rows of one product, so keys are not repeated for every head. Only a few of these heads are processed at a time,
+    because the scores of all heads over a long context would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
-    # This is always zero, since no mask is positive. It is not a constant, which builders would remove.
+    # This is always zero, since no mask is positive; but builders do not know that, and so cannot remove it.
     zero = (masks[-1][:, :, 0, 0, None, None, None] > 0).to(query.dtype)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
         part = grouped[:, :, first : first + FOLDED_HEADS]
         count = part.shape[2]
         if parts:
-            # Adding this zero makes this part depend on the previous one. Otherwise TensorRT computes all scores
-            # concurrently.
+            # Adding this zero makes this part depend on the previous one. Otherwise TensorRT would compute all scores
+            # at the same time.
             part = part + parts[-1][:, :, :1, :1, :1] * zero
-        # No size is −1: for that, TensorRT would reserve memory for the product of all dynamic sizes.
+        # No size is −1, because TensorRT would then reserve memory for the product of all dynamic sizes.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)

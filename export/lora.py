@@ -50,8 +50,8 @@ _OURS = ("model.encoder.", f"{DECODER}.")
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to one tensor: `alpha / rank · B A`, or `B[e] A[e]` for experts. `root` replaces rank by
-    √rank."""
+    """An adapter's change to one tensor: `alpha / rank · B A` is added; for experts, `alpha / rank · B[e] A[e]` is
+    added to expert e. If `root` is true, rank is replaced by √rank."""
 
     file: Shard
     module: str
@@ -83,7 +83,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's folder and factor, and its deltas by the names of the checkpoint's tensors."""
+    """An adapter's folder and factor, and its deltas, keyed by the names of the checkpoint's tensors."""
 
     path: Path
     weight: float
@@ -98,7 +98,7 @@ class Adapter:
 
 
 class Adapted(Checkpoint):
-    """A checkpoint whose weights include adapters: `W + Σ weight · scale · B A`, summed in float32."""
+    """A checkpoint whose weights include adapters: `W` plus all deltas, summed in float32."""
 
     def __init__(self, path: Path, adapters: Sequence[Adapter]) -> None:
         """Open the checkpoint. Raises `CanvasError` for an adapter that does not fit it."""
@@ -223,7 +223,8 @@ def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> 
 def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
     """Return the batched expert weight that a LoRA changes.
 
-    PEFT wraps the parameters in the module's order, gate_up_proj first, so the last one is outermost.
+    PEFT wraps the parameters in the module's order, gate_up_proj first, so the wrapper of the last parameter is
+    outermost.
     """
     names = {str(each).rpartition(".")[2] for each in config.get("target_parameters") or ()}
     both = [name for name in ("gate_up_proj", "down_proj") if name in names]
@@ -245,8 +246,8 @@ def _ours(key: str) -> str:
 
 
 def _alpha(config: dict[str, Any], key: str) -> float:
-    """Return alpha by PEFT's rule: the first pattern that matches the end of the module's name decides, or the
-    default."""
+    """Return alpha by PEFT's rule: the value of the first pattern that matches the end of the module's name, or else
+    the default."""
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", key):
             return float(value)

@@ -1,8 +1,8 @@
 """Weights that a checkpoint already stores quantized: codes and block scales are copied to the graph unchanged.
 
 A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts become one scalar,
-and factors that multiply the product. Input scales are replaced by their maximum, since the input is quantized once for
-all matrices.
+plus factors by which the product is multiplied. Input scales are replaced by their maximum, since the input is
+quantized once for all matrices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _NAN = 0x7F  # E4M3's code of NaN, without its sign
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """One weight of a graph that the checkpoint stores in FP8 or NVFP4. `input_scale` is None if it is not stored."""
+    """A graph's weight that the checkpoint stores in FP8 or NVFP4. `input_scale` is None if the checkpoint does not
+    store it."""
 
     weight: Weight
     form: Form
@@ -41,7 +42,7 @@ class StoredCodes:
         return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Read codes and block scales. `input_scale`, if set, replaces the checkpoint's."""
+        """Read codes and block scales. If `input_scale` is set, it replaces the checkpoint's input scale."""
         found = self.input_scale if input_scale is None else np.array(input_scale, np.float32)
         if found is None:
             raise CanvasError(
@@ -70,7 +71,7 @@ class StoredCodes:
             yield torch.from_numpy(dequantize(self.form.format, codes, 1, blocks) * scale)
 
     def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
-        """Read the tensor `kind` of every part, and stack these tensors along the outputs."""
+        """Read the tensor `kind` of every part, and stack these tensors along the output axis."""
         out = np.empty(shape, np.uint8)
         flat = out.reshape(-1, shape[-1])
         first = 0
@@ -81,7 +82,7 @@ class StoredCodes:
         return out
 
     def _codes(self, part: str, kind: str) -> Bytes:
-        """Return one tensor's bytes. Raises CanvasError if they encode invalid numbers."""
+        """Return one tensor's bytes. Raises CanvasError if the bytes encode invalid numbers."""
         name = f"{_module(part)}.{kind}"
         codes = self.weight.checkpoint.read(name).view(torch.uint8).numpy()
         if kind == "weight_scale":
@@ -152,7 +153,8 @@ def _read(weight: Weight, format: NumberFormat) -> StoredCodes:
 
 
 def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:
-    """Split the rows' scales `[E, out]` into the weight's scale, and factors that multiply the product, if needed."""
+    """Split the rows' scales `[E, out]` into the weight's scale and, if needed, factors by which the product is
+    multiplied."""
     if (scales == scales[0, 0]).all():
         return np.array(scales[0, 0]), None
     if not format.blocks and not batched:

@@ -1,9 +1,9 @@
-"""The mixture of experts in standard ONNX operators. It is exact, and hardly slower than reading each expert's weights
-once.
+"""The mixture of experts in standard ONNX operators. The result is exact, and takes hardly longer than reading each
+expert's weights once.
 
 Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product, and results are
-gathered back. Alternatively, every expert's first product has all tokens. The capacity is a dynamic dimension. The
-output `load` shows whether it was too small.
+gathered back. Alternatively, every expert's first product multiplies all tokens. The capacity is a dynamic dimension.
+The output `load` shows whether the capacity was too small.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # A softmax over only the best scores equals a softmax over all, renormalised over the best. The first score is
-        # the largest.
+        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. The first
+        # score is the largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)
@@ -42,7 +42,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """One gated MLP per expert. Their weights are batched in the checkpoint's layout, `[E, out, in]`."""
+    """One gated MLP per expert. The experts' weights are batched in the checkpoint's layout, `[E, out, in]`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class Experts(nn.Module):
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1
-        # The first axis counts a token's experts, so that the sum needs no reshape, which would prevent fusion.
+        # The first axis numbers a token's experts. So the sum needs no reshape, which would prevent fusion.
         chosen = gather_rows(result, index.t(), place.t())
         mixed = sum_of_halves(chosen * weights.t()[:, :, None].to(x.dtype), 0)
         return mixed, queue[-1:, : self.experts]
 
 
 def sum_of_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, which stays in the shape as 1.
+    """Sum over a short dimension, which is kept with size 1.
 
     TensorRT-RTX fuses sums over four elements with surrounding operators, but not sums over eight.
     """
@@ -100,10 +100,10 @@ def sum_of_halves(x: Tensor, dim: int) -> Tensor:
 class Slots:
     """Selects the tokens in the experts' products.
 
-    gate_queues: int64, the queues that feed gate and up projections: `[E]`, every expert's own; or `[1]` with the value
-    E, the queue of all tokens, which then feeds every expert.
-    gate, down: int64, 0 … S − 1 and 0 … C − 1. In the product with gate and up, every expert has S rows; in the product
-    with down, C rows.
+    gate_queues: int64, the queues that feed gate and up projections: `[E]`, each expert's own queue; or `[1]`, only
+    queue E, which has all tokens and then feeds every expert.
+    gate, down: int64, the slots' numbers: 0 … S − 1 and 0 … C − 1. In the product with gate and up, every expert has S
+    rows; in the product with down, C rows.
     """
 
     gate_queues: Tensor
@@ -112,8 +112,7 @@ class Slots:
 
 
 def gather_rows(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
-    """Gather rows of `[E, S, n]` by expert and place. A place out of range gives an arbitrary row, which is not
-    used."""
+    """Gather rows of `[E, S, n]` by expert and place. If a place is out of range, the row is arbitrary and not used."""
     experts, places, size = rows.shape
     number = (expert * places + place).clamp(min=0, max=experts * places - 1)
     return F.embedding(number, rows.view(experts * places, size))
@@ -130,10 +129,11 @@ def tokens_in_slots(queue: Tensor, slots: Tensor) -> Tensor:
 
 
 def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """Return, for every token, how many tokens up to it are in each expert's queue, int32 `[T, E + 1]`.
+    """Return, for every token, how many tokens, up to and including that one, are in each expert's queue, int32
+    `[T, E + 1]`.
 
-    Padding is not counted there, but the last column counts all tokens. A token's place in a queue is its count minus
-    1.
+    Padding is in no expert's queue, but the last column counts all tokens, including padding. A token's place in a
+    queue is its count minus 1.
     """
     # A token's experts differ from each other, so this sum is 0 or 1. (TensorRT does not support `any`.)
     given = torch.where(valid[:, None], index, -1)

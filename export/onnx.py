@@ -37,7 +37,7 @@ def trace(
     input_names: Sequence[str],
     output_names: Sequence[str],
 ) -> ir.Model:
-    """Return the graph of `module`, from a trace or the cache. It has placeholders instead of weights.
+    """Return the graph of `module`, traced now or taken from the cache. The graph has placeholders instead of weights.
 
     Args:
         inputs: example values by argument name of `forward`.
@@ -77,7 +77,7 @@ def trace(
 
 
 def _scoped_name(node: ir.Node) -> str:
-    """Return the node's name after its module's name, as in `layers.0.attention/node_mul_182`."""
+    """Return the node's name, preceded by its module's name, as in `layers.0.attention/node_mul_182`."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     module = scopes[-2] if len(scopes) > 1 else ""
     return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
@@ -93,10 +93,10 @@ def write_graph(
     """Write `model` to `file`, and its weights to external files next to it.
 
     Args:
-        weights: in file order; read one after another.
+        weights: the weights in file order. They are read one after another.
         dtype: the dtype in which every `Weight` is written; a `Stored` weight is written unchanged.
-        own_files: the names of files for weights, or their quantized parts, that get a file of their own, by weight
-        name. All remaining weights are in `file` with the suffix `.bin`.
+        own_files: weight name → the name of a separate file for this weight or its quantized parts. All other weights
+        go to one file, which is named like `file` but ends with `.bin`.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")

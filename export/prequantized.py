@@ -1,4 +1,4 @@
-"""Finds the weights of quantized checkpoints whose codes are copied to graphs, and describes them for the manifest."""
+"""Finds a checkpoint's quantized weights, copies their codes to graphs, and describes them for the manifest."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Prequantized:
         Args:
             dtype: the dtype of unquantized weights in the graphs.
             packs: whether codes are copied to the graphs. Otherwise all weights are dequantized. Weights that have no
-            quantized form in graphs, such as the vision tower's, always are.
+            quantized form in graphs, such as the vision tower's, are always dequantized.
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        # By global name, the weights that the checkpoint stores quantized, and the table if it is quantized for graphs.
+        # Global name → weight: those that the checkpoint stores quantized, and the table if graphs quantize it.
         self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
-        # Checkpoints have no input scales for the table.
+        # Checkpoints have no input scales for the table, so formats that need these are not possible.
         if rounded is not None and FORMATS[rounded.format].rounds_inputs:
             rounded = None
         for part in parts:
@@ -155,8 +155,8 @@ class Prequantized:
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:
     """Return the checkpoint's quantization as a recipe.
 
-    If one of canvasrt's recipes quantizes the same weights to the same formats, the result has its name and limits.
-    `forms` are the quantized weights' forms by global name.
+    If one of canvasrt's recipes quantizes the same weights to the same formats, the result has that recipe's name and
+    limits. `forms` are the quantized weights' forms by global name.
     """
     choices = {
         name: Choice(form.format, "per_channel" if _by_channel(form) else "per_tensor")
@@ -199,7 +199,8 @@ def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bo
 
 
 def _patterns(names: list[str], config: ModelConfig) -> list[str]:
-    """Return patterns that match the names: one for each weight that every layer has, and all other names unchanged."""
+    """Return patterns that match the names: one pattern for each weight that every layer has, and all other names
+    unchanged."""
     found: dict[str, list[str]] = {}
     for name in names:
         first, _, rest = name.partition(".")

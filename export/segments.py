@@ -1,4 +1,4 @@
-"""Cuts a model into graphs: body segments, head and vision tower, with their inputs and outputs."""
+"""Cuts a model into graphs: body segments, head and vision tower. Also defines the graphs' inputs and outputs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ class SegmentModule:
         return next(self.module.parameters()).dtype
 
     def trace(self, config: ModelConfig, traced: dict[Layer, ir.Model]) -> ir.Model:
-        """Return the ONNX graph, with placeholders for weights. `traced` caches the graphs of
-        single layers."""
+        """Return the ONNX graph. It has placeholders for weights. `traced` caches the graphs of single layers."""
         if isinstance(self.module, BodySegment):
             for i in self.layers:
                 layer = config.layers[i]
@@ -95,7 +94,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def trace_layer(
     module: BodySegment, layer: Layer, config: ModelConfig, dtype: torch.dtype
 ) -> ir.Model:
-    """Return the graph of a body segment of one layer. `BodySegment.forward` describes its inputs and outputs."""
+    """Return the graph of a body segment of one layer. `BodySegment.forward` describes the graph's inputs and
+    outputs."""
     batch, length, slots, past = 2, 3, 4, 5
     # Key and value are two tensors, because the tracer would merge inputs that share one tensor.
     cached = (batch, layer.num_kv_heads, past, OCTET, layer.head_dim)
@@ -134,9 +134,9 @@ def trace_layer(
 
 
 def _either_queue(model: ir.Model) -> None:
-    """Let `gate_queues` also have one element, so that all experts share one input. Torch cannot trace that.
+    """Allow `gate_queues` to have only one element, so that all experts share one input. Torch cannot trace both sizes.
 
-    Shapes of intermediate values are removed, because they may depend on the traced size.
+    Shapes of intermediate values are removed, because they can depend on the traced size.
     """
     queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
     queues.shape = ir.Shape(["gate_queues"])
@@ -148,7 +148,7 @@ def _either_queue(model: ir.Model) -> None:
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
-    """Rename a body graph's cached and new keys and values after the layers' indices in the model."""
+    """Put the layers' indices in the model into the names of a body graph's cached and new keys and values."""
     for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
         names = _per_layer(stem, layers)
         for value, name in zip(values[len(values) - len(names) :], names, strict=True):

@@ -25,7 +25,7 @@ from canvasrt.export.layers import (
 
 
 class ClippedLinear(nn.Module):
-    """A projection. If the checkpoint has ranges for its input and output, they are clamped to these."""
+    """A projection. If the checkpoint has ranges for its input and output, both are clamped to them."""
 
     input_min: Tensor
     input_max: Tensor
@@ -123,7 +123,7 @@ class Vision(nn.Module):
                 multiple of pool².
 
         Returns:
-            features `[N, T, D]` with T = P / pool², and valid `[N, T]` bool, false where a soft token is padding.
+            features `[N, T, D]` where T = P / pool², and valid `[N, T]` bool, false where a soft token is padding.
         """
         empty = (pixel_positions[..., 0] == -1) & (pixel_positions[..., 1] == -1)
         places = pixel_positions.clamp(min=0)
@@ -151,7 +151,8 @@ def plane_rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tens
 
 
 def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[N, P, heads, head_dim]`: its first half by x, its second half by y."""
+    """Rotate `x` `[N, P, heads, head_dim]`: its first half by the patch's x coordinate, its second half by the y
+    coordinate."""
     across, down = halves(x)
     return torch.cat(
         [
@@ -166,7 +167,7 @@ def average_pool(x: Tensor, places: Tensor, empty: Tensor, pool: int) -> tuple[T
     """Average squares of `pool` × `pool` patches.
 
     Returns the averages `[N, P / pool², size]`, and bool `[N, P / pool²]`, true for squares that are not empty. As in
-    the reference, padding also fills a square. It falls into the first one, which has patches anyway.
+    the reference, padding belongs to the first square. It only adds zeros there, and that square is never empty.
     """
     patches = x.shape[1]
     count = patches // (pool * pool)

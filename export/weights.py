@@ -26,7 +26,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 
 Sources = dict[str, tuple[str, ...]]
-"""For each weight of a graph, the checkpoint's tensors that form it when stacked along the first axis."""
+"""Name of a graph's weight → the checkpoint's tensors that are stacked along the first axis to form it."""
 
 ENCODER = "model.encoder.language_model"
 VISION_TOWER = "model.encoder.vision_tower"
@@ -135,9 +135,10 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name and shape there, and the checkpoint's tensors that are its parts.
+    """One weight of a graph: its name and shape in the graph, and the checkpoint's tensors that are its parts.
 
-    Parts are stacked along the first axis. If the checkpoint stores experts separately, their matrices are the parts.
+    Parts are stacked along the first axis. If the checkpoint stores experts separately, the experts' matrices are the
+    parts.
     """
 
     name: str
@@ -152,8 +153,8 @@ class Weight:
         return self.shape[0] * self.shape[1] if split else self.shape[0]
 
     def read(self, dtype: torch.dtype, check: bool = True) -> Iterator[Tensor]:
-        """Yield the values in order, as `dtype`, in pieces along the parts' first axis. With `check`, raise CanvasError
-        for a value that is not finite."""
+        """Yield the values in order, as `dtype`, in pieces along the parts' first axis. If `check` is true, raise
+        CanvasError for a value that is not finite."""
         self.check()
         for part in self.parts:
             for chunk in self.checkpoint.chunks(part):

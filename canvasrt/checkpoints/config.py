@@ -157,7 +157,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
 
 
 def _check_preprocessing(folder: Path, vision: Json) -> None:
-    """Raise CanvasError unless the checkpoint wants images prepared as `runtime/pictures.py` does it."""
+    """Raise CanvasError unless the checkpoint expects images that are prepared as in `runtime/pictures.py`."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue

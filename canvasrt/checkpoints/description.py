@@ -23,7 +23,7 @@ _TOKENIZER_FILES = (
 @dataclass(frozen=True)
 class Description:
     """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` (file name → SHA-256) is None
-    unless `hashed` made this description."""
+    unless `hashed` returned this description."""
 
     folder: Path
     model: ModelConfig
@@ -33,7 +33,7 @@ class Description:
 
     @property
     def tokenizer(self) -> dict[str, Path]:
-        """The tokenizer's files by name. Empty if tokenizer.json is missing."""
+        """The tokenizer's files by name. The result is empty if tokenizer.json is missing."""
         found = {name: self.folder / name for name in _TOKENIZER_FILES}
         found = {name: file for name, file in found.items() if file.is_file()}
         return found if "tokenizer.json" in found else {}

@@ -100,8 +100,8 @@ def check_weights(folder: Path) -> list[Path]:
 def read_index(folder: Path) -> dict[str, str] | None:
     """Return tensor name → file name for a sharded checkpoint; None if the checkpoint has no index.
 
-    Raises CanvasError if the index is damaged, or if it names a file that is not a `*.safetensors` in the same folder:
-    the fingerprint would not cover that file.
+    Raises CanvasError if the index is damaged, or if it names a file that is not a `*.safetensors` in the same folder,
+    because the fingerprint would not cover that file.
     """
     index = folder / INDEX
     if not index.is_file():

@@ -25,9 +25,9 @@ INT4_GROUPS = (16, 32, 64, 128, 256)
 INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 )
-# Tensors next to INT4 weights that our graphs do not support, and what they contain.
+# Tensors that can accompany INT4 weights, but that our graphs do not support, and what they contain.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
-_INPUTS = ("tensor", "token")  # inputs can share a scale per tensor or per token
+_INPUTS = ("tensor", "token")  # an input has one scale per tensor or per token
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"

@@ -45,7 +45,8 @@ VISION_CONFIG: dict[str, Any] = {
 
 
 def layer_types(count: int) -> list[str]:
-    """Return the attention of `count` layers: full in every sixth and, as transformers requires, in the last."""
+    """Return the kind of attention in each of `count` layers: full in every sixth layer and, as transformers requires,
+    in the last layer."""
     return [
         "full_attention" if (i + 1) % FULL_EVERY == 0 or i + 1 == count else "sliding_attention"
         for i in range(count)

@@ -1,4 +1,5 @@
-"""The network's weights: their names, their shapes, and the checkpoint's tensors that are stacked to make each."""
+"""The network's weights: their names, their shapes, and the checkpoint's tensors that are stacked to form each
+weight."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from canvasrt.checkpoints.config import ModelConfig
 DECODER = "model.decoder"
 # The embedding table, which is also the matrix of the final projection.
 TABLE = "table"
-# A quantized copy of the embedding table for its two matrix products, if lookups use the table in 16 bits.
+# A quantized copy of the embedding table for its two matrix products. Lookups then use the table in 16 bits.
 PROJECTION = "projection"
 GATE_UP, DOWN, ROUTER = "experts.gate_up", "experts.down", "router.proj"
 # Our name of a layer's norm → its name in the checkpoint.
@@ -94,7 +95,8 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def initializer_name(name: str) -> str:
-    """Return the name of a weight's initializer. If `name` has a layer number, it is that within the graph."""
+    """Return the name of a weight's initializer. A layer number in `name` must be the layer's number within the
+    graph."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 

@@ -81,8 +81,8 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
     """Return the mean and the 95th percentile, over simulated answers, of the calibration error that perfect
-    probabilities would show by chance. Only `firm` questions, whose right probabilities are not known, contribute to
-    it."""
+    probabilities would show by chance. Only questions that have one right option, which `firm` marks, contribute to
+    this error."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):
@@ -147,7 +147,7 @@ def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
 
 def _halves(scored: Sequence[Scored]) -> list[int]:
     """Return the half, 0 or 1, that each question is in. The halves alternate within every type and group, so that both
-    contain every type and group, even if a file repeats these in a regular order."""
+    halves contain every type and group, even if a file repeats types and groups in a regular order."""
     counts: Counter[tuple[str, str]] = Counter()
     found = []
     for each in scored:

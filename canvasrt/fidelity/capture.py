@@ -17,7 +17,8 @@ PassKind = Literal["encode", "denoise"]
 
 @dataclass
 class Routed:
-    """The tokens that reached a layer's experts, `[T, D]` float32, and the experts chosen for each token, `[T, k]`."""
+    """The tokens that reached a layer's experts, `[T, D]` float32, and the experts that were chosen for each token,
+    `[T, k]`."""
 
     tokens: np.ndarray
     experts: np.ndarray

@@ -1,5 +1,5 @@
-"""Compares denoising steps. Both sides get the reference's canvases; each side is self-conditioned on its own previous
-step."""
+"""Compares denoising steps of bundle and reference. Both get the reference's canvases; each is self-conditioned on its
+own previous step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
-# For this many prompts, passes are captured: the encoding, and the first, middle and last step.
+# For this many prompts, up to four passes are captured: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
 # A bound below zero accepts no token, so the head's next canvas is the noise that the head was given.
 NOTHING = -1.0
-# How many positions' logits are converted to float64 at a time: 32 MB for the released model.
+# The number of positions whose logits are converted to float64 at a time. For the released model, these take 32 MB.
 _POSITIONS = 16
 
 

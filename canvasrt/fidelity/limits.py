@@ -34,7 +34,8 @@ AT_LEAST = ("argmax_agreement",)
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One limit and its measurement, which is None if this run could not measure it; the check then succeeds."""
+    """One limit and its measurement. If this run could not measure it, the measurement is None and the check
+    succeeds."""
 
     name: str
     what: str
@@ -52,12 +53,13 @@ class LimitCheck:
         return self.measured <= self.limit
 
     def to_json(self) -> Json:
-        """Return a JSON object that has the fields, `at_least` and `ok`."""
+        """Return a JSON object that has this class's fields, plus `at_least` and `ok`."""
         return {**asdict(self), "at_least": self.name in AT_LEAST, "ok": self.ok}
 
 
 def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return a bundle's limits: those of the recipe in its options or, without a recipe, those of its precision."""
+    """Return a bundle's limits: the limits in the recipe of its options or, without a recipe, the limits for its
+    precision."""
     recipe = options.get("recipe")
     if recipe:
         given = recipe.get("limits") or {}
@@ -111,8 +113,8 @@ def _weights(report: Json) -> Iterator[LimitCheck]:
 
 
 def _what(kind: str | None) -> str:
-    """Return a text that says which matrices a limit is for: those of one format, those that have the checkpoint's
-    codes, or those that are not quantized."""
+    """Return a text that says which matrices a limit is for: matrices of one format, matrices that have the
+    checkpoint's codes, or matrices that are not quantized."""
     if kind == "kept":
         return "worst matrix that has the checkpoint's codes, relative error"
     return f"worst {kind.upper() if kind else 'unquantized'} matrix, relative error"

@@ -28,7 +28,7 @@ LOGITS = "logits"
 
 
 class ObservingBackend(OrtBackend):
-    """ONNX Runtime with two additions: the head also outputs logits, and `segments` has every segment.
+    """ONNX Runtime with two additions: the head also outputs logits, and `segments` contains every segment.
 
     streamed: keep only the running segment in memory.
     """
@@ -100,7 +100,7 @@ class OnDemand:
 
 
 class ObservedHead:
-    """The head, which records the logits of every run while `watch` is true, and keeps the latest."""
+    """The head, which records the logits of every run while `watch` is true. It keeps only the latest logits."""
 
     def __init__(self, segment: OrtSegment | OnDemand) -> None:
         self._segment = segment
@@ -148,9 +148,9 @@ class ObservedModel:
 
 
 def with_logits(model: ir.Model) -> ir.Model:
-    """Add the logits to a head's outputs, and return the head. Logits are what its sampler divides by the temperature.
-    A shortened sampler multiplies a value by cap / temperature instead; the logits are then this value times the
-    cap."""
+    """Add the logits to a head's outputs, and return the head. The logits are the value that its sampler divides by the
+    temperature. A shortened sampler multiplies a value by cap / temperature instead; the logits are then this value
+    times the cap."""
     import onnx_ir as ir
 
     divisions = [node for node in model.graph if node.op_type == "Div"]
@@ -174,8 +174,8 @@ def _source(value: ir.Value | None) -> str | None:
 def cut_layers(model: ir.Model, count: int) -> ir.Model:
     """Return a body segment of `count` layers, cut at every layer.
 
-    Layers k > 0 read an input `hidden_k`, and all but the last write an output `hidden_out_k`. So one run computes
-    every layer, each on its own given input.
+    Layers k > 0 read an input `hidden_k`, and all layers but the last write an output `hidden_out_k`. So one run
+    computes every layer, each on a separate input.
     """
     import onnx_ir as ir
 

@@ -39,7 +39,7 @@ def part_errors(
         errors = {name: _phases() for name in ("hidden_out", "keys", "values")}
         each = [_phases() for _ in held]
         whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
-        # One segment runs for all passes before the next, so that a streamed segment is opened only once.
+        # One segment runs for all passes before the next segment runs, so that a streamed segment is opened only once.
         for seen in passes:
             _compare_segment(whole, _feeds(seen, observed.model, held), seen, held, errors)
         for seen in passes:
@@ -64,7 +64,7 @@ def _compare_segment(
     out = _run(segment, feeds)
     errors["hidden_out"][seen.phase].add(out["hidden_out"], seen.outputs()[layers[-1]])
     for layer in layers:
-        # Compare only the end of a long prompt if a sliding layer's cache no longer has the start.
+        # Compare only the end of a long prompt if a sliding layer's cache no longer contains the start.
         for ours, expected, sums in (
             (out[f"new_key_{layer}"], seen.keys[layer], errors["keys"]),
             (out[f"new_value_{layer}"], seen.values[layer], errors["values"]),

@@ -60,7 +60,7 @@ class ReferenceModel:
         logging.disable_progress_bar()
         self.config, self.sampler = ModelConfig.from_checkpoint(checkpoint)
         # Memory limits the number of requests per pass: requests keep their logits between steps, and a step needs
-        # several arrays as large as all their logits, each of at most 256 MB.
+        # several arrays that are as large as all these logits. Each array is limited to 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
@@ -80,7 +80,7 @@ class ReferenceModel:
         return self.config.canvas_length
 
     def check_canvas(self, length: int) -> None:
-        """Raise CanvasError if a canvas length is not the checkpoint's."""
+        """Raise CanvasError unless `length` is the checkpoint's canvas length."""
         if length != self.canvas_length:
             raise CanvasError(
                 f"canvas_length is {length}, but the reference has canvases of {self.canvas_length}",

@@ -37,7 +37,7 @@ def measure_quality(
 ) -> Json:
     """Return the report as JSON.
 
-    If the checkpoint answers the demo's questions, this many `questions` are asked per task; 0 skips free generation. A
+    If the checkpoint answers the demo's questions, `questions` questions are asked per task; 0 skips free generation. A
     model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few steps, and no
     free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
@@ -74,8 +74,8 @@ def measure_quality(
 
 
 def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
-    """Return whether both sides are streamed: if the model in fp32 needs over a third of this machine's available
-    memory, or if the checkpoint is quantized.
+    """Return whether both sides are streamed. They are if the model in fp32 needs over a third of this machine's
+    available memory, or if the checkpoint is quantized.
     """
     whole = 4 * sum(parameters(config).values())
     return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None
@@ -130,8 +130,8 @@ def _header(bundle: Bundle) -> Json:
 
 
 def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
-    """Return the errors of segments, layers, matrices and experts. They are None for engines, whose internal values
-    cannot be read."""
+    """Return the errors of segments, layers, matrices and experts. The errors are None for engines, whose internal
+    values cannot be read."""
     if observed.backend is None:
         return dict.fromkeys(("segments", "head", "layers", "weights", "experts", "worst"))
     segments, layers = part_errors(observed, steps.passes)

@@ -1,4 +1,4 @@
-"""transformers' model with only one layer's weights in memory at a time, for checkpoints that do not fit.
+"""transformers' model with only one layer's weights in memory at a time, for checkpoints that do not fit in memory.
 
 Weights that the checkpoint stores quantized are dequantized.
 """
@@ -136,7 +136,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Inside the `with` block, modules' parameters are created without data; their buffers have data."""
+    """Inside the `with` block, modules' parameters are created without data, but their buffers have data."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

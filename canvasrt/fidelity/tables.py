@@ -19,7 +19,7 @@ BRIEF = (
 
 
 def sections(report: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> Iterator[Json]:
-    """Yield the sections of a report, with the plots in `drawn`."""
+    """Yield the sections of a report, including the plots in `drawn`."""
     yield section("Limits", tables=[_limits(report)], empty="The recipe sets none.")
     yield section("Denoising steps", _steps_note(report), drawn.get("steps"), [_steps(report)])
     if report["answers"]:
@@ -110,7 +110,7 @@ def versions(report: Json) -> str:
 
 
 def small(value: float | None) -> str:
-    """Format a number that may be tiny."""
+    """Format a number that can be tiny."""
     if value is None:
         return "–"
     if value == 0 or math.isinf(value):

@@ -32,10 +32,10 @@ def weight_errors(
     """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time.
 
     Return one entry per matrix, and one per expert. A matrix's entry has its relative error; its name as in recipes;
-    its format, which is None if it is not quantized; and `kept`: whether the checkpoint stores the matrix in that
+    its format, or None if the matrix is not quantized; and `kept`: whether the checkpoint stores the matrix in that
     format, so that codes should be equal. An expert's entry has the errors of its two matrices, and the error of its
-    output over the tokens that the reference routed to it. The output is computed without rounding inputs; its error is
-    None if there were no such tokens.
+    output over the tokens that the reference routed to it. The output is computed without rounding inputs. If no tokens
+    were routed to the expert, the output's error is None.
     """
     from canvasrt.export.checkpoint import Checkpoint
 
@@ -74,7 +74,8 @@ def _matrices(
     formats: Mapping[str, str],
     experts: Mapping[str, RelativeError],
 ) -> Iterator[Json]:
-    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; others are compared here."""
+    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; other matrices are compared
+    here."""
     from canvasrt.export.weights import body_sources
     from canvasrt.fidelity.streamed import held_format
 

@@ -35,7 +35,7 @@ class Choice:
 
     Attributes:
         format: a name in the table of number formats.
-        weights: in a format without blocks, whether a matrix has one scale or one scale per output.
+        weights: whether a matrix has one scale in all, or one per output. Formats with blocks ignore this.
         method: how scales are chosen.
     """
 
@@ -65,8 +65,8 @@ class CalibrationSettings:
     """How a model is calibrated.
 
     Attributes:
-        prompts: how many lines of the calibration file to use at most.
-        max_new_tokens: the most tokens to generate per prompt; None means the checkpoint's default.
+        prompts: the maximum number of lines of the calibration file to use.
+        max_new_tokens: the maximum number of tokens to generate per prompt; None means the checkpoint's default.
         all_steps: the share of prompts, from 0 to 1, whose blocks take all denoising steps. The blocks of the
         remaining prompts stop early, as in serving.
         seed: prompt i is generated with `seed + i`.
@@ -112,7 +112,7 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """The most demanding format of the rules. The `precisions` of a target must include this format."""
+        """The most demanding format in the rules. A target must list this format in its `precisions`."""
         return most_demanding({rule.choice.format for rule in self.rules})
 
     @property

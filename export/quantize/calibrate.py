@@ -37,7 +37,7 @@ class Calibration:
     """The result of a calibration: activations' largest magnitudes, and statistics of routing.
 
     Attributes:
-        amax: per weight, by global name, the largest magnitude of its input. The experts of a layer share one value.
+        amax: global name of a weight → the largest magnitude of its input. The experts of a layer share one value.
         cache: per `layers.<i>.key` and `layers.<i>.value`, the cached numbers' largest magnitude; empty if the cache is
         not FP8.
         routed: per layer, how many tokens each expert got.
@@ -87,7 +87,7 @@ def calibrate(
 ) -> Calibration:
     """Generate from `prompts` and record the inputs of the recipe's weights. Products are computed in fp32.
 
-    room: the folder that keeps the progress if calibration is interrupted, and its result.
+    room: the folder for the result, and for the progress of an interrupted calibration.
 
     Raises `CanvasError` for a recipe that does not fit the model; for unusable prompts, naming file and line; for
     weights and activations that are not finite, naming them; and if GPU memory runs out.

@@ -3,13 +3,15 @@ memory.
 
 Each `weight → Transpose → MatMul` becomes the following. T is the graph's dtype; scales are float32 unless noted.
 
-- Without blocks (FP8), the input passes `QuantizeLinear → DequantizeLinear(T)`, and the weight `DequantizeLinear(T) →
-  Transpose` with one scale. If there is a scale per output, these multiply the product in float32 instead.
-- In blocks with scales in T (INT4), the weight passes `DequantizeLinear → Transpose`. The input is unchanged.
-- In blocks with quantized scales (NVFP4), the input passes `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)`, and
-  the weight `DequantizeLinear → Cast(T) → Transpose`. Its block scales are dequantized first, by the global scale.
+- Without blocks (FP8), the input passes through `QuantizeLinear → DequantizeLinear(T)`, and the weight through
+  `DequantizeLinear(T) → Transpose` with one scale. If every output has its own scale, the scales multiply the product
+  in float32 instead.
+- In blocks with scales in T (INT4), the weight passes through `DequantizeLinear → Transpose`. The input is unchanged.
+- In blocks with quantized scales (NVFP4), the input passes through `TRT_FP4DynamicQuantize → DequantizeLinear →
+  Cast(T)`, and the weight through `DequantizeLinear → Cast(T) → Transpose`. Its block scales are dequantized first, by
+  the global scale.
 
-Then comes the MatMul, and a multiplication if there are factors.
+The MatMul follows and, if there are factors, a multiplication.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ _TENSORRT = "trt"
 
 
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
-    """Replace weights of `model` by quantized ones, in place. `forms` are the forms by initializer name.
+    """Replace weights of `model` by quantized ones, in place. `forms`: initializer name → form.
 
-    A weight `w` is replaced by those of the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
-    `w.factor` that its form has. They have no data yet (see `stored_parts`). If weights of one format share an input,
-    it is quantized once, with the first weight's `input_scale`. If only the table's products are quantized, they use
-    `projection`, and the table is kept for lookups.
+    A weight `w` is replaced by the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
+    `w.factor`, as far as its form has them. These have no data yet (see `stored_parts`). If weights of one format share
+    an input, that input is quantized once, with the first weight's `input_scale`. If only the table's products are
+    quantized, they use `projection`, and the table is kept for lookups.
 
     Raises `CanvasError` for a name that is not the weight of exactly one matrix product, and for a wrong shape.
     """
@@ -73,7 +75,7 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
 
 
 def quantize_cache(model: ir.Model) -> list[str]:
-    """Rewrite a body graph in place so that its inputs and outputs have keys and values in E4M3. Return the scales'
+    """Rewrite a body graph in place so that keys and values are E4M3 in its inputs and outputs. Return the scales'
     names.
 
     For layer k of this graph, `layers.<k>.attention.key_scale` and `value_scale` are new initializers without data. In
@@ -94,7 +96,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
 
 
 def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
-    """Yield the parts that a rewritten graph has of the quantized weight `name`, to be written as external data."""
+    """Yield the parts of the quantized weight `name` that the rewritten graph contains. They become external data."""
     format = FORMATS[packed.format]
     block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT32
     name = PROJECTION if name == TABLE and format.projects else name
@@ -152,8 +154,8 @@ def quantized_items(
 
 
 def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
-    """Load a graph. Return it, its weights in file order, and, by name, the files of weights that are not in its own
-    weight file.
+    """Load a graph. Return the graph, its weights in file order, and weight name → file for weights outside the graph's
+    own weight file.
 
     If any weight is in a file, the initializers inside the graph are constants instead of weights. They stay in the graph,
     and are not returned.
@@ -168,7 +170,8 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
 
 
 def _place(value: ir.Value) -> tuple[str, int]:
-    """Return the file in which an initializer is stored, and its offset there. The file is empty if it is the graph."""
+    """Return the file in which an initializer is stored, and its offset there. If that file is the graph itself, its
+    name is empty."""
     tensor = value.const_value
     return str(getattr(tensor, "location", "")), int(getattr(tensor, "offset", 0) or 0)
 
@@ -253,8 +256,8 @@ class _Product(Quantized):
         return self._widen(values, scales, "weight")
 
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-        """Dequantize to float32, the only dtype that TensorRT allows for E2M1, then cast to the graph's dtype for
-        free."""
+        """Dequantize to float32, the only dtype that TensorRT allows for E2M1, then cast to the graph's dtype, which
+        costs nothing."""
         wide = self._add(
             "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=self.form.block
         )

@@ -29,7 +29,8 @@ from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import segments
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# How many tokens run through a layer together: so many that experts get many each, yet in at most a few hundred MB.
+# How many tokens run through a layer together: so many that each expert gets many, but few enough to take at most a few
+# hundred MB.
 _TOGETHER = 4096
 
 
@@ -67,7 +68,7 @@ class StreamedNetwork:
         )
         self._encoding: list[Call] = []
         self._saved = saved
-        # The outputs of all sweeps so far, also of an earlier start's. Hidden states are left out.
+        # The outputs of all sweeps so far, including those of an earlier start. Hidden states are left out.
         self._outputs: list[list[dict[str, Tensor]]] = []
         self._earlier: list[Any] = saved.state.get("outputs", [])
         self._rows: dict[int, CachedRow] = {}
@@ -105,7 +106,7 @@ class StreamedNetwork:
         return rms_norm(self._embed(canvas), self.config.rms_norm_eps)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Have the next sweep add clean tokens to their requests' caches."""
+        """Let the next sweep add clean tokens to the caches of their requests."""
         for each in inputs:
             row: CachedRow = each.row
             hidden = self._embed(each.tokens)[None]
@@ -120,7 +121,7 @@ class StreamedNetwork:
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """Encode all waiting tokens and run one step of every request, in one sweep. If an earlier start saved this
-        sweep, return its outputs."""
+        sweep, return the saved outputs."""
         if self.is_repeating:
             outputs = self._again()
         else:
@@ -148,8 +149,8 @@ class StreamedNetwork:
         return outputs
 
     def _again(self) -> list[DenoiseOutput]:
-        """Return the outputs that an earlier start saved for this sweep. If it was the last one saved, also restore the
-        state that the next sweep needs."""
+        """Return the outputs that an earlier start saved for this sweep. If this sweep is the last saved one, also
+        restore the state that the next sweep needs."""
         found = [
             {name: each.numpy() for name, each in output.items()}
             for output in self._earlier[self.sweeps]
@@ -183,7 +184,7 @@ class StreamedNetwork:
         return self._weights.embeddings(tokens) * self.config.hidden_size**0.5
 
     def _run_layer(self, segment: Any, calls: Sequence[Call]) -> None:
-        """Run one layer over concatenated calls, which only attention distinguishes."""
+        """Run one layer over the concatenated tokens of all calls. Only attention keeps the calls apart."""
         lengths = [each.length for each in calls]
         x = torch.cat([each.hidden for each in calls], 1).to(self._device)
         causal = torch.cat([torch.full((each.length,), each.is_causal) for each in calls])
@@ -211,7 +212,7 @@ def device_here() -> str:
 
 @contextlib.contextmanager
 def gpu_memory() -> Iterator[None]:
-    """Free all GPU memory at the end, because builders time kernels on the GPU next. Raises CanvasError if this memory
+    """Free all GPU memory at the end, because builders time kernels on the GPU next. Raises CanvasError if GPU memory
     runs out."""
     try:
         yield

@@ -25,14 +25,14 @@ from canvasrt.export.segments import SegmentModule
 
 @dataclass
 class Observed:
-    """Recorded so far: per weight, its inputs' largest magnitude; per `layers.<i>.key` or `.value`, that of cached
-    numbers; per layer, tokens per expert."""
+    """What has been recorded so far. `amax`: the largest magnitude of each weight's inputs, and, as `layers.<i>.key`
+    and `layers.<i>.value`, of cached numbers. `routed`: for each layer, the number of tokens per expert."""
 
     amax: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor] = field(default_factory=dict)
 
     def note(self, name: str, x: Tensor) -> None:
-        """Record a tensor's largest magnitude. If it contains NaN, that stays recorded."""
+        """Record a tensor's largest magnitude. Once a tensor contains NaN, the record stays NaN."""
         least, most = torch.aminmax(x)
         largest = torch.maximum(-least, most)
         before = self.amax.get(name)
@@ -62,8 +62,8 @@ class CachedRow:
 
 @dataclass
 class Call:
-    """The tokens of one request in a sweep. The first is at position `start`. Every layer updates `hidden` `[1, L,
-    D]`."""
+    """The tokens of one request in a sweep. The first token is at position `start`. Every layer updates `hidden`
+    `[1, L, D]`."""
 
     row: CachedRow
     start: int
@@ -109,7 +109,8 @@ class ObservedPart:
         )
 
     def load(self, weights: WeightSource, room: Tensor, check: bool) -> None:
-        """Read the weights into the buffer `room`. With `check`, raise CanvasError for a weight that is not finite."""
+        """Read the weights into the buffer `room`. If `check` is true, raise CanvasError for a weight that is not
+        finite."""
         begin = 0
         for name, (module, own, shape) in self._weights.items():
             dtype = self._dtype(name, weights)

@@ -15,7 +15,7 @@ from canvasrt.graphs.lowbits import Bytes, Floats
 
 @dataclass(frozen=True)
 class Form:
-    """A quantized weight's format and shapes, named as in `Packed`. `block` is how many numbers a block has."""
+    """A quantized weight's format and shapes, named as in `Packed`. `block` is the number of codes per block."""
 
     format: str
     shape: tuple[int, ...]
@@ -30,8 +30,8 @@ class Packed:
 
     Attributes:
         format: a name in the table of number formats.
-        values: uint8 `[…, out, in]`, one code per byte; or `[…, out, in / 2]`, two 4-bit codes, the first in the low
-        bits.
+        values: uint8 `[…, out, in]`, one code per byte; or `[…, out, in / 2]`, two 4-bit codes per byte, the first in
+        the low bits.
         scale: float32; a scalar, or `[out]` for the INT8 table and 2-D FP8 weights that are scaled per output; None for
             INT4.
         input_scale: float32 scalar, the input's scale; None if inputs are not quantized.

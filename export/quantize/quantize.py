@@ -101,7 +101,7 @@ class Quantizer:
         return bool(self._local(part) or self._cache_scales(part))
 
     def holds_table(self) -> bool:
-        """Return whether the table itself is quantized, and not only the products with it."""
+        """Return whether the table itself is quantized, not only its two products."""
         return TABLE in self._choices and FORMATS[self._choices[TABLE].format].of_table
 
     def rewrite(
@@ -178,7 +178,8 @@ def quantize_graphs(
         graphs: a bundle that `canvasrt export` wrote, in bf16 (which GPUs need) or fp32.
         recipe: the name of one of canvasrt's recipes, a recipe file, or a loaded recipe.
         calibration_file: a JSONL file of prompts; by default, the prompts that come with canvasrt.
-        calibration: the result of an earlier calibration, to skip it. Recipes that only quantize weights need neither.
+        calibration: the result of an earlier calibration, which is then not repeated. Recipes that only quantize
+        weights need neither prompts nor a calibration.
 
     Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
     if `out` is not empty. An interrupted call leaves its progress in the cache, and another call continues from it.
@@ -264,7 +265,7 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
 
 
 def counted(items: Iterable[Any], advance: Callable[[int], None]) -> Iterator[Any]:
-    """Yield weights. Call `advance` with each one's number of elements after it is written."""
+    """Yield weights. After a weight is written, call `advance` with its number of elements."""
     for item in items:
         yield item
         advance(math.prod(item.shape))

@@ -1,4 +1,4 @@
-"""A weight in a graph that is replaced by its quantized form, and the parts of that form."""
+"""A graph's weight, which is replaced by its quantized form, and the parts of that form."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from canvasrt.export.quantize.packed import Form
 from canvasrt.formats import FORMATS, Codes
 
 FLOAT8, FLOAT32, BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
-# Suffixes of a weight's parts.
+# Suffixes in the names of a weight's parts.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE, SOFT_SCALE = "factor", "input_scale", "soft_scale"
 
 
 class Quantized:
-    """A weight that is replaced by its quantized form."""
+    """A graph's weight, which is replaced by its quantized form."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
         self.graph, self.name, self.form = graph, name, form

@@ -48,8 +48,8 @@ def quantize_weight(
     """Quantize a weight with ModelOpt.
 
     Args:
-        parts: float32 matrices `[out, in]`, read one at a time. With `experts`, each is one expert's; otherwise they
-            are stacked along the first axis.
+        parts: float32 matrices `[out, in]`, read one at a time. If `experts` is true, each matrix is one expert's;
+        otherwise matrices are stacked along the first axis.
         input_amax: the input's largest magnitude. Formats that quantize only weights ignore it.
         method: how scales are chosen: with `max`, nothing saturates; with `mse`, the squared error is smallest.
         weights: with `per_channel`, FP8 has one scale per output. Formats with blocks ignore it.
@@ -80,8 +80,8 @@ def quantize_in_parts(
 ) -> Packed:
     """Quantize a matrix that does not fit in memory, with one scale that covers its largest number.
 
-    parts: called twice, and returns the rows in order, float32 `[…, in]`. All other arguments are as in
-    `quantize_weight`.
+    parts: a function that returns the rows in order, float32 `[…, in]`. It is called twice. All other arguments are as
+    in `quantize_weight`.
     """
     amax = max(float(np.abs(part).max()) for part in parts())
     scale = np.float32(max(amax, 2.0**-60) / FORMATS[format].largest)
@@ -104,11 +104,11 @@ def _input_scale(format: str, amax: float | None, name: str) -> np.float32:
 def _quantize_one(
     part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
 ) -> tuple[np.ndarray, ...]:
-    """Quantize a matrix with its own scale, which `short_scale` rounds up to a bfloat16. Return codes, scale and, if
-    the format has blocks, the blocks' scales."""
+    """Quantize a matrix with its own scale, which is rounded up to a bfloat16 if `short_scale` is true. Return codes,
+    scale and, if the format has blocks, the blocks' scales."""
     weight = _checked(part, format, name)
     amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
-    # Zeros need a scale too, and any will do.
+    # If all numbers that share a scale are zero, any scale will do.
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
     search, encode = _QUANTIZERS[format][method]
     scale = (search(weight, amax) if search else amax) / FORMATS[format].largest
@@ -123,7 +123,7 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """Quantize to a format that does not quantize the inputs of products."""
+    """Quantize a weight to a format in which only weights are quantized, not the inputs of products."""
     encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
     # Every row has its own scales, so parts of a matrix can be quantized one by one.
     made = [encode(_checked(part, format, name), method == "mse") for part in parts]
@@ -192,7 +192,7 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     """Return codes `[out, in / 2]`, and one scale per block, float32 `[out, in / block]` that is exact in bfloat16.
 
-    With `search`, a block's largest numbers saturate if that lowers the squared error.
+    If `search` is true, a block's largest numbers saturate where that lowers the squared error.
     """
     from modelopt.torch.quantization.calib.mse import MseCalibrator
 
@@ -200,7 +200,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     assert block is not None
     blocks = weight.reshape(-1, block)
     amax = blocks.abs().amax(dim=-1)
-    # Zeros need a scale too, and any will do.
+    # If all numbers that share a scale are zero, any scale will do.
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
 
     def scale_of(reach: Tensor) -> Tensor:
@@ -253,10 +253,11 @@ def _round_up(scale: Tensor) -> Tensor:
 
 Search = Callable[[Tensor, Tensor], Tensor]
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-# Per format and method, how to find the largest magnitude to represent (None: use the weight's), and how to encode.
+# For each format and method, how to find the largest magnitude to represent (None: it is the weight's), and how to
+# encode.
 _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
 }
-# Per format that quantizes only weights, its encoder. The second argument says whether to search for the best scales.
+# The encoders of formats that quantize only weights. The second argument says whether to search for the best scales.
 _WEIGHTS_ALONE = {"int4": _int4, "int8": _int8}

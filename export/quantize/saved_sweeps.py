@@ -34,7 +34,7 @@ class SavedSweeps:
             if state["device"] != device or state["sizes"] != sizes:
                 raise ValueError("another device's, or incomplete")
             self.state = state
-        except Exception:  # the state is missing, or damaged, and then any line above may fail
+        except Exception:  # the state is missing, or damaged, and then any line above can fail
             (folder / _STATE).unlink(missing_ok=True)
         self._files: dict[int, str] = dict(self.state.get("files", {}))
         self._clean()
@@ -51,8 +51,8 @@ class SavedSweeps:
     def save(
         self, sweeps: int, state: Mapping[str, Any], rows: Mapping[int, Any], live: set[int]
     ) -> None:
-        """Save the state after `sweeps` sweeps. `rows` has the changed keys and values by request; `live`, the
-        requests that still run. If the disk is full, raises CanvasError, and keeps the earlier state."""
+        """Save the state after `sweeps` sweeps. `rows` has the changed keys and values by request; `live` has the
+        requests that still run. If the disk is full, the earlier state is kept, and CanvasError is raised."""
         files = {number: name for number, name in self._files.items() if number in live}
         files |= {number: f"row-{number}-{sweeps}.pt" for number in rows}
         try:

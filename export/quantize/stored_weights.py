@@ -23,8 +23,8 @@ _DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat1
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, rounded to `dtype`, in which graphs store experts and table. `held` has, by global
-    name, the weights that are stored quantized."""
+    """The weights of a checkpoint, rounded to `dtype`, the dtype in which graphs store experts and table. `held`:
+    global name → weight, for those that the checkpoint stores quantized."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CheckpointWeights:
         }
 
     def read(self, part: SegmentModule, local: str, check: bool) -> Iterator[Tensor]:
-        """Yield a weight's numbers in order. With `check`, raise CanvasError for a number that is not finite."""
+        """Yield a weight's numbers in order. If `check` is true, raise CanvasError for a number that is not finite."""
         name = global_name(part.name, part.layers, local)
         if name in self._held:
             return (each.to(self.dtype) for each in self._held[name].wide())

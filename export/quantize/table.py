@@ -1,4 +1,4 @@
-"""The embedding table's quantized forms: the table itself, or only the two products with it."""
+"""The embedding table's quantized forms: either the table itself is quantized, or only its two products."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class EmbeddingTable(Quantized):
     """The embedding table: one product uses it, another uses its transpose, and rows are looked up."""
 
     def rewrite(self) -> None:
-        """Let the products use the dequantized table, and dequantize rows that are looked up on their own.
+        """Let the products use the dequantized table, and dequantize looked-up rows separately.
 
-        Before the lookup, rows are dequantized by a scale of 1; after it, they are scaled. So TensorRT looks up codes.
-        If rows were scaled before the lookup, TensorRT would write the whole dequantized table to memory.
+        Before the lookup, rows are dequantized by a scale of 1; after it, they are scaled. So TensorRT looks up rows of
+        codes. If rows were scaled before the lookup, TensorRT would write the whole dequantized table to memory.
         """
         first = self.graph[0]
         values = self._values()
@@ -70,7 +70,7 @@ class Projection(Quantized):
                 (product,) = node.outputs[0].consumers()
                 self._round(product, INPUT_SCALE)
             else:
-                # Unnormalised probabilities reach 1, so their scale is known.
+                # The largest unnormalised probability is 1, so the scale is known.
                 self._round(node, SOFT_SCALE)
 
     def _round(self, product: ir.Node, suffix: str) -> None:
