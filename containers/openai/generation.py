@@ -30,12 +30,12 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
 
 _MOST_SENT = 64 * 2**20  # characters of text plus bytes of images, summed over all answers
-# Random seeds stay below this, so that clients that parse numbers as doubles, such as JavaScript, read them exactly.
+# Random seeds stay below this limit, because clients that parse numbers as doubles (JavaScript) round larger numbers.
 _SEEDS = 2**53 - MAX_ANSWERS
 _LOW_DETAIL, _IMAGE_TOKENS = (
     min(BUDGETS),
     max(BUDGETS),
-)  # soft tokens of an image: for detail `low`, and by default
+)  # maximum soft tokens of an image: for detail `low`, and by default
 
 
 class Served(NamedTuple):
@@ -311,7 +311,7 @@ class Run:
             yield reply.encode(chunk)
 
     async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        """Yield the index of an answer and its event, whenever one arrives. Errors have the caller's field names."""
+        """Yield pairs of an answer's index and an event, as events arrive. Errors have the caller's field names."""
         try:
             async with self._answers as answers:
                 async for index, event in answers:

@@ -43,7 +43,7 @@ class Piece:
 
 
 def text_of(pieces: Iterable[Piece], kind: str) -> str:
-    """Return the joined text of all pieces of a kind."""
+    """Return the joined text of all pieces of one kind."""
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
