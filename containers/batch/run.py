@@ -13,7 +13,7 @@ from canvasrt.containers.batch.lines import Line, read_lines
 from canvasrt.containers.batch.steady import steady
 from canvasrt.progress import report
 
-ATTEMPTS = 5  # maximum attempts, if a request fails because of the server
+ATTEMPTS = 5  # maximum attempts at a request that fails because of the server
 _WHAT = "answering"
 
 

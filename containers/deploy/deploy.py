@@ -84,7 +84,7 @@ def deploy(
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
     wait_ready(chosen, options.name, start_limit(chosen, found.tag) if timeout is None else timeout)
-    # podman, which restarts containers through systemd units, does not support this.
+    # Has no effect on podman, which restarts containers through systemd units.
     chosen.run("update", "--restart", RESTART, options.name)
     return {
         "name": options.name,
@@ -96,7 +96,7 @@ def deploy(
 
 
 def commands_of(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
-    """Return the shell commands that `deploy` would run, after all checks that need no container engine."""
+    """Check what can be checked without a container engine, and return the shell commands that `deploy` would run."""
     check_container_engine(engine)
     chosen = ContainerEngine(engine or "docker")
     try:

@@ -192,7 +192,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Convert the exceptions that reading a damaged image raises to a CanvasError."""
+    """Replace any exception that a damaged image causes with a CanvasError."""
     try:
         yield
     except (
@@ -300,7 +300,8 @@ def _document(digest: str, content: bytes) -> Json:
 
 
 def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
-    """Return the one manifest that fits an architecture. Without a platform, a manifest fits every architecture."""
+    """Return the only manifest that fits an architecture. A manifest that names no platform fits every architecture.
+    Raises CanvasError unless exactly one fits."""
     images = [
         each for each in manifests if each.get("platform", {}).get("architecture") != "unknown"
     ]

@@ -115,7 +115,7 @@ def _note(
     found: dict[str, str],
     kept: dict[str, bytes],
 ) -> None:
-    """Add the hash of a member that is in the package to `found`, and the content of a document to `kept`."""
+    """If a member is a file of the package, add its hash to `found`. Add the content of documents to `kept`."""
     name = member.name.removeprefix("./")
     if not name.startswith(_INSIDE) or not member.isfile():
         return

@@ -142,7 +142,7 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
 
 
 def target_name(manifest: Manifest) -> str:
-    """Return the name of the engines' target; `graphs` for a bundle of graphs, which is built where it runs."""
+    """Return the name of the engines' target; `graphs` for graphs, from which engines are built where they run."""
     return manifest.target["name"] if manifest.target else "graphs"
 
 

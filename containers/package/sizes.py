@@ -103,11 +103,10 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares canvases: four per place in the batch, each with another load of
-    experts,
-    and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of
-    every width. With four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) =
-    5.6 s, and running every shape 2.9 s.
+    The trial (runtime/gpu/sharing.py) compares canvases: for each place in the batch, four that load the experts
+    differently, and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its
+    own pass of every width. With four canvases at 262,144 tokens, the trial takes
+    (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape takes 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:

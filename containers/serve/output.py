@@ -82,7 +82,7 @@ class ServerOutput:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the lines also appear on the terminal."""
+        """Whether the output's lines also appear on the terminal."""
         return self.log is None or self._verbose
 
     def _tend(self, log: Path) -> None:
