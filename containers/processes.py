@@ -78,7 +78,7 @@ def remove_stale() -> None:
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()), Path("/tmp")):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
-            # A server may outlive its parent until its last requests are finished.
+            # A server can outlive its parent until its last requests are finished.
             if match is None or is_running(int(match[1])) or processes_of(match[0]):
                 continue
             with contextlib.suppress(OSError):  # it belongs to another user

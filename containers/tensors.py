@@ -222,7 +222,7 @@ def outputs_of(model: str) -> tuple[Tensor, ...]:
     return (*_PROGRESS, *_RESULT, _CANVAS) if model == STREAM_MODEL else _RESULT
 
 
-# Inputs and outputs by name; the decoupled model has all of them.
+# The inputs and outputs of both models, keyed by name: the decoupled model has all of them.
 INPUTS = {tensor.name: tensor for tensor in inputs_of(STREAM_MODEL)}
 OUTPUTS = {tensor.name: tensor for tensor in outputs_of(STREAM_MODEL)}
 

@@ -25,7 +25,7 @@ class Reply(NamedTuple):
 
 
 class Answerer(Protocol):
-    """Answers requests: servers, or a model in this process."""
+    """An object that answers requests: several servers, or a model in this process."""
 
     async def ask(self, line: Line) -> Reply: ...
 

@@ -27,8 +27,8 @@ _MAX_DOCUMENT = 4 << 20
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a check. `digest` is the manifest's digest; for a docker archive, the configuration's. `components`
-    is the number of components in the bill of materials."""
+    """The result of a check. `digest` is that of the manifest or, for a docker archive, of the configuration.
+    `components` is the number of components in the bill of materials."""
 
     manifest: Manifest
     digest: str

@@ -1,6 +1,6 @@
 """Request bodies: the fields that several endpoints share, and the only function that reads a body.
 
-The tables in `fields` list unsupported fields. If the value of one would change the answer, an error names the field.
+The tables in `fields` list unsupported fields. If the value of such a field would change the answer, an error names it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "
 
 def fail(code: str, message: str) -> PydanticCustomError:
     """Return the error that a field's validator raises."""
-    # The message may contain braces, so it cannot itself be pydantic's template.
+    # The message can contain braces, so it cannot itself be pydantic's template.
     return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 

@@ -150,7 +150,7 @@ class Usage:
     _cached: dict[int, int] = field(default_factory=dict)  # index of a prompt → its cached tokens
 
     def add(self, final: StreamEvent, prompt: int, first_of_prompt: bool) -> None:
-        """Count one answer to the request's `prompt`-th prompt."""
+        """Count one answer. `prompt` is the index of the prompt that it answers."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
         # The first answer encodes the prompt; the others reuse it from the prefix cache.
@@ -234,7 +234,7 @@ class Reply(ABC):
         names = self.asked.names
         if own := names.get(path) or names.get(field):
             error.param = own
-            if own.startswith("chat_template_kwargs."):  # `path` may also be an ordinary word
+            if own.startswith("chat_template_kwargs."):  # `path` can also be an ordinary word
                 start = rf"^{re.escape(path)}\b"
                 error.message = re.sub(start, own, error.message, flags=re.IGNORECASE)
             else:

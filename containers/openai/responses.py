@@ -167,7 +167,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             )
     for each in messages:
         if "tool_calls" not in each:
-            each.setdefault("content", "")  # the message may have nothing but a thought
+            each.setdefault("content", "")  # if the message has nothing but a thought
     return messages
 
 

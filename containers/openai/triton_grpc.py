@@ -79,8 +79,8 @@ class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Exchange:
-    """The two directions of one call. `caller` is the name of the caller's key, and `secret` the prefix with which the
-    models accept it."""
+    """The two directions of one call. `caller` is the name of the caller's key. `secret` is the prefix that makes the
+    models trust this name."""
 
     def __init__(self, method: str, state: ServerState, caller: str, secret: str) -> None:
         self._method, self._state = method, state

@@ -45,7 +45,7 @@ _HOP = {
     b"upgrade",
 }
 _JSON_BYTES = b"inference-header-content-length"
-# Only on this path may binary data follow the JSON in the body.
+# Only on this path can binary data follow the JSON in the body.
 _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
 # On this path, Triton reads parameters from unknown JSON fields; on the path above, from headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")

@@ -27,7 +27,7 @@ TEMPORARY = 256 * MIB
 # Shared memory of Triton's Python backend: 4 MB measured; it starts with 1 MB per model.
 SHARED = GIB
 # Only servers that build engines or compile kernels write to the cache. Compiled kernels take an estimated 0.3 GB,
-# twice while a new file replaces the old one.
+# and twice as much while a new file replaces the old one.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
 # Seconds per shape and layer, a guess: TensorRT-RTX compiles kernels on the GPU at a shape's first use.
 _COMPILE_SECONDS = 0.5

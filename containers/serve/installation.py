@@ -77,8 +77,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return tritonserver's environment: this process's without secrets, plus variables with which models run in
-        this interpreter's virtual environment."""
+        """Return tritonserver's environment: that of this process without secrets, plus variables that let models run
+        in this interpreter's virtual environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -51,7 +51,7 @@ def plan_local(name: Path, cache: Path | None = None) -> Local:
 
 
 def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
-    """Return the target of this machine's GPU, or `cpu` and why no GPU's target was chosen."""
+    """Return the target of this machine's GPU and an empty string; or `cpu` and why no GPU's target was chosen."""
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
@@ -89,8 +89,8 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return the memory in bytes that engines can use: that of this machine for the CPU target, otherwise that of the
-    largest GPU of the target's capability; None if there is no such GPU."""
+    """Return how many bytes engines can use: for the CPU target, this machine's memory; otherwise, the memory of the
+    largest GPU that has the target's capability. Return None if there is no such GPU."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]

@@ -60,7 +60,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         # The GPUs' models are opened one after another.
         startup = profile.startup + profile.further * max(0, len(gpus) - 1)
         settings = replace(settings, ready_timeout=startup)
-    # Reserve Triton's ports now, because Triton may start to listen much later.
+    # Reserve Triton's ports now, because Triton only starts to listen on them later.
     with (
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,

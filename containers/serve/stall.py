@@ -9,7 +9,7 @@ from pathlib import Path
 from canvasrt.containers.heartbeat import silence_at
 from canvasrt.containers.processes import is_stopped
 
-STOPPED_TIMEOUT = 5.0  # maximum seconds for which a signal may stop a process
+STOPPED_TIMEOUT = 5.0  # seconds after which a process that a signal has stopped counts as a stall
 _PROBE_EVERY = 5.0
 
 
