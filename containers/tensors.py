@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def config_type(self) -> str:
-        """The type's name in a model configuration: TYPE_ and the datatype, except for text."""
+        """The type's name in a model configuration: TYPE_STRING for text, otherwise TYPE_ plus the datatype."""
         return "TYPE_STRING" if self.datatype == "BYTES" else f"TYPE_{self.datatype}"
 
     def encode(self, value: Any) -> np.ndarray:

@@ -39,7 +39,7 @@ _LOW_DETAIL, _IMAGE_TOKENS = (
 
 
 class Served(NamedTuple):
-    """Facts about the server that replies and limits need. `max_context` is in tokens; it is None if unknown."""
+    """Facts about the server, needed for replies and limits. `max_context` is in tokens; it is None if unknown."""
 
     max_n: int = MAX_ANSWERS
     max_context: int | None = None

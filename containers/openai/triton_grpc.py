@@ -33,7 +33,7 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-_IDENTITY = 1  # the bit set of a single compression, "none": a small compressed message could unpack to gigabytes
+_IDENTITY = 1  # the bit set that only allows "none", since a small compressed message could unpack to gigabytes
 
 
 async def start_grpc_guard(settings: FrontSettings, state: ServerState) -> grpc.aio.Server:

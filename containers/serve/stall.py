@@ -9,7 +9,9 @@ from pathlib import Path
 from canvasrt.containers.heartbeat import silence_at
 from canvasrt.containers.processes import is_stopped
 
-STOPPED_TIMEOUT = 5.0  # seconds after which a process that a signal has stopped counts as a stall
+STOPPED_TIMEOUT = (
+    5.0  # seconds that a process can be stopped by a signal before the server counts as stalled
+)
 _PROBE_EVERY = 5.0
 
 
