@@ -157,7 +157,7 @@ def check_ports(options: DeployOptions) -> None:
 
 
 def start_limit(engine: ContainerEngine, image: str) -> float:
-    """Return how many seconds a start may take: the health check's start period, or DEPLOY_TIMEOUT if that is longer."""
+    """Return how many seconds a start may take: the longer of the health check's start period and DEPLOY_TIMEOUT."""
     found = engine.inspect("image", image) or {}
     health = (found.get("Config") or {}).get("Healthcheck") or found.get("HealthCheck") or {}
     return max(DEPLOY_TIMEOUT, health.get("StartPeriod", 0) / 1e9)

@@ -151,7 +151,7 @@ def entries_of(
         if skip is not None and skip(inside):
             continue
         name = f"{prefix}/{inside}"
-        # A bundle's links point to files in a cache; the image gets the files.
+        # A bundle's links point to files in a cache; the image gets these files instead of the links.
         if path.is_dir():
             yield LayerEntry(name)
         else:
