@@ -50,7 +50,7 @@ class Heartbeat:
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat in a descriptor's file; None before the first beat."""
-    # A read may return a half-written number. So read twice, and use the larger result.
+    # A read can return a half-written number. So read twice, and use the larger result.
     last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
     return time.monotonic() - last if last else None
 

@@ -43,8 +43,8 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def note(self, reason: str, message: str) -> None:
-        """Log the message, unless one with the same reason was logged in the last minute. Also log how many were
-        left out since then. The number of reasons must be small."""
+        """Log the message, unless one with the same reason was logged in the last minute. Also log how
+        many such messages were left out since then. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -56,8 +56,8 @@ class Seldom:
 
 
 class Patient(logging.handlers.QueueHandler):
-    """Formats records, and on a separate thread, passes them to a handler that may block. Drops records that do not
-    fit in the queue, and logs their number."""
+    """Formats records and passes them, on a separate thread, to a handler that can block. Drops records that do not fit
+    in the queue, and logs their number."""
 
     def __init__(self, handler: logging.Handler, most: int = 10_000) -> None:
         self.records: queue.Queue[logging.LogRecord] = queue.Queue(most)

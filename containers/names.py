@@ -21,7 +21,7 @@ PACKAGE = f"{ROOT}/package"
 
 # Path of a file. Once it exists, the models inside Triton refuse requests.
 STOPPING_VARIABLE = "CANVASRT_STOPPING"
-# Paths of the decoupled model's heartbeat, and of the file for the reason of its exit.
+# Paths of the decoupled model's heartbeat, and of the file in which it says why it exits.
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Path of the file where the decoupled model writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
@@ -33,7 +33,7 @@ CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 # Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in those containers whose health check is to end a dead server.
+# Set in those containers whose health check should end a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. A readiness
@@ -42,7 +42,7 @@ END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
 # Default timeouts of `canvasrt serve`, in seconds.
-READY_TIMEOUT = 600.0  # minimum time allowed for loading; the serving profile may require more
+READY_TIMEOUT = 600.0  # minimum time allowed for loading; a serving profile can require more
 EXIT_TIMEOUT = 10  # limit for requests in flight at shutdown
 STALL_TIMEOUT = 300.0  # limit for a pass, including kernel compilation, and for preparing a request
 

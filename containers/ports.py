@@ -51,7 +51,7 @@ class Ports:
     def held(
         self, host: str, metrics_host: str | None = None, apis: bool = True
     ) -> Iterator[Ports]:
-        """Reserve the ports inside the `with` block. Yields them with every 0 replaced by a free port. Raises
+        """Keep the ports reserved inside the `with` block. Yields them with every 0 replaced by a free port. Raises
         CanvasError for a port that cannot be used.
 
         A socket that is bound but does not listen reserves a port: no other process gets it, but Triton, whose sockets

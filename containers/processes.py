@@ -78,19 +78,19 @@ def remove_stale() -> None:
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()), Path("/tmp")):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
-            # A server may outlive its parent until its last requests are finished.
+            # A server can outlive its parent until its last requests are finished.
             if match is None or is_running(int(match[1])) or processes_of(match[0]):
                 continue
-            with contextlib.suppress(OSError):  # another user's
+            with contextlib.suppress(OSError):  # it belongs to another user
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not processes_of("tritonserver"):  # a running tritonserver removes its own
+    if not processes_of("tritonserver"):  # a running tritonserver removes its own folders
         for path in Path("/tmp").glob("python_env_*"):
-            with contextlib.suppress(OSError):  # another user's, or not empty
+            with contextlib.suppress(OSError):  # it belongs to another user, or is not empty
                 path.rmdir()
 
 
 def _pid_namespace() -> str:
-    """Return the id of the process-id namespace, since containers may share /dev/shm."""
+    """Return the id of the process-id namespace, which tells apart containers that share /dev/shm."""
     try:
         return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     except OSError:

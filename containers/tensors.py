@@ -18,12 +18,12 @@ MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_GRAMMAR = 400_000  # maximum characters of JSON: a schema has at most 64 KB, and JSON can take six characters per byte
 MAX_BIASED = 1024  # maximum number of tokens with a bias
 MAX_LISTED = 128  # maximum number of tokens to list with each log-probability, as in vLLM
-# Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens, each with one likeliest token.
+# Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens and one alternative to each.
 MAX_ECHOED = 1 << 19
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters in each
 
-# Request parameters. With ERRORS, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON with
-# code and message. Triton's streams have no error codes, and its option to add them (triton_grpc_error) has crashed it.
+# Request parameters. If ERRORS is set, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON
+# with code and message. Triton's streams have no error codes. Its option to add them (triton_grpc_error) can crash it.
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
 # Set by the front end: the caller's name, and the total number of answers that the caller requested.
 OWNER, ANSWERS = "canvasrt_owner", "canvasrt_answers"
@@ -54,7 +54,7 @@ class Tensor:
 
     @property
     def config_type(self) -> str:
-        """The type's name in a model configuration: TYPE_ and the datatype, except for text."""
+        """The type's name in a model configuration: TYPE_STRING for text, otherwise TYPE_ plus the datatype."""
         return "TYPE_STRING" if self.datatype == "BYTES" else f"TYPE_{self.datatype}"
 
     def encode(self, value: Any) -> np.ndarray:
@@ -222,7 +222,7 @@ def outputs_of(model: str) -> tuple[Tensor, ...]:
     return (*_PROGRESS, *_RESULT, _CANVAS) if model == STREAM_MODEL else _RESULT
 
 
-# Inputs and outputs by name; the decoupled model has all of them.
+# The inputs and outputs of both models, keyed by name: the decoupled model has all of them.
 INPUTS = {tensor.name: tensor for tensor in inputs_of(STREAM_MODEL)}
 OUTPUTS = {tensor.name: tensor for tensor in outputs_of(STREAM_MODEL)}
 
@@ -249,8 +249,8 @@ class TritonAnswer:
 
 @dataclass(frozen=True)
 class StreamEvent(TritonAnswer):
-    """One event of a stream. `text` and `token_ids` are, in a draft, the draft; in the last event, the whole answer; in
-    other events, what the event adds to the answer. `canvas` is JSON; empty except in drafts."""
+    """One event of a stream. In the last event, `text` and `token_ids` hold the whole answer; in a draft, the draft; in
+    other events, what the event adds to the answer. `canvas` is JSON; it is empty except in drafts."""
 
     event: str
     block: int

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 MAX_DEPTH = 100  # maximum nesting of brackets
-MAX_VALUES = 2**19  # maximum number of values in a body: two contexts of 256k token ids
+MAX_VALUES = 2**19  # maximum number of values in a body: enough for two contexts of 256k token ids
 _PIECE = 1 << 18  # number of bytes to check at a time; numpy lets other threads run meanwhile
 _STEPS = np.zeros(256, np.int8)  # for each byte, how it changes the nesting depth
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1

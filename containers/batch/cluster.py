@@ -56,8 +56,8 @@ class Cluster:
         self._ray.shutdown()
 
     async def ask(self, line: Line) -> Reply:
-        """Return the reply of the actor with the fewest requests. Raises CanvasError if the engines fail for good, or
-        if no actor is left."""
+        """Return the reply of the actor that has the fewest requests. Raises CanvasError if the engines fail for good,
+        or if no actor is left."""
         errors = self._ray.exceptions
         while self._load:
             actor = min(self._load, key=lambda each: self._load[each])

@@ -34,7 +34,7 @@ class Outputs(NamedTuple):
 
 
 class Journal:
-    """A first line that identifies the batch, then one JSON line per request, written when it finishes.
+    """A first line that identifies the batch, then one JSON line per request, written when the request finishes.
 
     It locks the output against other batches until its `with` block ends.
     """
@@ -42,7 +42,7 @@ class Journal:
     def __init__(self, outputs: Outputs, identity: Mapping[str, Any]) -> None:
         """Open or create the journal. `identity`: values that must be the same when the batch resumes.
 
-        Raises CanvasError if the output is complete, locked, or was begun with a different identity.
+        Raises CanvasError if the output is complete or locked, or was begun with a different identity.
         """
         self._outputs = outputs
         self._file = self._open()

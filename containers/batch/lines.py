@@ -21,7 +21,7 @@ URLS = {
     "/v1/decisions": False,
     "/v1/systemone": False,
 }
-# Request fields that form the prompt, in the order in which it contains them.
+# Request fields that form the prompt, in the order in which the prompt contains them.
 _PROMPT = ("tools", "instructions", "messages", "prompt", "input", "state", "text")
 _SEEDS = 2**31  # some servers read seeds as signed 32-bit numbers
 

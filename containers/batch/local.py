@@ -38,7 +38,7 @@ from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Event
 from canvasrt.runtime.tokenizer import Tokenizer
 
-_PAUSE = 0.1  # seconds
+_PAUSE = 0.1  # seconds until a request that the worker refuses is tried again
 _ENDPOINTS = {each.path: each for each in ENDPOINTS}
 
 
@@ -90,7 +90,7 @@ class Local:
                 raise self._lost
             if reply.status != 503:
                 return reply
-            await asyncio.sleep(_PAUSE)  # the worker is about to report the reason
+            await asyncio.sleep(_PAUSE)  # if the worker has failed, it reports why meanwhile
 
     async def _reply(self, line: Line) -> Reply:
         endpoint = _ENDPOINTS[line.url]
@@ -135,7 +135,7 @@ class Local:
                 submit()
             end = await ended.get()
             if isinstance(end, EngineError) and end.fatal:
-                self._lost = end  # the worker may not have called `_lose` yet
+                self._lost = end  # perhaps the worker has not called `_lose` yet
             if isinstance(end, BaseException):
                 raise end
         except asyncio.CancelledError:

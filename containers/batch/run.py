@@ -13,7 +13,7 @@ from canvasrt.containers.batch.lines import Line, read_lines
 from canvasrt.containers.batch.steady import steady
 from canvasrt.progress import report
 
-ATTEMPTS = 5  # maximum attempts, if a request fails because of the server
+ATTEMPTS = 5  # maximum attempts at a request that fails because of the server
 _WHAT = "answering"
 
 
@@ -25,7 +25,7 @@ class Reply(NamedTuple):
 
 
 class Answerer(Protocol):
-    """Answers requests: servers, or a model in this process."""
+    """An object that answers requests: several servers, or a model in this process."""
 
     async def ask(self, line: Line) -> Reply: ...
 

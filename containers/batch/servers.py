@@ -22,7 +22,8 @@ _FIRST_REST, _LONGEST_REST = 0.5, 30.0  # pauses for a server that is down, in s
 PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
 MOST_REPLY = 64 * 2**20  # maximum size of a reply, in bytes
 _log = logging.getLogger(__name__)
-_TRITON_REPLIES = ({"error": "Not Found"}, {"error": "Method Not Allowed"})  # HTTP API, metrics
+# From Triton's HTTP API, and from its metrics server.
+_TRITON_REPLIES = ({"error": "Not Found"}, {"error": "Method Not Allowed"})
 _SHOWN = 200  # maximum characters to show of a server's message
 
 
@@ -83,10 +84,11 @@ class Servers:
         await self._session.close()
 
     async def ask(self, line: Line) -> Reply:
-        """Send a line to the server with the fewest requests, and return the reply. Tries again until a server accepts
-        the line.
+        """Send a line to the server that has the fewest requests, and return the reply. While servers are down or busy,
+        tries again.
 
-        Raises CanvasError if a server refuses the key, is Triton or speaks another protocol, or if all servers are down for too long.
+        Raises CanvasError if a server refuses the key, if Triton or a server of another protocol answers, or if all
+        servers are down for too long.
         """
         while True:
             server = await self._next()
@@ -113,7 +115,7 @@ class Servers:
                 server.down(time.monotonic(), wait, _message(reply.body))
                 self._check_patience(_message(reply.body))
                 continue
-            if (reply.status or 0) >= 500:  # another server may do better
+            if (reply.status or 0) >= 500:  # let other servers have the next requests
                 server.down(time.monotonic(), wait, _message(reply.body))
                 return reply
             server.up()
@@ -130,7 +132,7 @@ class Servers:
             return reply
 
     async def _next(self) -> _Server:
-        """Return the available server with the fewest requests. Waits until one is available."""
+        """Wait until a server is available. Return the available server that has the fewest requests."""
         while True:
             now = time.monotonic()
             if ready := [each for each in self._servers if each.rests_until <= now]:

@@ -11,7 +11,7 @@ _RANDOM_ID = re.compile(r"((?:chatcmpl|cmpl|resp|msg|rs|fc|call)[-_])[\w-]{16,}"
 
 
 def steady(reply: Any, key: str) -> Any:
-    """Return the reply with random ids replaced by ids derived from `key`, and times and cache counts set to 0."""
+    """Return the reply, but replace random ids with ids derived from `key`, and times and cache counts with 0."""
     known: dict[str, str] = {}
 
     def walk(value: Any, name: str = "") -> Any:

@@ -1,1 +1,1 @@
-"""Clients of a running server: Triton over HTTP and gRPC, and the OpenAI API."""
+"""Clients of a running server: for Triton, over HTTP and gRPC, and for the OpenAI API."""

@@ -74,7 +74,7 @@ def _hardening(options: DeployOptions) -> list[str]:
 def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
-        return words  # ports can only be published on a network of the container
+        return words  # no ports can be published, because the container has no network of its own
     for inside, outside in options.published.items():
         words += ["--publish", f"{options.listen}:{outside}:{inside}"]
     return words

@@ -85,7 +85,7 @@ def check_container_engine(name: str | None) -> None:
 
 
 def find_engine(name: str | None = None) -> ContainerEngine:
-    """Return the engine called `name`; without a name, docker, else podman. Raises CanvasError if none answers."""
+    """Return the engine called `name`; if that is None, docker or else podman. Raises CanvasError if none answers."""
     check_container_engine(name)
     reasons = []
     for each in (name,) if name else CONTAINER_ENGINES:

@@ -84,7 +84,7 @@ def deploy(
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
     wait_ready(chosen, options.name, start_limit(chosen, found.tag) if timeout is None else timeout)
-    # podman, which restarts containers through systemd units, does not support this.
+    # Has no effect on podman, which restarts containers through systemd units.
     chosen.run("update", "--restart", RESTART, options.name)
     return {
         "name": options.name,
@@ -96,7 +96,7 @@ def deploy(
 
 
 def commands_of(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
-    """Return the shell commands that `deploy` would run, after all checks that need no container engine."""
+    """Check what can be checked without a container engine, and return the shell commands that `deploy` would run."""
     check_container_engine(engine)
     chosen = ContainerEngine(engine or "docker")
     try:
@@ -157,7 +157,7 @@ def check_ports(options: DeployOptions) -> None:
 
 
 def start_limit(engine: ContainerEngine, image: str) -> float:
-    """Return how many seconds a start may take: the health check's start period, but at least DEPLOY_TIMEOUT."""
+    """Return how many seconds a start may take: the longer of the health check's start period and DEPLOY_TIMEOUT."""
     found = engine.inspect("image", image) or {}
     health = (found.get("Config") or {}).get("Healthcheck") or found.get("HealthCheck") or {}
     return max(DEPLOY_TIMEOUT, health.get("StartPeriod", 0) / 1e9)

@@ -35,7 +35,7 @@ _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
 # Size limit of a manifest or configuration, as in registries, since they are read into memory.
 _DOCUMENT_LIMIT = 4 << 20
-# Limits on an archive whose signature is not checked yet: bytes of a header, and number of members.
+# Limits on an archive whose signature is not checked yet: maximum bytes of a header, and maximum number of members.
 _HEADER_LIMIT, _MOST_MEMBERS = 1 << 16, 10_000
 _DAMAGED = "copy it again; `skopeo inspect` shows whether it is intact"
 _GET_ONE = (
@@ -76,8 +76,8 @@ class BaseLayer:
     ) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
         """Yield pairs: a member of the layer's archive, and the archive.
 
-        Raises CanvasError for a damaged layer. After the last member, it compares the stored bytes with the
-        layer's digest, and the unpacked bytes with the digest `diff_id`, unless that is None.
+        Raises CanvasError for a damaged layer. After the last member, compares the stored bytes with the layer's
+        digest and, unless `diff_id` is None, the unpacked bytes with the digest `diff_id`.
         """
         try:
             with self.opened() as (stored, content):
@@ -192,7 +192,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Convert the exceptions that reading a damaged image raises to a CanvasError."""
+    """Raise a CanvasError in place of any exception that a damaged image causes."""
     try:
         yield
     except (
@@ -300,7 +300,8 @@ def _document(digest: str, content: bytes) -> Json:
 
 
 def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
-    """Return the one manifest that fits an architecture. Without a platform, a manifest fits every architecture."""
+    """Return the only manifest that fits an architecture. A manifest that names no platform fits every architecture.
+    Raises CanvasError unless exactly one fits."""
     images = [
         each for each in manifests if each.get("platform", {}).get("architecture") != "unknown"
     ]

@@ -106,7 +106,7 @@ class Blobs:
     ) -> ImageLayer:
         """Write a layer. Do not `compress` weights: that saves little and makes loading slower.
 
-        Also adds the entries' parent folders: `above`, and folders inside it. The base image has those that contain it.
+        Also adds the entries' parent folders, from `above` down. The base image already has the folders above it.
         """
         return self._write(
             lambda file: write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -151,7 +151,7 @@ def entries_of(
         if skip is not None and skip(inside):
             continue
         name = f"{prefix}/{inside}"
-        # A bundle's links point to files in a cache; the image gets the files.
+        # A bundle's links point to files in a cache; the image gets these files instead of the links.
         if path.is_dir():
             yield LayerEntry(name)
         else:
@@ -161,7 +161,7 @@ def entries_of(
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
     """Return the entries plus their parent folders, sorted by name, each once.
 
-    Adds only `above` and folders inside it. The base image has the folders that contain it.
+    Adds parent folders from `above` down. The base image already has the folders above it.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):

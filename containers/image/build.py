@@ -68,7 +68,7 @@ def write_image(
 
     With a private `key`, signed provenance is written next to the image.
 
-    Raises CanvasError, and writes nothing, when `package` or `read_base` raises it, and if a wheel is missing.
+    Raises CanvasError, and writes nothing, if a wheel is missing, and in the cases that `package` and `read_base` name.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)

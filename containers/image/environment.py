@@ -30,7 +30,7 @@ def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
         scheme, interpreter=f"/{VENV}/bin/python3", script_kind="posix"
     )
     with warnings.catch_warnings():
-        # installer warns about compiled files in wheels, which it does not install.
+        # The library `installer` warns about compiled files in wheels, and does not install them.
         warnings.simplefilter("ignore", RuntimeWarning)
         for wheel in wheels:
             with WheelFile.open(wheel) as source:

@@ -27,7 +27,7 @@ _LAYOUT = {"imageLayoutVersion": "1.0.0"}
 
 @dataclass(frozen=True)
 class Image:
-    """A written image. `digest` is its manifest's digest; `image_id` is its configuration's."""
+    """A written image. `digest` is the digest of its manifest, and `image_id` that of its configuration."""
 
     path: Path
     tag: str

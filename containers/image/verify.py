@@ -27,8 +27,8 @@ _MAX_DOCUMENT = 4 << 20
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a check. `digest` is the manifest's digest; for a docker archive, the configuration's. `components`
-    is the number of components in the bill of materials."""
+    """The result of a check. `digest` is that of the manifest or, for a docker archive, of the configuration.
+    `components` is the number of components in the bill of materials."""
 
     manifest: Manifest
     digest: str
@@ -115,7 +115,7 @@ def _note(
     found: dict[str, str],
     kept: dict[str, bytes],
 ) -> None:
-    """Add the hash of a member that is in the package to `found`, and the content of a document to `kept`."""
+    """If a member is a file of the package, add its hash to `found`. Add the content of documents to `kept`."""
     name = member.name.removeprefix("./")
     if not name.startswith(_INSIDE) or not member.isfile():
         return

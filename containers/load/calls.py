@@ -16,7 +16,7 @@ from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
 _LIST_TIMEOUT = 30.0  # timeout for the list of models, in seconds
-# Seconds after which an idle connection is replaced, since the server may have closed it.
+# Seconds after which an idle connection is replaced, since the server could have closed it.
 _IDLE = 1.0
 
 

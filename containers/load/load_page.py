@@ -43,7 +43,7 @@ def sections(
 
 
 def _rates(summaries: Mapping[str, LoadSummary]) -> Any:
-    """Return a table of calls, failures and rates that has a row per server."""
+    """Return a table of calls, failures and rates; each server has a row."""
 
     def known(number: float | None, form: str) -> str:
         return "–" if number is None else format(number, form)
@@ -63,7 +63,7 @@ def _rates(summaries: Mapping[str, LoadSummary]) -> Any:
 
 
 def _latencies(summaries: Mapping[str, LoadSummary]) -> Any:
-    """Return a table, in milliseconds, that has a row for every series of every server."""
+    """Return a table of latencies in milliseconds; each series of each server has a row."""
     spreads = {
         f"{label}, {server}" if len(summaries) > 1 else label: getattr(summary, name)
         for name, label in _SERIES.items()

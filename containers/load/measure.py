@@ -138,8 +138,8 @@ def take_turns(
 
 
 def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
-    """Return three ratios of ours to theirs for each measure: over all rounds, in the lowest round and in the highest
-    round. Leaves out measures that a round lacks."""
+    """Return three ratios of ours to theirs for each measure: the ratio over all rounds, and the lowest and the highest
+    ratio of a single round. Leaves out measures that a round lacks."""
     found = {}
     for name in COMPARED:
         sides = [

@@ -1,4 +1,4 @@
-"""The sessions of a load test, built in or from a file. A session has one or several turns."""
+"""The sessions of a load test, either built in or read from a file. A session has one or several turns."""
 
 from __future__ import annotations
 

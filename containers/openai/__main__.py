@@ -44,9 +44,10 @@ _BEAT_EVERY = 0.5
 # could exhaust the file descriptors.
 _ACCEPT = 64
 # Seconds for which a thread that parses a long body may keep the interpreter's lock. The event loop releases the lock
-# at every system call, about ten times per request. With Python's default, it could wait 5 ms each time to get it back.
+# at every system call, about ten times per request. With Python's default limit, the loop could wait 5 ms each time to
+# get the lock back.
 _SWITCH = 0.0005
-HEALTH_CONNECTIONS = 128  # on the port that only serves health routes
+HEALTH_CONNECTIONS = 128  # maximum connections of the port that only serves health routes
 
 
 class _Uvicorn(uvicorn.Server):
@@ -54,7 +55,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio has also limited the kernel's queue to `_ACCEPT`.
+        # asyncio uses `_ACCEPT` also as the limit of the kernel's queue, so restore the larger limit.
         for each in sockets or ():
             each.listen(BACKLOG)
 

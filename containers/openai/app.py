@@ -64,7 +64,7 @@ ENDPOINTS = (
     ollama.CHAT,
     ollama.GENERATE,
 )
-_LONG, _LEVEL = 4096, 4  # size in bytes from which replies are compressed; gzip's level
+_LONG, _LEVEL = 4096, 4  # minimum size, in bytes, of a reply to compress; gzip's level
 
 
 class Front:

@@ -1,4 +1,4 @@
-"""Checks API keys in constant time, and limits how many answers a key may wait for."""
+"""Checks API keys in constant time, and limits how many unfinished answers each key can have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Keys:
 
 
 class Callers:
-    """Limits how many answers one API key may wait for at a time. If `most` is None, there is no limit.
+    """Limits how many unfinished answers each API key can have. If `most` is None, there is no limit.
 
     Callers without a key cannot be distinguished, so they are not limited.
     """
@@ -53,8 +53,8 @@ class Callers:
     def one(self, caller: str) -> Iterator[Callable[[int], None]]:
         """Inside the `with` block, a request counts as one answer. Yields a function that counts more answers.
 
-        Entering the block and calling the function raise ApiError 429 if all of the caller's requests exceed the
-        limit, and 400 if this request alone does.
+        Both entering the block and calling the function can raise ApiError: 400 if this request alone exceeds the
+        limit, 429 if all of the caller's requests together exceed it.
         """
         counted = 0
         most = self._most if caller else None

@@ -1,6 +1,6 @@
 """Request bodies: the fields that several endpoints share, and the only function that reads a body.
 
-The tables in `fields` list unsupported fields. If the value of one would change the answer, an error names the field.
+The tables in `fields` list unsupported fields. If the value of such a field would change the answer, an error names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from canvasrt.containers.untrusted import check_json, load_json
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
-MAX_ANSWERS = 128  # per request: prompts times n
+MAX_ANSWERS = 128  # maximum answers to one request: prompts times n
 # Every message and every part costs time, even a short one.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
@@ -44,14 +44,14 @@ MAX_PARTS = 8192
 # than _LONG bytes, objects down to a depth of _DEPTH may have at most MAX_MEMBERS members. Lists need no such limit,
 # because their validation stops at the first error.
 _LONG, MAX_MEMBERS, _DEPTH = 65_536, 8192, 4
-_ROUNDS = 4  # validations of a body: removing unknown fields can reveal further ones
+_ROUNDS = 4  # maximum validations of a body: each can reveal further unknown fields
 # The sampler's parameters, except two for which OpenAI's API has its own parameters.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
 
 
 def fail(code: str, message: str) -> PydanticCustomError:
     """Return the error that a field's validator raises."""
-    # The message may contain braces, so it cannot itself be pydantic's template.
+    # The message can contain braces, so it cannot itself be pydantic's template.
     return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
@@ -113,8 +113,8 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# Accepts 5.0 as an integer, because some clients write all numbers like that. In an annotation it must follow the
-# integer's limits; otherwise pydantic leaves the limits out of the OpenAPI document.
+# Accepts 5.0 as an integer, because some clients write all numbers like that. In an annotation, this validator must
+# follow the integer's limits; otherwise pydantic leaves the limits out of the OpenAPI document.
 INTEGRAL = BeforeValidator(_integer)
 Budget = Annotated[
     Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None, about("Most new tokens.")
@@ -203,7 +203,7 @@ else:
 
 _Ids = Annotated[list[Whole | Literal[0]], Field(fail_fast=True, max_length=MAX_CANVAS)]
 _Int32 = Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)] | None
-_Flag = bool | Literal[0, 1] | None  # vLLM takes both forms
+_Flag = bool | Literal[0, 1] | None  # vLLM accepts 0 and 1, too
 
 
 class Diffusion(Strict):

@@ -157,7 +157,7 @@ class CompletionReply(Reply):
     def encode(self, chunk: Any) -> bytes:
         return b"data: [DONE]\n\n" if chunk == "[DONE]" else super().encode(chunk)
 
-    # `ChatReply` overrides what follows.
+    # `ChatReply` overrides the following attributes and methods, up to `scores`.
     delta_name = "text"
     last_delta: ClassVar[Any] = ""
 
@@ -170,9 +170,10 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form. `text` is the model's JSON; return None if it is empty.
+        """Return log-probabilities in OpenAI's form; None if `text`, the model's JSON, is empty.
 
-        The token that ends the answer is left out, except after an echoed prompt: there lm-eval drops the last token.
+        The token that ends the answer is left out, except after an echoed prompt, because lm-eval then drops the last
+        token itself.
         """
         if not text:
             return None

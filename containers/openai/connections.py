@@ -26,7 +26,7 @@ HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
 # (often 60) close earlier. If the server closed first, a request that is on its way would be lost.
 KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
-WRITE_TIMEOUT = 60.0  # maximum seconds in which the caller reads nothing of its answer
+WRITE_TIMEOUT = 60.0  # maximum seconds for which the caller reads nothing of its answer
 # Limits, in seconds and bytes, for discarding input after an early answer. If a connection were closed with unread
 # input, it would be reset, and the caller would lose the answer.
 _LINGER_TIMEOUT, _LINGER_BYTES = 5.0, 64 * 2**20
@@ -45,7 +45,7 @@ _MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
 class Stage(Enum):
-    """The stage of a connection. All stages except ANSWER and GONE have a time limit; uvicorn enforces that of KEPT."""
+    """The stage of a connection. All except ANSWER and GONE have time limits; uvicorn enforces the limit of KEPT."""
 
     HANDSHAKE = "handshake"  # the TLS handshake
     HEADER = "header"
@@ -210,7 +210,8 @@ class Connection(H11Protocol):
         return False
 
     def read_on(self) -> None:
-        """Parse the received part of the body and resume reading; called when the application asks for the body."""
+        """Parse the received part of the body and resume reading. Called when the application asks for the body, and
+        when the connection's turn to parse comes."""
         if self.stage is Stage.UNREAD_BODY:
             self.stage = Stage.BODY  # UNREAD_BODY's time limit continues
         if self.stage is Stage.BODY and not self.transport.is_closing():
@@ -243,8 +244,8 @@ class Connection(H11Protocol):
         return self.stage in (Stage.UNREAD_BODY, Stage.BODY)
 
     def _count(self, size: int) -> None:
-        """Count a piece of a body of `size` bytes. Close the connection if its pieces are too small, or if it has a
-        large body while all bodies together take too much memory."""
+        """Count one piece, of `size` bytes, of the body. Close the connection if its pieces are too small, or if its
+        body is large while all bodies together take too much memory."""
         body = self._body
         body.pieces += 1
         body.size += size
@@ -296,7 +297,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def end(self) -> None:
-        """Close the connection. If the caller is still sending a body, it first gets time to read the answer."""
+        """Close the connection. A caller that is still sending a body first gets time to read the answer."""
         if not self.is_sending:
             self._transport.close()
             return
@@ -346,5 +347,5 @@ class Connection(H11Protocol):
         self.places.idle.pop(self, None)
         if stage is not Stage.ANSWER:
             self.places.idle[self] = None
-            # Connections that are already answered are closed first.
+            # Connections whose request was already answered are closed first.
             self.places.idle.move_to_end(self, last=stage is not Stage.END)

@@ -52,7 +52,7 @@ class Ask(Body):
     image_tokens: ImageTokens = None
 
     def asking(self, messages: list[Json], questions: list[Any]) -> Generation:
-        """Return the generation that answers questions, in OpenAI's form, about a chat."""
+        """Return the generation that answers questions about a chat. The questions are in OpenAI's form."""
         own = {name: getattr(self, name) for name in _OWN}
         options = {name: value for name, value in own.items() if value is not None}
         return Generation(

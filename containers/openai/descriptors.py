@@ -1,4 +1,4 @@
-"""Raises the process's limit on file descriptors, and keeps asyncio from flooding the log when it is reached."""
+"""Raises the process's limit on file descriptors, and keeps asyncio from flooding the log at that limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def raise_file_limit() -> int:
 def affordable(connections: int, files: int, guards: bool = False) -> int:
     """Return how many connections a port may have: `connections`, or fewer if `files` descriptors do not suffice.
 
-    A connection takes one descriptor. If `guards`, there is also Triton's HTTP port, whose connections take two each.
+    A connection takes one descriptor. If `guards`, Triton's HTTP port may have as many connections, each of which takes
+    two descriptors.
     """
     most = max(files - _SPARE, files // 2) // (3 if guards else 1)
     if connections > most:
@@ -41,7 +42,7 @@ def affordable(connections: int, files: int, guards: bool = False) -> int:
 
 
 def report_seldom(loop: asyncio.AbstractEventLoop) -> None:
-    """Log once a minute that no connection can be accepted. asyncio itself logs it thousands of times a second."""
+    """Log at most once a minute that no connection can be accepted. asyncio would log thousands of lines a second."""
     seldom = Seldom(log, logging.ERROR)
 
     def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from canvasrt.containers.openai.body import Body
 from canvasrt.containers.openai.errors import ApiError, ErrorReply
 from canvasrt.containers.openai.generation import Generation, Reply
 
-# The errors that operations may return. A server returns 503 while it starts or stops.
+# The errors that operations can return. A server returns 503 while it starts or stops.
 _ABOUT = {
     400: "The request is wrong, or asks for something that is not supported.",
     401: "The API key is missing or wrong.",

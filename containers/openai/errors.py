@@ -126,7 +126,7 @@ def unknown_model(name: str, served: Iterable[str]) -> ApiError:
 
 
 def too_many(message: str) -> ApiError:
-    """Return a 429: a limit was reached; the same request may succeed later."""
+    """Return a 429: a limit was reached. The same request can succeed later."""
     headers = {"Retry-After": str(RETRY_AFTER)}
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
@@ -138,7 +138,7 @@ def too_late(seconds: float) -> ApiError:
 
 
 def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiError:
-    """Return a 503: the same request may succeed later."""
+    """Return a 503: the same request can succeed later."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
 
 

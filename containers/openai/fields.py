@@ -187,8 +187,8 @@ class Ignored(list[str]):
 def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None:
     """Ignore a field that is not supported. Add a warning to `ignored` unless the field's value changes nothing.
 
-    Raises ApiError for an unknown field if `ignored` is None, and for a value that would change the answer unless
-    `ignored` is lenient.
+    Raises ApiError in two cases: the field is unknown and `ignored` is None, or its value would change the answer and
+    `ignored` is not lenient.
     """
     name = re.sub(r"\[\d+\]", "", path)
     if name not in table:

@@ -30,16 +30,16 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
 
 _MOST_SENT = 64 * 2**20  # characters of text plus bytes of images, summed over all answers
-# Random seeds stay below this, so that clients that parse numbers as doubles, such as JavaScript, read them exactly.
+# Random seeds stay below this limit, because clients that parse numbers as doubles (JavaScript) round larger numbers.
 _SEEDS = 2**53 - MAX_ANSWERS
 _LOW_DETAIL, _IMAGE_TOKENS = (
     min(BUDGETS),
     max(BUDGETS),
-)  # soft tokens of an image: for detail `low`, and by default
+)  # maximum soft tokens of an image: for detail `low`, and by default
 
 
 class Served(NamedTuple):
-    """Facts about the server that replies and limits need. `max_context` is in tokens; it is None if unknown."""
+    """Facts about the server, needed for replies and limits. `max_context` is in tokens; it is None if unknown."""
 
     max_n: int = MAX_ANSWERS
     max_context: int | None = None
@@ -150,7 +150,7 @@ class Usage:
     _cached: dict[int, int] = field(default_factory=dict)  # index of a prompt → its cached tokens
 
     def add(self, final: StreamEvent, prompt: int, first_of_prompt: bool) -> None:
-        """Count one answer to the request's `prompt`-th prompt."""
+        """Count one answer. `prompt` is the index of the prompt that it answers."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
         # The first answer encodes the prompt; the others reuse it from the prefix cache.
@@ -234,7 +234,7 @@ class Reply(ABC):
         names = self.asked.names
         if own := names.get(path) or names.get(field):
             error.param = own
-            if own.startswith("chat_template_kwargs."):  # `path` may also be an ordinary word
+            if own.startswith("chat_template_kwargs."):  # `path` can also be an ordinary word
                 start = rf"^{re.escape(path)}\b"
                 error.message = re.sub(start, own, error.message, flags=re.IGNORECASE)
             else:
@@ -311,7 +311,7 @@ class Run:
             yield reply.encode(chunk)
 
     async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        """Yield the index of an answer and its event, whenever one arrives. Errors have the caller's field names."""
+        """Yield pairs of an answer's index and an event, as events arrive. Errors have the caller's field names."""
         try:
             async with self._answers as answers:
                 async for index, event in answers:

@@ -24,7 +24,7 @@ _WAIT = {
 }
 
 
-# Routes that answer to any Host header, because probes use the IP address.
+# Routes that accept any Host header, because probes use the IP address.
 HEALTH = ("/v1/health/live", "/v1/health/ready", "/health", "/ping")
 # Monitoring polls these, so successful requests are neither logged nor traced.
 QUIET = (*HEALTH, "/v1/metrics", "/metrics")

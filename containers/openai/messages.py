@@ -48,8 +48,8 @@ class _Found:
 def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
     """Convert a chat. If a field is wrong, raises an ApiError that names that field. Unsupported fields go to `settle`.
 
-    The result contains earlier thoughts. The template drops them, except those before tool calls that are being
-    answered.
+    The result contains earlier thoughts. The template drops them, except thoughts that precede tool calls in the
+    current turn.
     """
     found = _Found([], ignored)
     read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]

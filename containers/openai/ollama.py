@@ -157,7 +157,8 @@ def _settings(body: OllamaRequest) -> Json:
                 )
     for name, least in (("max_tokens", 1), ("seed", 0)):
         value = fields.get(name)
-        if isinstance(value, int) and value < least:  # means no limit, or a random seed
+        # Smaller values mean no limit, or a random seed.
+        if isinstance(value, int) and value < least:
             del fields[name]
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think

@@ -145,7 +145,8 @@ class FrontOptions:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """The settings that the supervisor hands to the front end's process. Sockets are inherited file descriptors."""
+    """The settings that the supervisor hands to the front end's process. Sockets are given as file descriptors, which
+    the process inherits."""
 
     socket: int
     grpc: str  # address of Triton's gRPC server

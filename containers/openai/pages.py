@@ -60,7 +60,7 @@ def add_pages(app: FastAPI, needs_key: bool) -> None:
 
 def document(app: FastAPI, needs_key: bool) -> Json:
     """Return FastAPI's OpenAPI document without FastAPI's own validation errors, which this server never returns. If
-    `needs_key`, add where an API key is needed."""
+    `needs_key`, mark the operations that need an API key."""
     found = app.openapi()
     schemas = found["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):

@@ -43,7 +43,7 @@ class Piece:
 
 
 def text_of(pieces: Iterable[Piece], kind: str) -> str:
-    """Return the joined text of all pieces of a kind."""
+    """Return the joined text of all pieces of one kind."""
     return "".join(piece.text for piece in pieces if piece.kind == kind)
 
 
@@ -131,7 +131,7 @@ class AnswerParser:
         if found or final:
             given, self._text = body.rstrip(), rest
         elif not self._begun and _CHANNEL.startswith(body):
-            return False  # this may be only a part of the channel's name
+            return False  # this is perhaps only a part of the channel's name
         else:
             keep = _held(body, (THOUGHT_END,))
             given, self._text = body[: len(body) - keep], body[len(body) - keep :]
@@ -167,8 +167,8 @@ class AnswerParser:
 
 
 def _held(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many trailing characters may still turn out to be syntax: spaces before a mark, and the beginning of a
-    mark."""
+    """Return how many trailing characters could still turn out to be syntax: spaces before a mark, and the beginning of
+    a mark."""
     begun = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
     )

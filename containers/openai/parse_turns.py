@@ -25,7 +25,8 @@ class Turns:
         self._due = False
 
     def has(self, connection: Parsing) -> bool:
-        """Return whether it is the connection's turn. If not, queue it; `read_on` is called when its turn comes."""
+        """Return whether it is the connection's turn. If not, queue the connection, and call its `read_on` when its
+        turn comes."""
         if connection is self._current and perf_counter() < self._ends:
             return True
         self._waiting[connection] = None

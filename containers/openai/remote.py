@@ -48,7 +48,7 @@ class Refused(Exception):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is public. Tunnels' addresses, which may embed any IPv4 address, do not count as
+    """Return whether an address is public. Tunnels' addresses, which can embed any IPv4 address, do not count as
     public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):

@@ -168,7 +168,7 @@ class ResponseReply(Reply):
     def _in_part(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._in_output(name, item_id=self._output[-1]["id"], content_index=0, **fields)
 
-    # `name` is positional-only, because an event may have a field `name`.
+    # `name` is positional-only, because an event can have a field `name`.
     def _in_output(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._event(name, output_index=len(self._output) - 1, **fields)
 

@@ -28,8 +28,8 @@ class Format(NamedTuple):
 
 
 def format_of(request: Sampling) -> Format | None:
-    """Return the format that a request sets in OpenAI's or vLLM's fields; None for plain text. Raises ApiError that
-    names the field if a format is wrong or there are several formats.
+    """Return the format that a request sets in OpenAI's or vLLM's fields; None for plain text. If a format is
+    wrong, or if there are several formats, raises an ApiError that names the field.
 
     The types `json_schema` and `json_object` are OpenAI's; `regex` and `grammar` (Lark or GBNF) are extensions.
     """

@@ -167,7 +167,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             )
     for each in messages:
         if "tool_calls" not in each:
-            each.setdefault("content", "")  # the message may have nothing but a thought
+            each.setdefault("content", "")  # if the message has nothing but a thought
     return messages
 
 
@@ -184,7 +184,8 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
 
 
 def _turn(messages: list[dict[str, Any]], fresh: str = "") -> dict[str, Any]:
-    """Return the last message if it is the assistant's and lacks the field `fresh`; otherwise append a new one."""
+    """Return the last message if it is the assistant's and lacks the field `fresh`; otherwise append and return
+    a new message."""
     if not messages or messages[-1]["role"] != "assistant" or fresh in messages[-1]:
         messages.append({"role": "assistant"})
     return messages[-1]

@@ -1,5 +1,8 @@
-"""A proxy in front of Triton's gRPC server, which listens on a Unix socket. It checks API keys, and refuses requests that
-classify an output: Triton divides by the size of a text's type, and would crash."""
+"""A proxy in front of Triton's gRPC server, which itself listens on a Unix socket.
+
+The proxy checks API keys, and refuses requests to classify an output: if that is text, Triton would divide by the size
+of the text type, 0, and crash.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-_IDENTITY = 1  # the set of compressions that holds only "none", since a small message could unpack to gigabytes
+_IDENTITY = 1  # the bit set that only allows "none", since a small compressed message could unpack to gigabytes
 
 
 async def start_grpc_guard(settings: FrontSettings, state: ServerState) -> grpc.aio.Server:
@@ -47,7 +50,7 @@ async def start_grpc_guard(settings: FrontSettings, state: ServerState) -> grpc.
 
 
 class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Handles every call. On the wire, a call with one request and one reply looks like a pair of streams."""
+    """Handles every call as a pair of streams, because calls that are not streamed look the same on the wire."""
 
     def __init__(self, settings: FrontSettings, state: ServerState) -> None:
         self._keys, self._state = Keys(settings.options.keys), state
@@ -76,13 +79,13 @@ class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Exchange:
-    """The two directions of one call. `caller` is the name of the caller's key, and `secret` the prefix with which the
-    models accept it."""
+    """The two directions of one call. `caller` is the name of the caller's key. `secret` is the prefix that makes the
+    models trust this name."""
 
     def __init__(self, method: str, state: ServerState, caller: str, secret: str) -> None:
         self._method, self._state = method, state
         self._caller, self._secret = caller, secret
-        # One for each request whose answer is incomplete.
+        # One stack for each request whose answer is incomplete.
         self._open: deque[contextlib.ExitStack] = deque()
         self._writing = asyncio.Lock()  # gRPC allows one write at a time
 
@@ -142,8 +145,8 @@ class _Exchange:
             raise
 
     def _check(self, message: bytes) -> bytes:
-        """Return a message for Triton: a request gets its caller's name. Raises ApiError for a request that must not reach
-        Triton."""
+        """Return the message to forward. The caller's name is added to requests for a model. Raises ApiError for a
+        request that must not reach Triton."""
         if self._method not in (_INFER, _STREAM):
             return message
         try:

@@ -45,12 +45,12 @@ _HOP = {
     b"upgrade",
 }
 _JSON_BYTES = b"inference-header-content-length"
-# Only on this path may binary data follow the JSON in the body.
+# Only on this path can binary data follow the JSON in the body.
 _INFER = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/infer")
 # On this path, Triton reads parameters from unknown JSON fields; on the path above, from headers.
 _GENERATE = re.compile(rb"/v2/models/[\w.-]+(/versions/\d+)?/generate(_stream)?")
 _READ = 65536
-_DIMENSIONS = 8  # maximum dimensions of a tensor; the models' tensors have one
+_DIMENSIONS = 8  # maximum number of a tensor's dimensions; the models' tensors have one dimension
 _METHODS = ("GET", "POST")  # Triton supports no other methods
 # The path of cancellations, and the seconds until a cancellation is repeated.
 _CANCEL_PATH, _CANCEL_AGAIN = f"/v2/models/{STREAM_MODEL}/generate_stream", 0.25
@@ -104,7 +104,7 @@ class _Guard:
             raise
 
     async def _cancel(self, call: str) -> None:
-        """Ask the model to cancel a call. The model may not have received that call yet."""
+        """Ask the model to cancel a call. This has no effect if the model has not received the call yet."""
         body = json.dumps({CANCEL_PARAMETER: call}).encode()
         headers = [
             ("host", "localhost"),
@@ -129,7 +129,8 @@ def _check(text: bytes, size: int) -> None:
     the body's `size` in bytes, for which Triton would allocate memory; or a classification, in which Triton would
     divide by the size of the text type, 0."""
 
-    # Called with all pairs of every object. Of equal names, Triton reads the first, but Python would keep the last.
+    # Called with all pairs of every object. If a name occurs twice, Triton reads the first value, but a dict would only
+    # keep the last.
     def check(pairs: list[tuple[str, Any]]) -> None:
         for name, value in pairs:
             if name == "shape" and not (isinstance(value, list) and _count(value) <= size):

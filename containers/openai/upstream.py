@@ -50,7 +50,7 @@ Stream = Any  # grpc.aio.StreamStreamCall
 
 
 class Source(Protocol):
-    """Answers requests with events: a Triton server, or a model in this process."""
+    """An object that answers requests with events: a Triton server, or a model in this process."""
 
     def stream(
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None

@@ -53,7 +53,7 @@ _SECOND = 10**9  # nanoseconds, as in an image's configuration
 
 
 def created() -> str:
-    """Return the image's time of creation: SOURCE_DATE_EPOCH, or the epoch itself."""
+    """Return the image's time of creation: SOURCE_DATE_EPOCH, or the Unix epoch if that is not set."""
     seconds = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -142,12 +142,12 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
 
 
 def target_name(manifest: Manifest) -> str:
-    """Return the name of the engines' target; `graphs` for a bundle of graphs, which is built where it runs."""
+    """Return the name of the engines' target; `graphs` for graphs, from which engines are built where they run."""
     return manifest.target["name"] if manifest.target else "graphs"
 
 
 def checkpoint_hash(manifest: Manifest) -> str:
-    """Return an identifier of the checkpoint: the hash of its files' hashes; if unknown, its graphs' digest."""
+    """Return an identifier of the checkpoint: a hash of its files' hashes; if they are unknown, the graphs' digest."""
     source = manifest.made_from.get("source", manifest.made_from)
     if set(source) == {"kind", "digest"}:
         return f"sha256:{source['digest']}"

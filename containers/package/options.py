@@ -13,7 +13,7 @@ from canvasrt.option import option
 
 @dataclass(frozen=True)
 class PackageOptions:
-    """The options of a package. `base` is the base image's name; `python` and `tensorrt` are that image's versions."""
+    """The options of a package. `base` is the base image's name; `python` and `tensorrt` are versions in that image."""
 
     tag: str = field(
         default="canvasrt:latest", metadata=option("The image's name.", metavar="NAME[:TAG]")
@@ -52,8 +52,8 @@ class PackageOptions:
             raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
 
     def on(self, base: str, python: str | None = None) -> PackageOptions:
-        """Return the options for the base image called `base`. If `python` is None, look up its version by the
-        image's name.
+        """Return the options for the base image called `base`. If `python` is None, look up the version
+        of Python by the image's name.
 
         Raises UsageError for a malformed digest.
         """

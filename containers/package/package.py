@@ -272,8 +272,8 @@ def _write_manifest(
 ) -> Manifest:
     """Write the package's manifest: the engines' manifest with the files' new paths.
 
-    If there are several bundles, their manifests have the details. `described` are the bundles to describe, if the
-    package does not contain all of them (mounted engines).
+    If there are several bundles, their manifests have the details. If engines are mounted and not in the package,
+    `described` has the bundles to describe, and `placed` those in the package.
     """
     described = described or placed
     first = next(iter(described.values())).manifest

@@ -11,7 +11,7 @@ from typing import Any
 from canvasrt.containers.names import MACHINES
 from canvasrt.errors import CanvasError
 
-# Files for the requirements whose hashes are known, and for those without.
+# Files for the requirements whose hashes are known, and for all other requirements.
 HASHED, UNHASHED = "requirements.txt", "requirements-unhashed.txt"
 # Distributions that the command line, the runtime and the front end import in the container.
 _SERVING = (
@@ -53,7 +53,7 @@ _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 @dataclass(frozen=True)
 class Pin:
-    """One version of a distribution. `sha256` is its wheel's hash, or empty."""
+    """One version of a distribution. `sha256` is the hash of its wheel; empty if unknown."""
 
     name: str
     version: str
@@ -89,7 +89,7 @@ class Installed:
 
 
 def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
-    """Write two files, because pip does not allow both in one: pins with a hash, and pins without."""
+    """Write two files, because pip does not allow both in one: pins with a hash, and pins without one."""
     pins = list(pins)
     for name, wanted in ((HASHED, True), (UNHASHED, False)):
         lines = [f"{pin.line}\n" for pin in pins if bool(pin.sha256) == wanted]

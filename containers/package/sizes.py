@@ -27,7 +27,7 @@ TEMPORARY = 256 * MIB
 # Shared memory of Triton's Python backend: 4 MB measured; it starts with 1 MB per model.
 SHARED = GIB
 # Only servers that build engines or compile kernels write to the cache. Compiled kernels take an estimated 0.3 GB,
-# twice while a new file replaces the old one.
+# and twice as much while a new file replaces the old one.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
 # Seconds per shape and layer, a guess: TensorRT-RTX compiles kernels on the GPU at a shape's first use.
 _COMPILE_SECONDS = 0.5
@@ -67,7 +67,7 @@ class ReplicaSizes:
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
     """Return the resources for serving a bundle on a target, for up to `max_batch` canvases at a time.
 
-    Graphs for a GPU are built at the first start, which takes longer and needs the builder's memory.
+    From graphs for a GPU, the first start builds engines, which takes longer and needs the builder's memory.
     """
     on_cpu = target.capability is None
     builds = manifest.kind == "graphs" and not on_cpu
@@ -103,11 +103,10 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares canvases: four per place in the batch, each with another load of
-    experts,
-    and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its own pass of
-    every width. With four canvases at 262,144 tokens, the trial takes (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) =
-    5.6 s, and running every shape 2.9 s.
+    The trial (runtime/gpu/sharing.py) compares canvases: for each place in the batch, four that load the experts
+    differently, and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its
+    own pass of every width. With four canvases at 262,144 tokens, the trial takes
+    (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape takes 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)
     if not plan.shares:

@@ -52,7 +52,7 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path
 def with_hashes(
     pins: Sequence[Pin], fetched: Mapping[Pin, Path], python: str, architecture: str
 ) -> list[Pin]:
-    """Return the pins with their hashes: of the fetched wheel, or without one, from the table of hashes."""
+    """Return the pins with the hashes of the fetched wheels. For other pins, the hash is from the table of hashes."""
     found = []
     for pin in pins:
         known = locked(pin, python, architecture)

@@ -34,9 +34,9 @@ _GRACE = 5.0  # seconds for a stopped build to clean up
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """The job of a build: arguments of `pipeline.build`, and two of its options.
+    """The job of a build: arguments and two options of `pipeline.build`, and `memory`.
 
-    memory: bytes that serving can use here; if it needs more, the build fails. None skips this check.
+    memory: bytes that serving can use here; if serving would need more, the build fails. None skips this check.
     """
 
     source: str
@@ -141,7 +141,7 @@ def main() -> int:
     percents: dict[str, int] = {}
 
     def progress(what: str, done: int, total: int) -> None:
-        # Several kinds of work may run concurrently.
+        # Keyed by `what`, because several tasks can run concurrently.
         percent = 100 * done // max(total, 1)
         if percents.get(what) != percent:
             percents[what] = percent

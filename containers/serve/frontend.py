@@ -60,7 +60,7 @@ class FrontEnd:
         self._socket = listen(options.host, options.port, "--port", BACKLOG)
         self._health: socket.socket | None = None
         self._triton: socket.socket | None = None
-        # Only reserves the port, on which the process listens.
+        # This socket only reserves the port. The process listens on the port with its own socket.
         self._grpc: socket.socket | None = None
         try:
             if triton is not None:
@@ -119,7 +119,7 @@ class FrontEnd:
 
     @property
     def pid(self) -> int | None:
-        """The process id; None while it is not running."""
+        """The id of the process; None while no process is running."""
         return self._process.pid if self._process else None
 
     def __enter__(self) -> FrontEnd:

@@ -1,6 +1,6 @@
-"""Chooses a server's GPUs: the first that fits, the one that `--device` names, or all of one name by `--devices all`.
+"""Chooses a server's GPUs: the first that fits; with `--device`, the named GPU; with `--devices all`, all of one name.
 
-CUDA_VISIBLE_DEVICES gives them to processes by UUID, because CUDA numbers GPUs differently: the fastest first.
+CUDA_VISIBLE_DEVICES lists the UUIDs of the chosen GPUs, because CUDA has its own numbers for GPUs: the fastest is 0.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def use_gpu(name: str) -> None:
 
 
 def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
-    """Return the GPUs that serve: one, or with `--devices all`, every one that fits and has the first one's name. Other
-    GPUs may compute different bits."""
+    """Return the GPUs that serve: the first that fits and, with `--devices all`, all others that fit and have the same
+    name. GPUs of another name could compute different bits."""
     fitting = profile.gpus(machine.gpus())
     if not settings.devices:
         return fitting[:1]
@@ -58,8 +58,8 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
 
 
 def environment_of(uuids: Sequence[str]) -> dict[str, str]:
-    """Return the variables that restrict Triton's processes to these GPUs. Returns none without GPUs, or if this
-    process is already restricted to a MIG instance, since the UUIDs are those of whole GPUs."""
+    """Return the variables that restrict Triton's processes to these GPUs. Returns no variables if there are no
+    GPUs, or if this process is already restricted to a MIG instance, since the UUIDs are those of whole GPUs."""
     if not uuids or "MIG-" in os.environ.get(VISIBLE, ""):
         return {}
     return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))}

@@ -1,6 +1,6 @@
 """A process that outlives a killed `canvasrt serve` and cleans up after it.
 
-A stopping tritonserver waits for open gRPC streams without a limit, so it must be killed.
+A stopping tritonserver waits for open gRPC streams without a time limit, so it must be killed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Installation:
-    """An installed tritonserver. `bundled` is its folder in nvidia-pytriton's wheel; None if it is from elsewhere."""
+    """An installed tritonserver. `bundled` is the folder of nvidia-pytriton's server; None for any other server."""
 
     binary: Path
     bundled: Path | None
@@ -77,8 +77,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return tritonserver's environment: this process's without secrets, plus variables with which models run in
-        this interpreter's virtual environment."""
+        """Return tritonserver's environment: that of this process without secrets, plus variables that let models run
+        in this interpreter's virtual environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -158,6 +158,7 @@ def _libpython_folders() -> list[Path]:
 
 
 def _loads_libpython() -> bool:
-    """Return whether the dynamic linker finds the library. Tested in a child process, so that it is not loaded here."""
+    """Return whether the dynamic linker finds the library. Tested in a child process, so that this process
+    does not load the library."""
     code = f"import ctypes; ctypes.CDLL({_libpython_name()!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

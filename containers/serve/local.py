@@ -51,7 +51,7 @@ def plan_local(name: Path, cache: Path | None = None) -> Local:
 
 
 def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
-    """Return the target of this machine's GPU, or `cpu` and why no GPU's target was chosen."""
+    """Return the target of this machine's GPU and an empty string; or `cpu` and why no GPU's target was chosen."""
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
@@ -89,7 +89,8 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return the bytes of memory for engines: this machine's memory for the CPU, else its largest matching GPU's."""
+    """Return how many bytes engines can use: for the CPU target, this machine's memory; otherwise, the memory of the
+    largest GPU that has the target's capability. Return None if there is no such GPU."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]
@@ -97,13 +98,13 @@ def _memory_for(target: Target) -> int | None:
 
 
 def _distance(target: Target, gpu: Gpu) -> tuple[bool, bool, int]:
-    """Return a sort key: first the GPU's own target, then targets that fit its memory, and of those the closest."""
+    """Return a sort key: first the GPU's own target, then targets that fit in its memory, the closest in size first."""
     memory = target.memory or 0
     return target.gpu not in gpu.name, memory > 1.1 * gpu.memory, abs(memory - gpu.memory)
 
 
 def _key(checkpoint: Path, target: Target) -> str:
-    """Return a name that changes with the checkpoint's files, the target and the versions."""
+    """Return a name that depends on the checkpoint's files, the target, and canvasrt's and the builder's versions."""
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(checkpoint.iterdir())

@@ -37,7 +37,7 @@ class ServerOutput:
     whose lines are copied to `stream`."""
 
     def __init__(self, settings: Settings, stream: TextIO) -> None:
-        # The stream's reader may stall, which must not block this process.
+        # The stream's reader can stall, which must not block this process.
         self._lines = lines_to(stream)
         self.log = settings.log_file
         self.descriptor: int | None = None
@@ -82,7 +82,7 @@ class ServerOutput:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the lines also appear on the terminal."""
+        """Whether the output's lines also appear on the terminal."""
         return self.log is None or self._verbose
 
     def _tend(self, log: Path) -> None:
@@ -147,7 +147,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def cause_in(lines: Sequence[str]) -> str:
-    """Return the likely cause of a failure from log lines: a model's exception, else an error of Triton."""
+    """Return the likely cause of a failure from log lines: a model's exception or, without one, an error of Triton."""
     for pattern in _CAUSES:
         for line in reversed(lines):
             match = pattern.search(line)

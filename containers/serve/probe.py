@@ -81,7 +81,7 @@ def _end_if_dead(alive: bool, file: Path) -> None:
 
 
 def _servers(processes: Path) -> list[int]:
-    """Return the process id of `canvasrt serve`: of the container's first process, or of a child of it."""
+    """Return the ids of the processes that run `canvasrt serve`: the container's first process, or children of it."""
     found = []
     for folder in processes.glob("[0-9]*"):
         try:

@@ -57,10 +57,10 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
     gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
     if settings.ready_timeout is None:
-        # Models are opened one after another.
+        # The GPUs' models are opened one after another.
         startup = profile.startup + profile.further * max(0, len(gpus) - 1)
         settings = replace(settings, ready_timeout=startup)
-    # Reserve Triton's ports now, because Triton may start to listen much later.
+    # Reserve Triton's ports now, because Triton only starts to listen on them later.
     with (
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,

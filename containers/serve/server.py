@@ -50,9 +50,9 @@ from canvasrt.machine import gpus
 log = logging.getLogger(__name__)
 
 POLL = 0.05
-AT_ONCE = threading.Event()  # pass it as `force`, so that nothing is waited for
+AT_ONCE = threading.Event()  # pass this as `force` to wait for nothing
 AT_ONCE.set()
-_LOST = 10.0  # seconds for Triton to report the death of a loading model's process itself
+_LOST = 10.0  # seconds that Triton gets to report that the process of a loading model has died
 
 
 class Server:
@@ -150,7 +150,7 @@ class Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.stop(force=AT_ONCE if kind else None)  # after an error, no caller is waiting
+        self.stop(force=AT_ONCE if kind else None)  # after an error, do not wait for requests
 
     def start(self) -> None:
         """Start the process. Raises CanvasError if a port is in use or tritonserver is missing."""
@@ -186,7 +186,8 @@ class Server:
             raise
 
     def _check_hosts(self, installation: Installation) -> None:
-        """Keep other machines from a release that one request can crash: raise CanvasError, or move the metrics."""
+        """Keep other machines from reaching a release that one request can crash. If `host` would let them, raise
+        CanvasError; if only `metrics_host` would, serve the metrics on `host` instead."""
         installation.check_reach(self.host)
         if not installation.is_safe and self.metrics_host not in LOOPBACK:
             self.metrics_host = self.host
@@ -311,7 +312,7 @@ class Server:
         deadline = time.monotonic() + self.exit_timeout
         if self._folder is not None:
             (self._folder / STOPPING).touch()
-        # Check twice, because a request may not be counted yet.
+        # Check twice, because a request that has just arrived is not counted yet.
         quiet = 0
         while quiet < 2:
             quiet = 0 if self._in_flight() else quiet + 1
@@ -321,7 +322,7 @@ class Server:
         return True
 
     def _in_flight(self) -> int:
-        """Return the number of running and waiting requests from the server's metrics; 0 without an answer."""
+        """Return the number of running and waiting requests from the server's metrics; 0 if they are missing."""
         page = self._get("metrics", "/metrics")
         found = re.search(rb"^canvasrt_requests_in_flight (\S+)", page, re.M)
         return int(float(found[1])) if found else 0
@@ -340,7 +341,7 @@ class Server:
     def _failure(
         self, message: str, hint: str, kind: type[CanvasError] = CanvasError
     ) -> CanvasError:
-        """Return an error with the end of the log."""
+        """Return an error that includes the end of the log."""
         return kind(
             message, hint + (f"; the log is {self.log}" if self.log else ""), self.log_tail()
         )

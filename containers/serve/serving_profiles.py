@@ -126,7 +126,7 @@ def open_source(path: Path | None) -> Bundle:
 
 
 def profiles_of(source: Bundle) -> list[ServingProfile]:
-    """Return the serving profiles of a package, engines or graphs, best first.
+    """Return the serving profiles of a bundle (a package, engines or graphs), the best one first.
 
     Raises CanvasError if a package contains no engines, for example because they are not mounted.
     """

@@ -19,7 +19,7 @@ from canvasrt.option import CommandOption, flags_of, option, option_of, read_swi
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
-# How names of variables end that Kubernetes sets for services whose names begin with nim.
+# Endings of the variables that Kubernetes sets for a service. If its name begins with nim, they look like NIM's.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 

@@ -28,11 +28,11 @@ def stop_request() -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         noted = request.forced if request.requested.is_set() else request.requested
-        # Set the events on another thread, because the interrupted code may hold an event's lock.
+        # Set the events on another thread, because the interrupted code could hold an event's lock.
         _thread.start_new_thread(noted.set, ())
 
-    # Keep ignoring SIGHUP under nohup. But handle SIGINT even if it is ignored, as in scripts' background jobs, because
-    # scripts stop such jobs with it.
+    # Keep ignoring SIGHUP under nohup. But handle SIGINT even if it is ignored: a shell makes the background jobs of a
+    # script ignore SIGINT, although scripts stop such jobs with SIGINT.
     taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in taken}
     try:

@@ -9,7 +9,8 @@ from pathlib import Path
 from canvasrt.containers.heartbeat import silence_at
 from canvasrt.containers.processes import is_stopped
 
-STOPPED_TIMEOUT = 5.0  # maximum seconds for which a signal may stop a process
+# Seconds that a process can be stopped by a signal before the server counts as stalled.
+STOPPED_TIMEOUT = 5.0
 _PROBE_EVERY = 5.0
 
 

@@ -58,10 +58,10 @@ def triton_command(
         f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
         f"--backend-config=python,shm-region-prefix-name={run_name}",
         f"--backend-config=python,stub-timeout-seconds={math.ceil(ready_timeout)}",
-        # Triton does not copy to or from GPUs, because the models do.
+        # Triton never copies to or from GPUs; the models do that themselves.
         "--pinned-memory-pool-byte-size=0",
     ]
-    # `gpu` is Triton's number of a GPU. WSL has GPUs without /dev/nvidia0.
+    # Do not count the files /dev/nvidia*: WSL has GPUs without them. Triton numbers its GPUs from 0.
     command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(gpus)]
     for name, (host, port) in addresses.items():
         command += [f"--{name}-address={host}", f"--{name}-port={port}"]
