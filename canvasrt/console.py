@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_SHOW_EVERY, _SAY_EVERY = (
-    0.1,
-    180.0,
-)  # seconds between updates on a terminal, and between lines elsewhere
+# Seconds between updates on a terminal, and between lines elsewhere.
+_SHOW_EVERY, _SAY_EVERY = 0.1, 180.0
 _WORD = 16  # cells of up to this many characters are not wrapped
 
 

@@ -50,9 +50,8 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
         with (root / name).open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                done += len(
-                    chunk
-                )  # threads can lose an update, but only the progress display reads it
+                # Threads can lose an update, but only a progress display reads the number.
+                done += len(chunk)
                 if doing:
                     report(doing, done, total)
         return digest.hexdigest()

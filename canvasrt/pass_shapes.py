@@ -147,7 +147,7 @@ class PassPlan:
         """Return the shape of the pass that denoises one request's small canvas, followed by padding.
 
         Small canvases use the shapes of encoding passes, so that no further shapes are compiled. If the one
-        for this length is as long as a whole canvas, or an expert could overflow in it, a whole canvas's shape is used.
+        for this length is as long as a whole canvas, or an expert could overflow in it, the whole canvas's is used.
         """
         if canvas < self.canvas:
             shape = self.encode(canvas, width)

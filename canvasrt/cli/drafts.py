@@ -42,7 +42,7 @@ class DraftView:
         self._live.update(tail(drawn, self._live.console), refresh=True)
 
     def settled(self, event: Settled, piece: str) -> None:
-        """Add final text. On a terminal, nothing is printed, because drafts already show it."""
+        """Add final text. On a terminal, nothing is printed, because drafts already show this text."""
         self._begun += piece
         if self._live is None:
             print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)

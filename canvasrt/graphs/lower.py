@@ -31,7 +31,7 @@ _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# How many numbers are converted to float32 at a time, or bytes of INT4 codes to unsigned ones.
+# How many numbers are converted to float32 at a time, and how many bytes of signed INT4 codes to unsigned codes.
 _PIECE = 1 << 22
 
 
@@ -80,12 +80,12 @@ def lower_graph(source: Path, out: Path) -> None:
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
-    """Replace every packed weight by its form for a CPU. Return the new initializers by name; they are yet to be
+    """Replace every packed weight by its form for a CPU. Return the new initializers by name; their data is yet to be
     written."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if name == TABLE_VALUES:  # unchanged: `table` rewrites it
+        if name == TABLE_VALUES:  # stays: `table` rewrites it later
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()
@@ -104,7 +104,7 @@ class _Weight:
         self.shape = tuple(sizes_of(self.values[_VALUES]))
 
     def rewrite(self) -> list[Stored]:
-        """Replace codes, scales and factor by one plain weight. Return the new initializers, which are yet to be
+        """Replace codes, scales and factor by one plain weight. Return the new initializers, whose data is yet to be
         written."""
         plain = _initializer(self.graph, Stored(self.name, _FLOAT, self.shape, self._read))
         self._dequantized().replace_all_uses_with(plain)
@@ -121,7 +121,7 @@ class _Weight:
         return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
-        """Yield the plain weight's bytes: one expert's matrix at a time, or all of a weight that is a single matrix."""
+        """Yield the plain weight's bytes, one matrix at a time: the weight has one per expert, or only one."""
         rank = len(self.shape)
         codes = _codes_of(self.tensors[_VALUES])
         blocks = self.tensors.get(_BLOCK_SCALES)
@@ -192,8 +192,8 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Each row is rounded by itself, so rounding can move before a gather. There are fewer rows there, and the experts
-    keep the form that `cpu_experts.split_experts` expects.
+    Each row is rounded by itself, so the rounding can move to before a gather, where there are fewer rows. The experts
+    then keep the form that `cpu_experts.split_experts` expects.
     """
     for node in list(graph):
         kind = _quantizes_to(node)

@@ -36,7 +36,8 @@ UNRESOLVED = -1
 
 @dataclass(frozen=True)
 class KernelTensor:
-    """An input, constant or output of a kernel. `read` is the number of elements that the kernel reads; None: all."""
+    """An input, constant or output of a kernel. `read` is the number of elements that the kernel reads; None if it
+    reads all of them."""
 
     name: str
     dtype: str

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 is the activations' dtype.
+# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 stands for unquantized weights.
 _INT4, _FP8, _NVFP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _LARGEST_E4M3, _LARGEST_E2M1 = tl.constexpr(448.0), tl.constexpr(6.0)
 # How many numbers share a scale in NVFP4.
@@ -175,7 +175,7 @@ def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     that contains NaN or infinity gets NaN as its scale. Divisions round correctly, unlike Triton's `/`.
     """
     parts = tl.reshape(x, (ROWS, WIDTH // _SHARED, _SHARED))
-    # E2M1 has no NaN, and a maximum ignores it; zero times NaN or infinity is NaN.
+    # E2M1 has no NaN, and a maximum ignores NaN. So add zero times each number, which is NaN for NaN and infinity.
     largest = tl.max(tl.abs(parts), 2) + tl.sum(parts * 0.0, 2)
     share = tl.div_rn(tl.div_rn(largest, _LARGEST_E2M1), whole)
     scale = tl.minimum(share, _LARGEST_E4M3, tl.PropagateNan.ALL).to(tl.float8e4nv)
