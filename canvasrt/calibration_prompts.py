@@ -117,7 +117,7 @@ class CalibrationPrompts:
         from canvasrt.runtime.prefix import chunks_of
 
         passes: list[int] = []
-        # The number of sweeps of each request: one per denoising pass, plus one per chunk of the prompt except the last.
+        # The number of sweeps of each request: one per denoising pass, plus one per prompt chunk except the last.
         # The last chunk and finished blocks are encoded in the same sweep as a denoising pass.
         chains: list[int] = []
         longest = tokens = 0

@@ -96,7 +96,7 @@ class NumberFormat:
     compressed: Compressed | None = None
 
     def quantizes(self, table: bool) -> bool:
-        """Return whether the format can quantize the embedding table if `table` is true, otherwise all other weights."""
+        """Return whether the format can quantize the embedding table or, if `table` is false, all other weights."""
         return self.of_table or self.projects if table else not self.of_table
 
     @property

@@ -137,7 +137,8 @@ def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> s
     """Return the kernel's input of which `name`, a tensor of `size` elements, is a view.
 
     A view reshapes its source, or computes each element from one element of the source. Return None if no input or
-    several inputs could be the source, if the kernel writes a result of this size, or if it also reads the whole tensor.
+    several inputs could be the source, if the kernel writes a result of this size, or if the kernel also reads the
+    whole tensor.
     """
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []

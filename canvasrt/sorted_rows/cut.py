@@ -32,8 +32,8 @@ class _Cut:
     """The names of the values at one layer's experts.
 
     own: the experts' input `[T, D]`; scale: the scale of this input if it is in FP8, else None; index: each token's
-    experts, int64 `[T, K]`; shares: these experts' weights, float32 `[T, K]`; rows: the experts' output `[K, T, D]`; carried:
-    the values `[1, T, D]` that the next piece also needs.
+    experts, int64 `[T, K]`; shares: these experts' weights, float32 `[T, K]`; rows: the experts' output `[K, T, D]`;
+    carried: the values `[1, T, D]` that the next piece also needs.
     """
 
     own: str
