@@ -57,7 +57,7 @@ class Workload:
         cached: maximum size in bytes of the keys and values of concurrent requests.
         passes: number of denoising passes. sweeps: number of sweeps over the weights.
         tokens: number of clean tokens in prompts and answers.
-        attended: for each kind of attention, the number of pairs of a query and a key in one layer, over all passes.
+        attended: for each kind of attention, the number of query-key pairs in one layer, over all passes.
     """
 
     prompts: int
@@ -301,7 +301,7 @@ CALIBRATED = "calibrated.json"
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> Json:
-    """Return all inputs that determine a calibration. Together with the cut into segments, they determine a
+    """Return all inputs that determine a calibration. Together with the division into segments, they determine a
     quantization. They identify interrupted work, so that it can be resumed."""
     return {
         **source,

@@ -12,7 +12,7 @@ LAYERS_PER_SEGMENT = 6
 # Small CI machines have less.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
-# The most tokens per row of an encoding pass, and per image.
+# The most tokens per row of an encoding pass, and the most tokens per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
 # The most samples per closed question, and the most denoising steps per sample.
 MAX_SAMPLES, MAX_STEPS = 64, 48
@@ -26,7 +26,7 @@ MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The name of a CPU bundle's segment that computes all values that only depend on positions.
 GEOMETRY = "geometry"
-# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime keys its memory plans
+# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime finds its memory plans
 # by the exclusive or of all input sizes. Sizes that occur an even number of times cancel out there, but `n` does not.
 CALL_LENGTH = "call_length"
 # How a GPU runs experts: in slots inside an engine, or as our own kernels over sorted rows between engines.

@@ -73,7 +73,7 @@ class NumberFormat:
         rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
         packed_on_cpu: whether a CPU multiplies packed weights; weights in all other formats become float32 there.
         caches: whether keys and values can be cached in the format.
-        modelopt, compressed: how checkpoints of these two kinds name the format; None if they cannot contain it.
+        modelopt, compressed: how ModelOpt's and compressed-tensors' checkpoints name the format; None if they lack it.
     """
 
     name: str
@@ -192,7 +192,8 @@ _TABLE = (
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
-    # −127 … 127, times a bfloat16 scale per token. The final projection, the soft embedding and the host read it.
+    # −127 … 127, times a bfloat16 scale per token, for the embedding table, which the final projection, the soft
+    # embedding and the host read.
     NumberFormat(
         name="int8",
         codes=INT8,

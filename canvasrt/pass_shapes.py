@@ -146,8 +146,8 @@ class PassPlan:
     def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
         """Return the shape of the pass that denoises one request's small canvas, followed by padding.
 
-        Small canvases use the shapes of encoding passes, so that no further shapes are compiled. If the one
-        for this length is as long as a whole canvas, or an expert could overflow in it, the whole canvas's is used.
+        Small canvases use the shapes of encoding passes, so that no further shapes are compiled. But if the encoding
+        pass would be as long as a whole canvas, or could overflow an expert, the shape of a whole canvas is used.
         """
         if canvas < self.canvas:
             shape = self.encode(canvas, width)
@@ -167,7 +167,7 @@ class PassPlan:
         yield from dict.fromkeys([*shapes, self.without_overflow()])
 
     def at_start(self, canvas_sizes: Sequence[int]) -> list[tuple[PassShape, int, int]]:
-        """Return the passes to run at start-up: the shape, canvas length and place in the batch of each.
+        """Return the passes to run at start-up: each pass's shape, canvas length, and place in the batch.
 
         Every place keeps its latest captured graph. So the shape with which most requests start comes last: a whole
         canvas, few cached tokens and the fewest expert slots.
@@ -259,7 +259,7 @@ def roomy_capacity(model: ModelConfig, longest: int) -> int:
 
 
 def canvas_sizes(length: int) -> tuple[int, ...]:
-    """Return the possible lengths of a canvas, ascending: an eighth, a quarter, a half and all of the checkpoint's."""
+    """Return the possible lengths of a canvas, ascending: an eighth, a quarter, a half and all of `length`."""
     return tuple(length // part for part in (8, 4, 2, 1) if length % part == 0)
 
 

@@ -183,7 +183,7 @@ def _locked(tmp: Path) -> Iterator[None]:
 
 
 def remove_stale(folder: Path, name: str = "") -> None:
-    """Remove partial folders in `folder` whose process has ended. If `name` is given, remove only those for `name`."""
+    """Remove partial folders in `folder` whose writer has ended. If `name` is given, remove only those for `name`."""
     for found in folder.glob(f".{glob.escape(name) or '*'}.partial-*"):
         pid = found.name.rpartition("-")[2]
         if pid.isdigit() and not _is_running(int(pid)) and not _is_locked(found):

@@ -17,7 +17,7 @@ from canvasrt.graphs import external
 from canvasrt.graphs.edit import drop_unused
 from canvasrt.graphs.names import PAST
 
-# Prefixes of the inputs that are equal for all bodies of a pass, unlike hidden states, cached keys and values.
+# Prefixes of the inputs that are equal for all bodies of a pass, unlike hidden states and the KV cache.
 _FIXED = ("positions", "groups", "causal", "past_positions_")
 
 

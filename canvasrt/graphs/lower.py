@@ -43,8 +43,8 @@ def lower(
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 inputs and outputs become float32. The embedding
-    table is written too, in INT8 if it is quantized. Return its entry for the manifest; segments' entries stay as they
-    are. If `write` is given, it is called instead of `lower_graph`.
+    table is written too, in INT8 if it is quantized. Return the table's entry for the manifest; segments' entries do
+    not change. If `write` is given, it is called instead of `lower_graph`.
     """
     write = write or lower_graph
     files = [segment["file"] for segment in graphs.manifest.segments]
@@ -56,7 +56,8 @@ def lower(
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, and its weights to files next to it, named as next to `source`."""
+    """Write the graph file `source` as `out`, and its weight files next to `out` with the names that they have next to
+    `source`."""
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)

@@ -27,7 +27,7 @@ _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile, unless it is the first, and numbers by Myelin, TensorRT's compiler.
+# Suffixes of names: the profile, unless it is the first, and numbers that Myelin, TensorRT's compiler, adds.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 

@@ -243,7 +243,7 @@ class _Piece:
         return value
 
     def _without_padding(self, rows: ir.Value) -> list[ir.Node]:
-        """Return nodes that replace the rows `[K, T, D]` of padding tokens by zeros."""
+        """Return nodes that replace padding tokens' rows in `rows`, `[K, T, D]`, by zeros."""
         zero = self._constant([0], "padding")
         valid = ir.node("GreaterOrEqual", [self.input_of("positions"), zero], name="cut/valid")
         shape = self._constant([1, -1, 1], "valid")

@@ -82,7 +82,7 @@ class KernelForm:
         sizes: the experts' sizes.
         dtype: NumPy's name for the activations' dtype outside the experts.
         format: the weights' number format; None for unquantized weights, in the activations' dtype.
-        following: the weights' format of the next product, whose inputs this kernel writes.
+        following: the format of the weights in the next product, whose inputs this kernel writes.
         block: how many inputs share a scale in INT4; None in all other formats.
     """
 

@@ -1,4 +1,4 @@
-"""Computes experts in NumPy, and compares our kernels with the results on the GPU that will run them."""
+"""Computes experts in NumPy, and compares the results with our kernels' on the GPU that will run these kernels."""
 
 from __future__ import annotations
 

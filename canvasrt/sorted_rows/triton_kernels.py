@@ -83,8 +83,8 @@ def _add_int4(
     total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT: tl.constexpr, SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of INT4 weights. The low four bits of its bytes are the unit's first half, and the
-    high four bits are the second half."""
+    """Add the inputs' products with one unit of INT4 weights to `total`. The low four bits of the unit's bytes are its
+    first half, and the high four bits are its second half."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
     packed = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=fits[:, None], other=0)
@@ -103,7 +103,7 @@ def _add_int4(
 
 @triton.jit
 def _add_wide(total, x, values, row, fits, column, WIDTH):
-    """Add the products with some columns of weights that tensor cores multiply without conversion."""
+    """Add the products of `x` and some columns of weights to `total`. The weights need no conversion."""
     read = fits[:, None] & (column < WIDTH)
     weight = tl.load(values + row[:, None] * WIDTH + column, mask=read, other=0.0)
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
@@ -147,7 +147,8 @@ def _add_nvfp4(
     total, x, x_blocks, x_row, live, values, blocks, row, fits, first, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of NVFP4 weights, two per byte. Scales of whole tensors are applied later.
+    """Add the products of `x` and one unit of NVFP4 weights, two per byte, to `total`. Scales of whole tensors are
+    applied later.
 
     x: the rows' codes for the unit. If tensor cores do not multiply NVFP4, codes and scales become float16.
     """
