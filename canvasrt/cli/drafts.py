@@ -48,7 +48,7 @@ class DraftView:
             print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)
 
     def block(self, event: Block, piece: str) -> None:
-        """Show a finished block. On a terminal, the block replaces its draft; after the last block, the answer is printed."""
+        """Show a finished block. On a terminal, it replaces the draft; after the last block, the answer is printed."""
         if self._live is None:
             print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
             return
