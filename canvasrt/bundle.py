@@ -25,7 +25,7 @@ _FIELDS = (
     *("schema", "kind", "made_by", "made_from", "options", "model", "sampler", "segments"),
     *("embedding", "tokenizer", "target", "files", "digest"),
 )
-# Only GPU engines have a pass plan, unless an earlier version built them.
+# A manifest can lack these fields: only GPU engines have a pass plan, and earlier versions wrote none.
 _MAY_HAVE = ("passes",)
 BUNDLE_KINDS = ("graphs", "engines", "package")
 _HOW_TO_MAKE = {
@@ -33,7 +33,7 @@ _HOW_TO_MAKE = {
     "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
     "package": "`canvasrt package BUNDLE -o DIR` writes a package",
 }
-# The form of names and versions in a manifest. No other texts of a manifest are used in command lines, Dockerfiles and
+# The form of names and versions in a manifest. Only these texts of a manifest get into command lines, Dockerfiles and
 # requirements.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
@@ -144,7 +144,7 @@ class Bundle:
         return self.mentions("image")
 
     def mentions(self, word: str) -> bool:
-        """Whether the chat template contains this word; true if the bundle has no file of a chat template."""
+        """Whether the chat template contains this word; true if the bundle has no chat template file."""
         files = self.manifest.tokenizer or ()
         template = next((each for each in files if each.endswith("chat_template.jinja")), None)
         return template is None or word in self.file(template).read_text(encoding="utf-8")
@@ -161,7 +161,7 @@ class Bundle:
 
 
 def made_by(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of canvasrt and of those of the named distributions that are installed."""
+    """Return the versions of canvasrt and of each named distribution that is installed."""
     found = {"canvasrt": canvasrt.__version__}
     for name in packages:
         try:
@@ -189,8 +189,8 @@ def write_manifest(
 ) -> Manifest:
     """Describe every file under `folder` in its manifest.json.
 
-    packages: distributions whose versions affect the result. known: `files` entries of a verified bundle, for files
-    that are linked unchanged; these are not hashed again.
+    packages: distributions whose versions affect the result. known: a verified bundle's `files` entries for files that
+    are linked unchanged. These files are not hashed again.
     """
     if kind not in BUNDLE_KINDS:
         raise ValueError(f"kind {kind!r} is none of {BUNDLE_KINDS}")
@@ -234,8 +234,8 @@ def load_bundle(
 ) -> Bundle:
     """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
-    hasher: replaces `hash_files`. absent: returns the files whose absence is no error. Raises a CanvasError that names
-    the missing or differing file, or the expected kind.
+    hasher: is called instead of `hash_files`. absent: returns the files that are allowed to be missing. Raises a
+    CanvasError that names the missing or differing file, or the expected kind.
     """
     path = Path(path)
     manifest = _read_manifest(path)

@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, remove_stale, staging
 
-# Maximum total bytes of kept progress of interrupted work, apart from the work that runs now.
+# The progress of interrupted work is kept up to this size in total. Work that runs now does not count.
 _KEPT_BYTES = 20 * 10**9
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
@@ -59,7 +59,7 @@ def key_of(made_from: Mapping[str, Any]) -> str:
 
 
 def code_hash(paths: Sequence[Path]) -> str:
-    """Return one SHA-256 of all source files among `paths` and in the folders among them.
+    """Return one SHA-256 of all source files in `paths`, a list of files and folders.
 
     As part of a cache key, it prevents the reuse of files that different code wrote.
     """
@@ -90,7 +90,7 @@ class GraphCache:
         self.folder = (folder or cache_folder()) / "graphs"
 
     def has_all(self, made_from: Mapping[str, Any]) -> bool:
-        """Return whether a bundle has all its files."""
+        """Return whether the bundle of these inputs is cached and has all its files. Does not hash them."""
         try:
             return bool(load_bundle(self.folder / key_of(made_from), "graphs", check=False))
         except CanvasError:
@@ -186,7 +186,8 @@ class EngineCache:
 
 
 def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
-    """Return the folder of `unfinished`. After the work, it exists only if the work was interrupted or kept a file."""
+    """Return the folder that `unfinished` yields. When the work has ended, the folder exists only if the work was
+    interrupted or kept a file."""
     return cache_folder() / kind / key_of(made_from)
 
 
@@ -215,7 +216,7 @@ def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Itera
 
 
 def _remove_old(rooms: Iterable[Path]) -> None:
-    """Remove folders that no process uses, except the latest ones, up to `_KEPT_BYTES` in total."""
+    """Keep the latest folders, up to `_KEPT_BYTES` in total, and remove all others that no process uses."""
     found: list[tuple[float, int, Path]] = []
     for room in rooms:
         with contextlib.suppress(

@@ -31,7 +31,7 @@ _HINT = (
 )
 
 
-# Maximum bytes of the keys and values of concurrent requests. Further requests wait.
+# Maximum size in bytes of the keys and values of concurrent requests. Further requests wait.
 CACHE_BYTES = 4 * 10**9
 
 
@@ -54,10 +54,10 @@ class Workload:
 
     Attributes:
         prompts: number of prompts. together: maximum number of concurrent requests.
-        cached: maximum bytes of the keys and values of concurrent requests.
+        cached: maximum size in bytes of the keys and values of concurrent requests.
         passes: number of denoising passes. sweeps: number of sweeps over the weights.
         tokens: number of clean tokens in prompts and answers.
-        attended: for each kind of attention, the number of pairs of a query and a key in one layer, over all passes.
+        attended: for each kind of attention, the number of query-key pairs in one layer, over all passes.
     """
 
     prompts: int
@@ -117,7 +117,7 @@ class CalibrationPrompts:
         from canvasrt.runtime.prefix import chunks_of
 
         passes: list[int] = []
-        # The number of sweeps of each request: one per denoising pass, and one per chunk of the prompt but the last.
+        # The number of sweeps of each request: one per denoising pass, plus one per prompt chunk except the last.
         # The last chunk and finished blocks are encoded in the same sweep as a denoising pass.
         chains: list[int] = []
         longest = tokens = 0
@@ -142,7 +142,7 @@ class CalibrationPrompts:
                 start += length
         if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
-        # Lines beyond the recipe's number of prompts are checked, although they do not run.
+        # Also check the format of the lines after the last prompt that runs.
         for number, line in self._lines():
             self._parse(number, line)
         each = cache_bytes(self.config, longest)
@@ -227,7 +227,8 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """Return the kind of a line's prompt, which is its key, and its value. All other keys are ignored."""
+        """Return the key of a line's prompt, which says what kind of prompt it is, and the prompt. All other keys of
+        the line are ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:
@@ -254,8 +255,8 @@ class CalibrationPrompts:
 
 
 def _most_sweeps(chains: Sequence[int], together: int) -> int:
-    """Return the total number of sweeps. `chains` has the number that each request needs; `together` requests run at a
-    time, and when one ends, the next starts."""
+    """Return the total number of sweeps. `chains` has the number of sweeps per request. At most `together` requests run
+    at a time; when one ends, the next starts."""
     ends = [0] * together
     for chain in chains:
         heapq.heappush(ends, heapq.heappop(ends) + chain)
@@ -293,14 +294,14 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}…"
 
 
-# The kinds of unfinished work, and the file in a calibration's folder that has its result. That file is kept, because
-# graphs may be needed again, also with other segments, which change no scale.
+# The two kinds of unfinished work, and the file with a calibration's result. That file is kept: if graphs are made
+# again, even with a different number of layers per segment, the calibrated scales are the same.
 CALIBRATIONS, QUANTIZATIONS = "calibrations", "quantizations"
 CALIBRATED = "calibrated.json"
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> Json:
-    """Return all inputs that determine a calibration. With how the model is cut into segments, they determine a
+    """Return all inputs that determine a calibration. Together with the division into segments, they determine a
     quantization. They identify interrupted work, so that it can be resumed."""
     return {
         **source,

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_SHOW_EVERY, _SAY_EVERY = 0.1, 180.0  # seconds between updates, on a terminal and elsewhere
+# Seconds between updates on a terminal, and between lines elsewhere.
+_SHOW_EVERY, _SAY_EVERY = 0.1, 180.0
 _WORD = 16  # cells of up to this many characters are not wrapped
 
 
@@ -184,7 +185,7 @@ def _bars(rate: bool) -> Iterator[Progress]:
             if what not in tasks:
                 for stage in (each for each in bars.tasks if each.total is None):
                     bars.update(stage.id, total=1, completed=1)
-                # Units that were done before the first report do not count for the speed.
+                # Units that were done before the first report do not count towards the speed.
                 tasks[what] = bars.add_task(what, total=total or None, completed=done)
             elif time.monotonic() - shown < _SHOW_EVERY and done != total:
                 return

@@ -8,16 +8,16 @@ ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.
 LAYERS_PER_SEGMENT = 6
-# The number of layers per segment if building six would take more than `MUCH_TO_BUILD` bytes of memory, which small CI
-# machines lack.
+# The number of layers per segment if building a segment of six would take more than `MUCH_TO_BUILD` bytes of memory.
+# Small CI machines have less.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
-# The most tokens per row of an encoding pass, and per image.
+# The most tokens per row of an encoding pass, and the most tokens per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
-# The most samples of a closed question, and denoising steps of each.
+# The most samples per closed question, and the most denoising steps per sample.
 MAX_SAMPLES, MAX_STEPS = 64, 48
-# Cached keys and values are padded to a multiple of 8 tokens, and the padding is masked. If their length were no such
-# multiple, a matrix product would copy them first.
+# Cached keys and values are padded to a multiple of 8 tokens, and the padding is masked. At any other length, a matrix
+# product would copy the keys and values first.
 OCTET = 8
 
 # Heads larger than `MAX_FUSED_HEAD_DIM` have no fused attention kernel. Their queries are folded, `FOLDED_HEADS` heads
@@ -26,8 +26,8 @@ MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The name of a CPU bundle's segment that computes all values that only depend on positions.
 GEOMETRY = "geometry"
-# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime keys its memory plans
-# by the exclusive or of all input sizes, in which sizes that occur an even number of times cancel out. `n` does not.
+# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime finds its memory plans
+# by the exclusive or of all input sizes. Sizes that occur an even number of times cancel out there, but `n` does not.
 CALL_LENGTH = "call_length"
 # How a GPU runs experts: in slots inside an engine, or as our own kernels over sorted rows between engines.
 SLOTTED, SORTED = "slots", "sorted"
@@ -40,5 +40,5 @@ TABLE_PIECE_BYTES = 1 << 27
 
 
 def octets(tokens: int) -> int:
-    """Return how many octets, groups of `OCTET` tokens, hold this many tokens; at least one, possibly empty."""
+    """Return how many groups of `OCTET` tokens hold this many tokens; at least 1, even for no tokens."""
     return max(1, -(-tokens // OCTET))

@@ -19,7 +19,7 @@ class Profiles:
     """The profiles of one engine, in build order. Without profiles, the engine takes any size."""
 
     def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
-        # Besides sizes, a profile can have a name, which is left out here.
+        # A profile can also have a name, which is left out here.
         self._profiles = [
             {name: Range(**size) for name, size in each.items() if isinstance(size, Mapping)}
             for each in profiles or ()
@@ -34,8 +34,8 @@ class Profiles:
     def has_slots(self) -> bool:
         """Whether experts have slots instead of sorted rows.
 
-        If experts have slots, every profile of a body that limits the length limits the slots, too. Profiles for ONNX
-        Runtime on a GPU limit neither.
+        With slots, every profile that limits a body's length also limits its slots. Profiles for ONNX Runtime on a GPU
+        limit neither.
         """
         return all("capacity" in each for each in self._profiles if "length" in each)
 
@@ -53,7 +53,8 @@ class Profiles:
         return min(fitting)[-1] if fitting else None
 
     def largest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the largest size of dimension `name` in any profile that accepts `dims`; 0 if no profile does."""
+        """Return the largest size of dimension `name` that a profile accepts together with the other sizes in `dims`;
+        0 if no profile accepts those."""
         if not self._profiles:
             return UNLIMITED
         others = {key: size for key, size in dims.items() if key != name}
@@ -67,7 +68,7 @@ class Profiles:
 
 
 def passes_of(manifest: Manifest) -> PassPlan:
-    """Return a bundle's pass plan. If an earlier version built the bundle without a plan, derive it from the
+    """Return a bundle's pass plan. If an earlier version built the bundle without a plan, derive the plan from the
     engines."""
     if manifest.passes is not None:
         return PassPlan.from_json(manifest.passes)

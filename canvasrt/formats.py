@@ -16,8 +16,8 @@ class Codes:
         mantissa: bits of the mantissa; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
-        rates: names of the GPU rates for products of these numbers: their own rate, then those of wider formats, which
-            apply if a GPU lacks it. Empty if numbers are converted to 16 bits before products.
+        rates: names of the GPU rates for products of these numbers: their own rate, then those of wider formats, for
+            GPUs that lack the first. Empty if numbers are converted to 16 bits before products.
         has_nan: whether the code with all bits set is NaN.
     """
 
@@ -39,7 +39,8 @@ ALL_CODES = {each.onnx: each for each in (E2M1, E4M3, INT4, INT8)}
 
 @dataclass(frozen=True)
 class Compressed:
-    """How compressed-tensors describes a format: a type with its bits, layouts, and strategies for weights' scales."""
+    """compressed-tensors' names for a format: the type with its bits, the possible layouts, and the possible
+    strategies, that is, which parts of a weight have a scale of their own."""
 
     kind: str
     layouts: tuple[str, ...]
@@ -65,14 +66,14 @@ class NumberFormat:
         of_table: whether the format is for the embedding table, and not for the weights of products.
         projects: whether the two products with the embedding table can use the format. Rows are then looked up in a
             second, 16-bit table.
-        engine_copies: how many copies of a weight an engine has: TensorRT keeps one per way of multiplying by it.
+        engine_copies: how many copies of a weight an engine has: TensorRT keeps one for each way to multiply by it.
         builder_factor: how many bytes a TensorRT builder needs per byte of such weights, including the mapped file.
-        feeds_all_tokens: whether a single canvas feeds all its tokens to every expert's first product. Reading the
-            weights dominates either way, and tokens are quantized once, not once per slot.
+        feeds_all_tokens: whether every expert's first product takes all tokens of a single canvas, not only its slots.
+            Reading the weights dominates either way, and tokens are quantized once, not once per slot.
         rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
         packed_on_cpu: whether a CPU multiplies packed weights; weights in all other formats become float32 there.
         caches: whether keys and values can be cached in the format.
-        modelopt, compressed: how checkpoints of these two kinds name the format; None if they cannot contain it.
+        modelopt, compressed: how ModelOpt's and compressed-tensors' checkpoints name the format; None if they lack it.
     """
 
     name: str
@@ -95,7 +96,7 @@ class NumberFormat:
     compressed: Compressed | None = None
 
     def quantizes(self, table: bool) -> bool:
-        """Return whether the format is for the embedding table, or else for other weights."""
+        """Return whether the format can quantize the embedding table or, if `table` is false, all other weights."""
         return self.of_table or self.projects if table else not self.of_table
 
     @property
@@ -105,7 +106,7 @@ class NumberFormat:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude at scale 1. If block scales are codes, it is multiplied by the largest block scale."""
+        """The largest magnitude at scale 1. If block scales are codes, this includes the largest block scale."""
         return self.codes.largest * (self.block_scales.largest if self.block_scales else 1)
 
     @property
@@ -138,8 +139,8 @@ class NumberFormat:
         return self.bits / 8 + (4 if in_file else 8) / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
-        """Return the scale with which the largest code is `amax`. If calibration recorded only zeros, any scale works,
-        so return 1."""
+        """Return the scale at which the largest code stands for `amax`. If calibration recorded only zeros, any scale
+        works, and 1 is returned."""
         return (amax or self.largest) / self.largest
 
     @property
@@ -149,7 +150,7 @@ class NumberFormat:
         return f"blocks of {', '.join(others)} or {last}" if others else f"blocks of {last}"
 
 
-# In order of preference, for GPUs that support several.
+# All formats. If a GPU supports several, the first of them is preferred.
 _TABLE = (
     # Two E2M1 numbers per byte, an E4M3 scale per block, and a float32 scale that multiplies the blocks' scales.
     NumberFormat(
@@ -186,12 +187,13 @@ _TABLE = (
         weight_error=0.13,
         blocks=(64, 32, 16),
         least_blocks=2,  # with a single scale per row, TensorRT widens the weight before the product
-        builder_factor=4.3,  # the builder transposes it, and keeps both
+        builder_factor=4.3,  # the builder transposes the weight, and keeps both forms
         rounds_inputs=False,
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
-    # −127 … 127, times a bfloat16 scale per token. The final projection, the soft embedding and the host read it.
+    # −127 … 127, times a bfloat16 scale per token, for the embedding table, which the final projection, the soft
+    # embedding and the host read.
     NumberFormat(
         name="int8",
         codes=INT8,
@@ -229,7 +231,7 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Return the name of the format that needs the newest GPU; if there are several, of the narrowest of these."""
+    """Return the name of the format that needs the newest GPU. In a tie, the format of fewest bits wins."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 

@@ -31,7 +31,7 @@ def canonical(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
-# An error's text about a file that differs from its manifest.
+# The text of errors about a file that differs from the bundle's manifest.
 DIFFERS = "differs from the manifest (SHA-256)"
 
 
@@ -50,7 +50,8 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
         with (root / name).open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                done += len(chunk)  # read only by a progress display
+                # Threads can lose an update, but only a progress display reads the number.
+                done += len(chunk)
                 if doing:
                     report(doing, done, total)
         return digest.hexdigest()
@@ -62,7 +63,8 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
 class HashMemo:
     """A cache of large files' hashes in one JSON file, keyed by inode, size and times of change.
 
-    It misses changes that do not change the inode, as on a failing disk. `canvasrt verify` always hashes all files.
+    So it misses changes of content that leave these values as they were, as on a failing disk. `canvasrt verify` always
+    hashes all files.
     """
 
     def __init__(self, file: Path) -> None:

@@ -62,7 +62,7 @@ def gpus() -> tuple[Gpu, ...]:
     names = os.environ.get(VISIBLE)
     if names is None:
         return _listed()
-    # MIG instances are not in nvidia-smi's table.
+    # nvidia-smi's table has no MIG instances, so their names could not be found there.
     return _listed() if "MIG-" in names else tuple(named_gpus(names, _listed()))
 
 
@@ -91,7 +91,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi's table. For unified memory, which it reports as [N/A], return the host's memory."""
+    """Parse one line of nvidia-smi's table. A GPU with unified memory, shown as [N/A], gets the host's memory."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None

@@ -11,7 +11,7 @@ from canvasrt import machine
 
 
 class Gauge(NamedTuple):
-    """One number that describes a GPU's state. `read` gets the library's module and the GPU's handle."""
+    """One number that describes a GPU's state. `read` takes the library's module and the GPU's handle."""
 
     about: str
     read: Callable[[Any, Any], float]
@@ -44,7 +44,7 @@ GAUGES = {
 
 
 def readings() -> dict[str, dict[str, float]]:
-    """Return the available gauges by UUID of the GPU; empty if there are no GPUs."""
+    """Return the available gauges by the GPU's UUID; empty if there are no GPUs."""
     nvml, found = _library(), {}
     for gpu in machine.gpus() if nvml else ():
         values = {}

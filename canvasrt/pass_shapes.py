@@ -14,8 +14,8 @@ from canvasrt.defaults import PREFILL_CHUNK
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # The number of rows per expert is a multiple of this.
 SLOT_UNIT = 16
-# If rows are sorted by expert, an expert's rows fill blocks of this many. It is the fewest that tensor cores multiply,
-# since larger blocks would have more empty rows.
+# If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer, and
+# larger blocks would have more empty rows.
 BLOCK_ROWS = 16
 # The graph dimensions of experts with slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
@@ -75,7 +75,7 @@ class PassPlan:
         widths: possible numbers of cached tokens that a pass reads in a full layer.
         window: number of cached tokens that a pass reads in a sliding layer.
         shares: whether requests share denoising passes. A request's result must not depend on how many other requests
-            there are or how long they are, so all shared passes have the last width.
+            there are or how long they are, so all shared passes have the largest width.
     """
 
     canvas: int
@@ -111,7 +111,7 @@ class PassPlan:
         return replace(self, widths=widths(most), window=min(self.window, most))
 
     def without_slots(self) -> PassPlan:
-        """Return the plan for experts with as many rows as tokens need."""
+        """Return the plan for experts without slots, which have as many rows as the tokens need."""
         return replace(self, roomy=self.lengths[-1], canvas_rows=(self.canvas,))
 
     def sharing(self) -> PassPlan:
@@ -121,7 +121,7 @@ class PassPlan:
     def encode(self, tokens: int, width: int) -> PassShape:
         """Return the shape of the pass that encodes one request's `tokens`.
 
-        For large widths there are fewer lengths, because padding is cheap in comparison.
+        Large widths have fewer lengths: there, padding is cheap in comparison with reading the cached tokens.
         """
         length = round_up(tokens, self.lengths)
         if width > self.widths[0]:
@@ -135,7 +135,7 @@ class PassPlan:
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
     def denoise(self, width: int, load: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `load`: the most tokens that an expert got so far."""
+        """Return the shape of one request's denoising pass. `load`: the most tokens that any expert got so far."""
         rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
@@ -146,8 +146,8 @@ class PassPlan:
     def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
         """Return the shape of the pass that denoises one request's small canvas, followed by padding.
 
-        Small canvases use the shapes of encoding passes, so that no further shapes are compiled. A canvas for which no
-        such shape is small enough uses the shape of a whole canvas.
+        Small canvases use the shapes of encoding passes, so that no further shapes are compiled. But if the encoding
+        pass would be as long as a whole canvas, or could overflow an expert, the shape of a whole canvas is used.
         """
         if canvas < self.canvas:
             shape = self.encode(canvas, width)
@@ -167,7 +167,7 @@ class PassPlan:
         yield from dict.fromkeys([*shapes, self.without_overflow()])
 
     def at_start(self, canvas_sizes: Sequence[int]) -> list[tuple[PassShape, int, int]]:
-        """Return the passes that a start runs: each one's shape, canvas length, and place in the batch.
+        """Return the passes to run at start-up: each pass's shape, canvas length, and place in the batch.
 
         Every place keeps its latest captured graph. So the shape with which most requests start comes last: a whole
         canvas, few cached tokens and the fewest expert slots.
@@ -187,7 +187,7 @@ class PassPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PassPlan:
-        """Return the inverse of `to_json`."""
+        """Return the plan that `to_json` wrote."""
         known: dict[str, Any] = {
             each.name: data[each.name] for each in fields(cls) if each.name != "shares"
         }
@@ -198,7 +198,7 @@ class PassPlan:
 def plan_passes(
     model: ModelConfig, max_context: int, max_batch: int, prefill_chunk: int = PREFILL_CHUNK
 ) -> PassPlan:
-    """Return the plan for up to `max_batch` requests of up to `max_context` tokens, if experts have slots.
+    """Return the plan for up to `max_batch` requests of up to `max_context` tokens, for experts that have slots.
 
     `prefill_chunk`: maximum number of tokens in an encoding pass.
     """
@@ -239,8 +239,8 @@ def encode_capacity(model: ModelConfig, length: int) -> int:
 def capacities(model: ModelConfig) -> tuple[int, ...]:
     """Return the possible numbers of rows per expert of a pass over one request's canvas, ascending.
 
-    The first suffices if routing is near-uniform; the second if half of the tokens, such as padding, have the same
-    experts; the last even if all tokens do.
+    The first suffices if routing is near-uniform. The second suffices if half of the tokens, such as padding, have the
+    same experts, and the last even if all tokens have the same.
     """
     tokens = model.canvas_length
     middle = tokens // 2 + usual_capacity(model, tokens // 2)
@@ -259,7 +259,7 @@ def roomy_capacity(model: ModelConfig, longest: int) -> int:
 
 
 def canvas_sizes(length: int) -> tuple[int, ...]:
-    """Return the possible lengths of a canvas, ascending: an eighth, a quarter, a half and all of the checkpoint's."""
+    """Return the possible lengths of a canvas, ascending: an eighth, a quarter, a half and all of `length`."""
     return tuple(length // part for part in (8, 4, 2, 1) if length % part == 0)
 
 

@@ -29,7 +29,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 def staging(out: Path | str) -> Iterator[Path]:
     """Yield a folder that is renamed to `out` when the `with` block ends without an exception.
 
-    After an exception, an interrupt or SIGTERM, the folder is removed. So are folders that killed processes left.
+    After an exception, an interrupt or SIGTERM, the folder is removed. Folders that killed processes left behind are
+    removed, too.
     Raises CanvasError if `out` is not empty, or if the disk is full.
     """
     out = Path(out).expanduser().resolve()
@@ -57,7 +58,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                # A parent may already contain this result, or another process's.
+                # A parent that already contains a result, this one or another process's, stays.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
@@ -126,7 +127,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # not supported here, as on some network filesystems
+        if error.errno != errno.EINVAL:  # some network filesystems do not support it
             raise
     finally:
         os.close(descriptor)
@@ -170,10 +171,10 @@ def _make(folder: Path, exist_ok: bool) -> None:
 
 @contextlib.contextmanager
 def _locked(tmp: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which shows other processes that its writer is alive."""
+    """Lock a folder while the block runs, to show other processes that the folder's writer is alive."""
     handle = os.open(tmp, os.O_RDONLY)
     try:
-        # On a filesystem without locks, only the process id in the folder's name shows it.
+        # On a filesystem without locks, only the process id in the folder's name shows that the writer is alive.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -182,7 +183,7 @@ def _locked(tmp: Path) -> Iterator[None]:
 
 
 def remove_stale(folder: Path, name: str = "") -> None:
-    """Remove partial folders in `folder` whose process has ended. If `name` is given, remove only those for `name`."""
+    """Remove partial folders in `folder` whose writer has ended. If `name` is given, remove only those for `name`."""
     for found in folder.glob(f".{glob.escape(name) or '*'}.partial-*"):
         pid = found.name.rpartition("-")[2]
         if pid.isdigit() and not _is_running(int(pid)) and not _is_locked(found):
@@ -238,7 +239,7 @@ def signals_raise() -> Iterator[None]:
 
 
 def system_error(error: Exception) -> CanvasError | None:
-    """Return the CanvasError for an error of the system, such as a full disk; None for any other error, a bug."""
+    """Return the CanvasError for an error of the system, such as a full disk; None for other errors, which are bugs."""
     if is_disk_full(error, None):
         return CanvasError("no space left on the disk", "free some space, or write to another disk")
     if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
@@ -264,8 +265,8 @@ def raise_exit(number: int, frame: FrameType | None) -> None:
 
 
 def _send_again(number: int, shown: Any, ignored: Any) -> None:
-    """Send a signal again if its exit was raised in a destructor or a weak reference's callback, where Python ignores
-    exceptions."""
+    """Send a signal again if Python has ignored the exit that the signal raised. Python ignores exceptions in
+    destructors and in weak references' callbacks."""
     if ignored.exc_type is SystemExit:
         threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
     else:

@@ -74,7 +74,7 @@ class Target:
         return data
 
 
-# A CPU has every format.
+# Stands for a CPU's capability, because a CPU runs every format.
 _ANY = (99, 0)
 _RTX: BuilderName = "tensorrt-rtx"
 _TRT: BuilderName = "tensorrt"

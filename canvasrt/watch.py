@@ -16,7 +16,7 @@ class Watch:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Count a task as running inside the block."""
+        """Count a task as running while the block runs."""
         key = object()
         self._began[key] = time.monotonic()
         try:
@@ -26,5 +26,5 @@ class Watch:
 
     @property
     def since(self) -> float:
-        """When the oldest running task began, on the monotonic clock; infinity if no task runs."""
+        """The time on the monotonic clock when the oldest running task began; infinity if no task runs."""
         return min(list(self._began.values()), default=math.inf)

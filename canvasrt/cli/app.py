@@ -98,7 +98,7 @@ def parsed_command(name: str) -> Any:
 def run(arguments: list[str]) -> int:
     """Run one command. Return 0 for success, 2 for wrong usage, 130 if interrupted, a CanvasError's code, or else 1."""
     arguments, debug = _take_debug(arguments)
-    # Makes CUDA number GPUs as nvidia-smi does; by default, the fastest GPU is number 0.
+    # Let CUDA number GPUs as nvidia-smi does; by default, CUDA gives the fastest GPU the number 0.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if debug:
         _show_log()

@@ -183,7 +183,7 @@ def _gpus() -> list[MachineCheck]:
 
 
 def wsl_lacks(release: str, root: Path = Path("/")) -> str:
-    """Return what WSL lacks to use a GPU; empty if nothing is missing. `release` is the kernel's version."""
+    """Return what WSL needs for a GPU but lacks; empty if nothing is missing. `release` is the kernel's version."""
     if "microsoft" not in release.lower():
         return ""
     if not (root / "dev/dxg").exists():

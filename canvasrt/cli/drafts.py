@@ -42,13 +42,13 @@ class DraftView:
         self._live.update(tail(drawn, self._live.console), refresh=True)
 
     def settled(self, event: Settled, piece: str) -> None:
-        """Add final text. On a terminal, nothing is printed, because drafts already show it."""
+        """Add final text. On a terminal, nothing is printed, because drafts already show this text."""
         self._begun += piece
         if self._live is None:
             print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)
 
     def block(self, event: Block, piece: str) -> None:
-        """Show a finished block. On a terminal, it replaces its draft; after the last block, the answer is printed."""
+        """Show a finished block. On a terminal, it replaces the draft; after the last block, the answer is printed."""
         if self._live is None:
             print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
             return

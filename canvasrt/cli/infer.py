@@ -111,7 +111,7 @@ def _check(protocol: str, stream: bool, drafts: bool) -> None:
         )
 
 
-# Pairs of JSON and text, of which one is printed: one pair for the whole answer, or one per event.
+# Pairs of JSON and text: one pair for the whole answer, or one per event. Only the JSON or only the text is printed.
 Shown = Iterator[tuple[Any, str]]
 
 

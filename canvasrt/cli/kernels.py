@@ -50,7 +50,7 @@ def show(
 
 
 def _usual_gpu(target: Json) -> str:
-    """Return the default GPU for predictions: the target's own, or else one that has its first compute capability."""
+    """Return the default GPU for predictions: the target's own, or else a GPU with the target's first capability."""
     from canvasrt.roofline.rates import GPUS
 
     name, capabilities = target.get("name", ""), target.get("compute_capability", "")

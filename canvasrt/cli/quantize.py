@@ -96,6 +96,6 @@ def _show(bundle: Bundle, recipe: str) -> None:
 
 
 def _named(idle: dict[str, list[int]], most: int = 3) -> str:
-    """Return the first layers that have idle experts, and these experts, as text: `layers.3: 1, 5; …`."""
+    """Return text that lists the idle experts of the first layers that have any: `layers.3: 1, 5; …`."""
     named = [f"{layer}: {', '.join(map(str, experts))}" for layer, experts in idle.items()]
     return "; ".join(named[:most]) + ("; …" if len(named) > most else "")

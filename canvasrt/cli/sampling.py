@@ -20,8 +20,8 @@ LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}
 def with_sampling(command: Callable[..., None], text_only: bool = False) -> Callable[..., None]:
     """Replace a command's argument `sampling` by one option for each sampling parameter.
 
-    The command receives a mapping from parameter names to values, without values of None. `text_only` omits parameters
-    that request more output than text. Raises UsageError for a value out of range.
+    The command receives a mapping from parameter names to values, without parameters that are None. With `text_only`,
+    parameters that ask for output in addition to text get no option. Raises UsageError for a value out of range.
     """
 
     def make(values: dict[str, Any]) -> dict[str, Any]:

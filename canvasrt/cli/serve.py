@@ -78,12 +78,12 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options by name. `--json` becomes None if it is absent, as other absent options are."""
+    """Return options by name. `--json` becomes None if it is absent, like other absent options."""
     return {**options, "as_json": options.get("as_json") or None}
 
 
 def _passthrough() -> dict[str, Any]:
-    """Parse the options in NIM_PASSTHROUGH_ARGS like the command line."""
+    """Parse the options in NIM_PASSTHROUGH_ARGS as if they were on the command line."""
     from canvasrt.cli.app import parsed_command
 
     text = os.environ.get(PASSTHROUGH, "").strip()

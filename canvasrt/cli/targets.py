@@ -55,8 +55,8 @@ def targets(as_json: options.AsJson = False) -> None:
 
 
 def _here(no_build: str, no_run: str) -> str:
-    """Return `runs` if this machine can run a target's engines, `builds` if it can only build them, or what it
-    lacks."""
+    """Return `runs` if this machine can run a target's engines, `builds` if it can only build them, or else what the
+    machine lacks."""
     if no_build:
         return no_build.partition(" (")[0]
     return "builds" if no_run else "runs"

@@ -1,7 +1,7 @@
 """Experts for a CPU, which only multiply the rows that are routed to them.
 
-The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. Also, ONNX
-Runtime packs matrices ahead only if they are constants, as here; packing doubled the measured throughput.
+The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. Also, each
+expert's matrix is a constant here, so ONNX Runtime packs it ahead of time, which doubled the measured throughput.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class _Layer:
         self._mixed = _sum(weighted)
 
     def rewrite(self) -> None:
-        """Compute each token's weighted sum of results `[1, T, D]`.
+        """Replace the experts by nodes that compute each token's weighted sum of results, `[1, T, D]`.
 
-        It is computed from `x` `[T, D]`, the chosen experts `[T, k]` and their shares `[T, k]`.
+        Their inputs are `x` `[T, D]`, the chosen experts `[T, k]` and the experts' shares `[T, k]`.
         """
         inner, size = self._gate_up.rows // 2, self._down.rows
         order, sizes, place, top_k = self._sort()
@@ -138,7 +138,7 @@ class _Layer:
         gelu = self._add("Gelu", [gate], "gelu", approximate="tanh")
         gated = self._round(self._add("Mul", [gelu, up], "gated"))
         result = self._multiply(gated, sizes, self._down, "down")
-        # Multiplying by the shares as a matrix reads each token's rows once, and writes only their sum.
+        # A matrix product with the shares reads each token's rows once, and writes only their sum.
         back = self._add("Gather", [result, place], "back", axis=0)
         one_row = self._constant("one_row", [-1, 1, self._top_k])
         wide = self._add("Reshape", [self._shares, one_row], "weights")
@@ -148,8 +148,8 @@ class _Layer:
         replace(self._mixed.outputs[0], total)
 
     def _sort(self) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-        """Return the choices' order by expert `[T·k]`, how many each expert has `[E]`, each choice's place in the order
-        `[T, k]`, and k."""
+        """Return the choices sorted by expert `[T·k]`, the number of choices per expert `[E]`, each choice's place in
+        the sorted order `[T, k]`, and k."""
         zero, one = self._constant("zero", 0), self._constant("one", 1)
         top_k = self._constant("top_k", [self._top_k])
         flat = self._add("Reshape", [self._index, self._constant("all", [-1])], "flat")
@@ -207,7 +207,7 @@ class _Layer:
 
 
 def _sum(weighted: ir.Node) -> ir.Node:
-    """Return the last node that adds up the results of a token's experts; the graph may add them in two halves."""
+    """Return the last node that adds up the results of a token's experts. Some graphs add them up in two halves."""
     node, users = weighted, weighted.outputs[0].consumers()
     while len(users) > 1 or users[0].op_type != "RMSNormalization":
         node = users[0]

@@ -71,7 +71,7 @@ def user(value: ir.Value, kind: str) -> ir.Node:
 
 
 def next_node(value: ir.Value, kind: str) -> ir.Node:
-    """Return the first node with the operator `kind` after `value`. Every value on the way has exactly one reader."""
+    """Return the first node with the operator `kind` after `value`. Every value on the way must have one reader."""
     while True:
         (node,) = value.consumers()
         if node.op_type == kind:
@@ -80,7 +80,7 @@ def next_node(value: ir.Value, kind: str) -> ir.Node:
 
 
 def ancestors(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield all nodes that a value is computed by, directly or indirectly, nearest first."""
+    """Yield all nodes that a value depends on, directly or indirectly, nearest first."""
     queue, seen = [value], {value}
     while queue:
         node = queue.pop(0).producer()
@@ -122,7 +122,8 @@ def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
 def part(
     graph: ir.Graph, whole: ir.Value, name: str, shape: Sequence[int], first: int = 0
 ) -> ir.Value:
-    """Add an initializer that shares bytes of the initializer `whole`, from index `first` of its first axis on."""
+    """Add an initializer that shares bytes of the initializer `whole`: those from index `first` of the first axis of
+    `whole` on."""
     tensor = whole.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     row = tensor.nbytes // tensor.shape.numpy()[0]

@@ -17,15 +17,15 @@ from canvasrt.graphs import external
 from canvasrt.graphs.edit import drop_unused
 from canvasrt.graphs.names import PAST
 
-# Prefixes of the inputs that are equal for all bodies of a pass, unlike hidden states, cached keys and values.
+# Prefixes of the inputs that are equal for all bodies of a pass, unlike hidden states and the KV cache.
 _FIXED = ("positions", "groups", "causal", "past_positions_")
 
 
 def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
     """Move the body graphs' nodes that only depend on positions to a new graph, and return that graph.
 
-    Bodies are rewritten in place, and read the new graph's outputs as inputs. If several bodies need a value, all read
-    the same output. Bodies then take cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
+    Bodies are rewritten in place, and read the new graph's outputs as inputs. If several bodies need a value, all of
+    them read the same output. Rewritten bodies take cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
     """
     geometry = _Geometry()
     taken = [geometry.take(body.graph) for body in bodies]
@@ -85,7 +85,7 @@ class _Geometry:
         if value in here:
             return here[value]
         node = value.producer()
-        if node is not None:  # a constant
+        if node is not None:  # it computes a constant
             inputs = [None if each is None else self._value(each, here) for each in node.inputs]
             return self._add(node, inputs).outputs[value.index() or 0]
         if value.is_initializer():
@@ -155,7 +155,7 @@ def _ask_positions_for_sizes(graph: ir.Graph) -> None:
 
 
 def _take_flat_pasts(graph: ir.Graph) -> None:
-    """Give the inputs for cached keys and values the shape that a Reshape brings them to, and remove the Reshape."""
+    """Give the inputs for cached keys and values the shape that a Reshape gives them now, and remove the Reshape."""
     for past in _pasts(graph):
         for node in past.consumers():
             assert node.op_type == "Reshape", f"{past.name} is read as octets"

@@ -42,8 +42,8 @@ def values_of(codes: Codes) -> Floats:
 
 @cache
 def _pairs_of(codes: Codes) -> npt.NDArray[np.uint64]:
-    """Return the pair of numbers that each byte encodes, `[256]`. Looking up pairs takes a seventh of the time of
-    looking up single numbers."""
+    """Return the pair of numbers that each byte encodes, `[256]`. Looking up pairs is seven times as fast as looking up
+    single numbers."""
     byte = np.arange(256)
     pairs = np.stack([values_of(codes)[byte & 15], values_of(codes)[byte >> 4]], axis=-1)
     return pairs.view(np.uint64)[:, 0]
@@ -101,6 +101,6 @@ def from_bf16(bits: npt.NDArray[np.uint16]) -> Floats:
 
 
 def to_bf16(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16 numbers, ties to even. All numbers must be finite."""
+    """Return the bits of the nearest bfloat16 numbers; ties go to even. All numbers must be finite."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)

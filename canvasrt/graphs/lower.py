@@ -31,7 +31,7 @@ _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# How many numbers are converted to float32 at a time, or bytes of INT4 codes to unsigned ones.
+# How many numbers are converted to float32 at a time, and how many bytes of signed INT4 codes to unsigned codes.
 _PIECE = 1 << 22
 
 
@@ -43,8 +43,8 @@ def lower(
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 inputs and outputs become float32. The embedding
-    table is written too, in INT8 if it is quantized. Return its entry for the manifest; segments' entries stay as they
-    are. If `write` is given, it is called instead of `lower_graph`.
+    table is written too, in INT8 if it is quantized. Return the table's entry for the manifest; segments' entries do
+    not change. If `write` is given, it is called instead of `lower_graph`.
     """
     write = write or lower_graph
     files = [segment["file"] for segment in graphs.manifest.segments]
@@ -56,7 +56,8 @@ def lower(
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, and its weights to files next to it, named as next to `source`."""
+    """Write the graph file `source` as `out`, and its weight files next to `out` with the names that they have next to
+    `source`."""
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
@@ -80,12 +81,12 @@ def lower_graph(source: Path, out: Path) -> None:
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
-    """Replace every packed weight by its form for a CPU. Return the new initializers by name; they are yet to be
+    """Replace every packed weight by its form for a CPU. Return the new initializers by name; their data is yet to be
     written."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if name == TABLE_VALUES:  # unchanged: `table` rewrites it
+        if name == TABLE_VALUES:  # stays: `table` rewrites it later
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()
@@ -104,7 +105,7 @@ class _Weight:
         self.shape = tuple(sizes_of(self.values[_VALUES]))
 
     def rewrite(self) -> list[Stored]:
-        """Replace codes, scales and factor by one plain weight. Return the new initializers, which are yet to be
+        """Replace codes, scales and factor by one plain weight. Return the new initializers, whose data is yet to be
         written."""
         plain = _initializer(self.graph, Stored(self.name, _FLOAT, self.shape, self._read))
         self._dequantized().replace_all_uses_with(plain)
@@ -121,7 +122,7 @@ class _Weight:
         return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
-        """Yield the plain weight's bytes: one expert's matrix at a time, or all of a weight that is a single matrix."""
+        """Yield the plain weight's bytes, one matrix at a time: the weight has one per expert, or only one."""
         rank = len(self.shape)
         codes = _codes_of(self.tensors[_VALUES])
         blocks = self.tensors.get(_BLOCK_SCALES)
@@ -192,8 +193,8 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Each row is rounded by itself, so rounding can move before a gather. There are fewer rows there, and the experts
-    keep the form that `cpu_experts.split_experts` expects.
+    Each row is rounded by itself, so the rounding can move to before a gather, where there are fewer rows. The experts
+    then keep the form that `cpu_experts.split_experts` expects.
     """
     for node in list(graph):
         kind = _quantizes_to(node)

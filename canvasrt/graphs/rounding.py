@@ -23,7 +23,7 @@ def operator(format: NumberFormat) -> str:
 
 
 def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
-    """Yield those of these functions that the graph's nodes call."""
+    """Yield the functions of this module that the graph's nodes call."""
     called = {node.op_type for node in graph if node.domain == DOMAIN}
     for format in FORMATS.values():
         if operator(format) in called:
@@ -56,7 +56,8 @@ class _Body:
         return self.add("Constant", value=ir.tensor(np.array(values, np.int64)))
 
     def nearest(self, value: ir.Value, codes: Codes) -> ir.Value:
-        """Round to the nearest number that these codes encode. Ties go to even; beyond the largest number, to it."""
+        """Round to the nearest number that these codes encode. Ties go to even; anything beyond the largest number
+        becomes that number."""
         if codes.mantissa is None:
             most = self.constant(codes.largest)
             return self.add("Clip", self.add("Round", value), self.add("Neg", most), most)
@@ -97,7 +98,7 @@ def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
 
 def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
     """Round every block at a scale of its own. The scale is the block's largest magnitude divided by the largest code,
-    and is itself rounded to the scales' format. If it is 0, the whole block becomes 0."""
+    and is itself rounded to the scales' format. If the result is 0, the whole block becomes 0."""
     codes = format.block_scales
     assert codes is not None
     shape = body.add("Shape", body.x)

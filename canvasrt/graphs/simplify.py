@@ -65,8 +65,8 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase, `causal`, to one value per token before each layer selects its scalar by it. Then layers share
-    everything except this selection."""
+    """Expand the phase, `causal`, to one value per token before each layer selects a scalar of its own by the phase.
+    Then layers share everything except this selection."""
     (causal,) = (value for value in graph.inputs if value.name == "causal")
     for choice in causal.consumers():
         if choice.op_type != "Where":
@@ -120,7 +120,8 @@ def _split_heads(graph: ir.Graph) -> None:
 
 
 def _bounds(node: ir.Node) -> tuple[int, int, int] | None:
-    """Return where a Slice begins and ends, and its axis; None for other operators, several axes, and steps but 1."""
+    """Return where a Slice begins and ends, and its axis. Return None for other operators, for several axes, and for
+    steps other than 1."""
     if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
     found = [integers_of(value) for value in node.inputs[1:]]
@@ -142,8 +143,8 @@ def _heads(turned: ir.Value) -> int | None:
 
 
 def _fold_scales(graph: ir.Graph) -> None:
-    """Multiply a product's weight by a scale instead of multiplying its input: ONNX Runtime scales the weight only
-    once, at load."""
+    """Multiply a product's weight by a scale instead of the product's input: ONNX Runtime scales the weight only once,
+    at load."""
     last = integers(graph, "last_axis", [-1])
     for node in reversed(list(graph)):
         if node.op_type != "Mul" or node.outputs[0].is_graph_output():
@@ -194,7 +195,8 @@ def _fuse(model: ir.Model) -> None:
 
 
 def _spelled_softmax(op: Any, x: ir.Value) -> ir.Value:
-    """Match a router's softmax over scores whose first is the largest; the graph adds up its powers in two halves."""
+    """Match a router's softmax over scores, the first of which is the largest. The graph adds up the exponentials in
+    two halves."""
     powers = op.Exp(op.Sub(x, op.Slice(x, _allow_other_inputs=True)))
     halves = [
         op.ReduceSum(op.Slice(powers, _allow_other_inputs=True), _allow_other_inputs=True)
@@ -235,8 +237,8 @@ def _rotation(op: Any, x: ir.Value, cos: ir.Value, **_: ir.Value) -> ir.Value:
 
 
 def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
-    """Return the angles `[B, L, head_dim / 2]` that are concatenated with themselves to compute `turn`, their cosine or
-    sine, which may be cast; None if it is computed differently."""
+    """Return the angles `[B, L, head_dim / 2]` from which `turn` is computed: they are concatenated with themselves,
+    then `turn` is their cosine or sine, possibly cast. Return None if `turn` is computed differently."""
     node = turn.producer()
     if node is not None and node.op_type == "Cast":
         node = input_of(node).producer()

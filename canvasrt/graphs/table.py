@@ -30,7 +30,7 @@ PIECES, LEAST_BYTES = 8, 1 << 20
 
 
 def embedding_entry(file: Path) -> dict[str, Any]:
-    """Return the manifest's entry for the embeddings: file, dtype and shape; in INT8 also the scales' dtype and offset.
+    """Return the manifest's entry for the embeddings: file, dtype, shape and, for INT8, the scales' dtype and offset.
 
     `file` is the head's graph.
     """
@@ -50,7 +50,7 @@ def embedding_entry(file: Path) -> dict[str, Any]:
 
 
 def host_head_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry's field about the host's copy of the head's weights, unchanged, if it has that field."""
+    """Return the entry's field about the host's copy of the head's weights; empty if the entry has no such field."""
     return {"host_head": entry["host_head"]} if "host_head" in entry else {}
 
 

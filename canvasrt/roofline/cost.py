@@ -109,7 +109,8 @@ def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
 
 
 def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
-    """Return every tensor's number of elements by name: the largest in any kernel, because a kernel may list a part."""
+    """Return every tensor's number of elements, by name. This is the largest number in any kernel, because some kernels
+    list only a part of a tensor."""
     whole: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:
@@ -142,7 +143,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """Return the format in which a product runs: the wider operand's format, or bf16 if operands are cast first."""
+    """Return the format in which a product runs: the wider operand's format, or bf16 if the operands are cast first."""
     if kernel.kind == SORTED_PRODUCT:
         return next((name for name, part in _INSTRUCTIONS.items() if part in kernel.tactic), "bf16")
     operands = [kernel.inputs[0]]
@@ -171,7 +172,7 @@ def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter only writes its updates, which are its largest other input.
+            # A scatter writes only its updates: its largest input apart from the tensor that it updates.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 Dim = int | str
-# A size that the builder prints as −1 and that could not be named.
+# Stands for a size that the builder prints as −1, if no formula for it was found.
 UNKNOWN = "?"
 
 

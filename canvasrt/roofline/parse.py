@@ -27,7 +27,7 @@ _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile, unless it is the first, and numbers by Myelin, TensorRT's compiler.
+# Suffixes of names: the profile, unless it is the first, and numbers that Myelin, TensorRT's compiler, adds.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 
@@ -36,7 +36,8 @@ UNRESOLVED = -1
 
 @dataclass(frozen=True)
 class KernelTensor:
-    """An input, constant or output of a kernel. `read` is the number of elements that the kernel reads; None: all."""
+    """An input, constant or output of a kernel. `read` is the number of elements that the kernel reads; None if it
+    reads all of them."""
 
     name: str
     dtype: str

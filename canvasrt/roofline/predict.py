@@ -1,4 +1,4 @@
-"""Predicts how long a pass takes on a GPU, from the engines' kernel lists, and the floor below that."""
+"""Predicts how long a pass takes on a GPU, and its floor, the least possible time, from the engines' kernel lists."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PredictedPass:
 
     @property
     def seconds(self) -> float:
-        """The sum over the kernels: they run one after another."""
+        """The sum of the kernels' times, because kernels run one after another."""
         return sum(row.seconds for row in self.rows)
 
     def parts(self) -> dict[str, float]:
@@ -152,7 +152,7 @@ class Predictor:
         return PREDICTED_STEPS * denoised + batch * encoded
 
     def check_capacity(self, batch: int, capacity: int) -> None:
-        """Raise UsageError unless `capacity` slots per expert hold a pass's tokens and the engines accept them.
+        """Raise UsageError unless `capacity` slots per expert hold a pass's tokens and the engines accept that many.
 
         `denoise` checks whether the engines accept the batch.
         """
@@ -173,8 +173,8 @@ class Predictor:
             )
 
     def _rows(self, batch: int) -> int:
-        """Return how many rows a pass of `batch` canvases has: the engines' limit, but `batch` itself if it is 1 or
-        above the limit."""
+        """Return how many rows a pass of `batch` canvases has: `batch` if that is 1 or exceeds the engines' limit, and
+        otherwise the limit."""
         return self.passes.batch if 1 < batch <= self.passes.batch else batch
 
     def _bodies(self) -> list[str]:

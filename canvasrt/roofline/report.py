@@ -29,7 +29,7 @@ def prediction_report(
     """Return the predicted denoising and encoding pass at these sizes, and denoising passes at other batches and
     contexts. Times are in milliseconds.
 
-    For the other batches, each batch's usual capacity is assumed; for the other contexts, `capacity`.
+    Passes at other batches have the batch's usual capacity. Passes at other contexts have `capacity`.
     """
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, context)
@@ -173,7 +173,7 @@ def _row(row: TimedKernel) -> Json:
 def _growth(
     predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int, int | None]]
 ) -> list[Json]:
-    """Return denoising passes at these sizes, except passes that fit no profile, or whose batch would be padded."""
+    """Return denoising passes at these sizes, without those that fit no profile or whose batch would be padded."""
     found = []
     for batch, context, capacity in sizes:
         try:

@@ -105,8 +105,8 @@ class _Resolver:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return, by tensor name, how many elements a kernel reads of each tensor that it reads only by gathers and
-    slices."""
+    """Return how many elements a kernel reads of each tensor that only its gathers and slices read. The keys are the
+    tensors' names."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
@@ -136,8 +136,9 @@ def _is_unknown(size: Dim) -> bool:
 def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
     """Return the kernel's input of which `name`, a tensor of `size` elements, is a view.
 
-    A view reshapes its source, or computes each element from one element of the source. Return None if there is no such
-    input or more than one candidate, if the kernel writes a result of this size, or if it also reads the tensor whole.
+    A view reshapes its source, or computes each element from one element of the source. Return None if no input or
+    several inputs could be the source, if the kernel writes a result of this size, or if the kernel also reads the
+    whole tensor.
     """
     writers = {output: node for node in nodes for output, _ in node.outputs}
     views, viewing = [name], []

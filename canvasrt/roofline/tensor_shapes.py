@@ -2,7 +2,7 @@
 
 The builder prints sizes that depend on the call as −1. The network can compute them once its inputs have sizes, so it
 is evaluated at all combinations of two sizes per dimension. Every size is a sum of products of dimensions, so these
-samples determine it.
+samples determine its formula.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shapes:
 
 
 def shapes_of(trt: Any, network: Any, profiles: Sequence[Mapping[str, int]]) -> list[Shapes]:
-    """Return the shapes for every profile. Dimensions that the profile fixes become numbers.
+    """Return the shapes for every profile. Dimensions that a profile fixes become numbers.
 
     Sets the sizes of the network's inputs, so the network cannot be built afterwards. `trt` is the module that parsed
     the network.
@@ -134,9 +134,9 @@ def _sample(
 
 
 def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
-    """Return the sum of products of distinct `dims` that equals `sizes` at all combinations of `_LOW` and `_HIGH`, in
-    an order in which the last dimension changes fastest. Return UNKNOWN if the formula does not give `check` when all
-    dimensions are `_CHECK`."""
+    """Return the sum of products of distinct `dims` whose values are `sizes` at all combinations of `_LOW` and `_HIGH`,
+    listed with the last dimension changing fastest. Return UNKNOWN if the sum is not `check` when all dimensions are
+    `_CHECK`."""
     terms = {
         tuple(dim for dim, is_factor in zip(dims, chosen, strict=True) if is_factor): factor
         for chosen, factor in _coefficients(list(sizes), len(dims)).items()

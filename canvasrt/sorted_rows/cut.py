@@ -32,8 +32,8 @@ class _Cut:
     """The names of the values at one layer's experts.
 
     own: the experts' input `[T, D]`; scale: the scale of this input if it is in FP8, else None; index: each token's
-    experts, int64 `[T, K]`; shares: their weights, float32 `[T, K]`; rows: the experts' output `[K, T, D]`; carried:
-    the values `[1, T, D]` that the next piece also needs.
+    experts, int64 `[T, K]`; shares: these experts' weights, float32 `[T, K]`; rows: the experts' output `[K, T, D]`;
+    carried: the values `[1, T, D]` that the next piece also needs.
     """
 
     own: str
@@ -243,7 +243,7 @@ class _Piece:
         return value
 
     def _without_padding(self, rows: ir.Value) -> list[ir.Node]:
-        """Return nodes that replace the rows `[K, T, D]` of padding tokens by zeros."""
+        """Return nodes that replace padding tokens' rows in `rows`, `[K, T, D]`, by zeros."""
         zero = self._constant([0], "padding")
         valid = ir.node("GreaterOrEqual", [self.input_of("positions"), zero], name="cut/valid")
         shape = self._constant([1, -1, 1], "valid")

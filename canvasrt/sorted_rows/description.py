@@ -16,7 +16,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import BLOCK_ROWS
 
 SORTED_SUFFIX = ".sorted.json"
-# How many outputs of a product a program, that is, one block of a kernel's threads, computes.
+# How many outputs of a product one program computes. A program is one block of a kernel's threads.
 PROGRAM_OUTPUTS = 64
 # Weight format → the number that selects it in kernels. None stands for unquantized weights, in the activations' dtype.
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
@@ -29,7 +29,7 @@ EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
 # The suffix of SHARES and CARRIED in the names of a piece's outputs.
 OUT = "_out"
-# Buffers between kernels: the experts' row lists, their lengths, and inner states.
+# Buffers between kernels: the experts' lists of rows, the lengths of these lists, and the experts' inner states.
 ORDER, COUNTS, INNER = "order", "counts", "inner"
 SORT, ROUND, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "round_rows", "gate_up", "down"
 
@@ -51,7 +51,7 @@ class ExpertSizes:
         )
 
     def blocks(self, tokens: int) -> int:
-        """Return the maximum number of blocks that the rows of `tokens` tokens fill, at least partly."""
+        """Return the maximum number of blocks that the rows of `tokens` tokens occupy, fully or partly."""
         rows = tokens * self.top_k
         return rows // BLOCK_ROWS + min(self.experts, rows)
 
@@ -82,7 +82,7 @@ class KernelForm:
         sizes: the experts' sizes.
         dtype: NumPy's name for the activations' dtype outside the experts.
         format: the weights' number format; None for unquantized weights, in the activations' dtype.
-        following: the weights' format of the next product, whose inputs this kernel writes.
+        following: the format of the weights in the next product, whose inputs this kernel writes.
         block: how many inputs share a scale in INT4; None in all other formats.
     """
 
@@ -95,7 +95,7 @@ class KernelForm:
 
     @classmethod
     def named(cls, name: str, sizes: ExpertSizes, dtype: str) -> KernelForm:
-        """Return the form whose `name` is this one."""
+        """Return the form that has this `name`."""
         function, format, *rest = name.split("-")
         about = dict(zip(rest[::2], rest[1::2], strict=True))
         block = int(about["blocks"]) if "blocks" in about else None
@@ -155,7 +155,7 @@ class SortedLayer:
     """One layer's experts.
 
     Attributes:
-        rounding: the kernel that quantizes tokens to the first product's format, if the previous piece does not.
+        rounding: the kernel that quantizes tokens to the first product's format, if the piece before does not do so.
         input_scale, inner_scale: the scale of the first and second product's inputs; 1 if they are not quantized.
     """
 
@@ -230,7 +230,7 @@ def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
 
 
 def inputs_per_step(form: KernelForm) -> int:
-    """Return how many inputs a product takes per step. In INT4, the low bits of bytes have a step's first half.
+    """Return how many inputs a product takes per step. INT4 stores a step's first half in the low bits of bytes.
 
     Raises CanvasError for a format that no kernel multiplies, and for INT4 rows or blocks that no step divides.
     """

@@ -13,7 +13,7 @@ from canvasrt.roofline.parse import Kernel, KernelTensor
 from canvasrt.roofline.store import Programs
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
-# Dimensions: all rows of blocks, including empty rows; the rows that are read and written; all tokens of a call.
+# Dimensions: the rows of all blocks, including empty rows; the rows among them that belong to tokens; a call's tokens.
 BLOCKED_ROWS, ROUTED_ROWS, TOKENS = "sorted_rows", "routed_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
 _INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")

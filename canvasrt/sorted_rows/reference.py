@@ -1,4 +1,4 @@
-"""Computes experts in NumPy, and compares our kernels with the results on the GPU that will run them."""
+"""Computes experts in NumPy, and compares the results with our kernels' on the GPU that will run these kernels."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Trial:
         x = spread * random.standard_normal((TRIAL_TOKENS, sizes.size), np.float32)
         self.x = x.astype(np.dtype(segment.dtype))
         self._taken = rounded(self.x.astype(np.float32), first, layer.input_scale)
-        if first.format == "fp8":  # the engine before the experts rounds
+        if first.format == "fp8":  # the engine before the experts rounds to FP8
             self.x = self._taken.astype(ml_dtypes.float8_e4m3fn)
 
     def error(self, found: np.ndarray) -> float:
-        """Return the larger deviation of two experts, of which one has many rows and the other may have few.
+        """Return the larger deviation of two experts. The first has many rows, while the second can have few.
 
         found: the kernels' results `[K, T, D]`.
         """
@@ -99,7 +99,7 @@ class Trial:
             wanted = results(self._taken[token], gate_up, down, self._down, scale)
             norm = np.linalg.norm(wanted) or 1.0
             errors.append(np.linalg.norm(found[choice, token].astype(np.float32) - wanted) / norm)
-        return float(np.max(errors))  # NaN if any error is
+        return float(np.max(errors))  # NaN if any error is NaN
 
     def _matrix(self, form: KernelForm, stack: ExpertStack, expert: int) -> Floats:
         spans = (getattr(stack, part) for part in STACK_PARTS)

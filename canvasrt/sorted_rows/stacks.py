@@ -67,7 +67,7 @@ class GraphExperts:
             KernelForm(DOWN_KERNEL, *about, other, None, self._block(second, other)),
         )
         for form in forms:
-            inputs_per_step(form)  # raises CanvasError if it does not fit
+            inputs_per_step(form)  # raises CanvasError for a form that no kernel multiplies
         return forms
 
     def _block(self, name: str, format: str | None) -> int | None:
@@ -93,7 +93,8 @@ class GraphExperts:
         return ExpertStack(form.name, values, blocks, scales)
 
     def _output_scales(self, name: str, form: KernelForm) -> Floats:
-        """Return the factors `[E, out]` for the outputs of FP8 or NVFP4 products: weights' scales times the inputs'."""
+        """Return the factors `[E, out]` for the outputs of FP8 or NVFP4 products: the scales of weights and inputs,
+        multiplied."""
         rows = 2 * form.outputs if form.function == GATE_UP_KERNEL else form.outputs
         scale = self._numbers(f"{name}.scale") * self._numbers(f"{name}.input_scale")
         factors = np.ones((1, 1), np.float32)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 is the activations' dtype.
+# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 stands for unquantized weights.
 _INT4, _FP8, _NVFP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _LARGEST_E4M3, _LARGEST_E2M1 = tl.constexpr(448.0), tl.constexpr(6.0)
 # How many numbers share a scale in NVFP4.
@@ -83,8 +83,8 @@ def _add_int4(
     total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT: tl.constexpr, SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of INT4 weights. The low four bits of its bytes are the unit's first half, and the
-    high four bits are the second half."""
+    """Add the inputs' products with one unit of INT4 weights to `total`. The low four bits of the unit's bytes are its
+    first half, and the high four bits are its second half."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
     packed = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=fits[:, None], other=0)
@@ -103,7 +103,7 @@ def _add_int4(
 
 @triton.jit
 def _add_wide(total, x, values, row, fits, column, WIDTH):
-    """Add the products with some columns of weights that tensor cores multiply without conversion."""
+    """Add the products of `x` and some columns of weights to `total`. The weights need no conversion."""
     read = fits[:, None] & (column < WIDTH)
     weight = tl.load(values + row[:, None] * WIDTH + column, mask=read, other=0.0)
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
@@ -147,7 +147,8 @@ def _add_nvfp4(
     total, x, x_blocks, x_row, live, values, blocks, row, fits, first, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the products with one unit of NVFP4 weights, two per byte. Scales of whole tensors are applied later.
+    """Add the products of `x` and one unit of NVFP4 weights, two per byte, to `total`. Scales of whole tensors are
+    applied later.
 
     x: the rows' codes for the unit. If tensor cores do not multiply NVFP4, codes and scales become float16.
     """
@@ -175,7 +176,7 @@ def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     that contains NaN or infinity gets NaN as its scale. Divisions round correctly, unlike Triton's `/`.
     """
     parts = tl.reshape(x, (ROWS, WIDTH // _SHARED, _SHARED))
-    # E2M1 has no NaN, and a maximum ignores it; zero times NaN or infinity is NaN.
+    # E2M1 has no NaN, and a maximum ignores NaN. So add zero times each number, which is NaN for NaN and infinity.
     largest = tl.max(tl.abs(parts), 2) + tl.sum(parts * 0.0, 2)
     share = tl.div_rn(tl.div_rn(largest, _LARGEST_E2M1), whole)
     scale = tl.minimum(share, _LARGEST_E4M3, tl.PropagateNan.ALL).to(tl.float8e4nv)
