@@ -59,7 +59,7 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # Stays below the caller's number of turns after this one, so that a new caller goes before this one.
+        # Stays below the number of turns that the caller has now begun, so that a new caller goes first.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 

@@ -87,8 +87,8 @@ class Tokenizer:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> Tokenizer:
-        """Create a tokenizer from its files. `files` are paths by name, and include `tokenizer.json`. Raises CanvasError
-        for a damaged file."""
+        """Create a tokenizer from its files. `files` maps names to paths, and must include `tokenizer.json`. Raises
+        CanvasError for a damaged file."""
         settings, config = files.get("tokenizer_config.json"), {}
         if settings:
             with _readable(settings):
@@ -116,7 +116,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render `messages` with the chat template, to which `variables` (tools, …) are passed.
+        """Render `messages` and `variables` (tools, …) with the chat template.
 
         Raises CanvasError if there is no template, or if the template refuses the messages.
         """
@@ -212,7 +212,7 @@ class Tokenizer:
         return id
 
     def spell(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens' spellings in the vocabulary; empty for unknown tokens."""
+        """Return each token's spelling in the vocabulary, or an empty string for an unknown token."""
         return [self._core.id_to_token(id) or "" for id in ids]
 
     @cached_property
@@ -221,7 +221,7 @@ class Tokenizer:
         return max(len(token.encode()) for token in self._core.get_vocab())
 
     def token_bytes(self, id: int) -> bytes:
-        """Return a token's bytes; empty for special and unknown tokens."""
+        """Return the bytes of a token's text: none for special, unused and unknown tokens."""
         token = self._core.id_to_token(id)
         if token is None or id in self._special_ids or _UNUSED.fullmatch(token):
             return b""
@@ -245,7 +245,7 @@ class Tokenizer:
         self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False
     ) -> str:
         """Return the text of token ids. `keep_control` keeps the tokens in CONTROL_TOKENS, and inserts FORGED where
-        other tokens spell the same text."""
+        other tokens spell a control token."""
         if keep_control:
             return StreamDecoder(self, keep_control).put(ids, final=True)
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
@@ -282,7 +282,7 @@ class StreamDecoder:
         return text + self._ordinary(self._put(ids[begin:], final))
 
     def _ordinary(self, piece: str) -> str:
-        """Return the text of ordinary tokens. Where these spell a control token, FORGED is inserted before the last
+        """Return the text of ordinary tokens. Where they spell a control token, insert FORGED before its last
         character, because the earlier characters may already have been returned."""
         text, before, begin = self._tail + piece, len(self._tail), 0
         parts = []
