@@ -87,7 +87,7 @@ class Conditions:
                 )
 
     def _listed(self, position: int, token: int) -> tuple[int, ...]:
-        """Return the tokens that a position may have; `token` alone if it is not restricted."""
+        """Return the tokens that a position can have, or only `token` if the position is not restricted."""
         if position in self.pin:
             return (self.pin[position],)
         return self.allow.get(position, (token,))

@@ -20,7 +20,7 @@ class EarlyStopping:
     """
 
     def __init__(self, params: SamplingParams, when_certain: bool = False) -> None:
-        """`when_certain`: also end as soon as the entropy of all positions is 0."""
+        """`when_certain`: also end as soon as the entropy is 0 at all positions."""
         self._on = params.early_stop
         self._wanted = params.stability_threshold
         self._threshold = np.float32(params.confidence_threshold)
@@ -82,7 +82,7 @@ class SettledPrefix:
         return new
 
     def over(self, argmax: np.ndarray) -> np.ndarray:
-        """Return `argmax` with the settled tokens at its beginning."""
+        """Return `argmax`, but with its beginning replaced by the settled tokens."""
         if not self.tokens:
             return argmax
         return np.concatenate([np.array(self.tokens, argmax.dtype), argmax[len(self.tokens) :]])

@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Segment(Protocol):
-    """One compiled graph, without state between calls."""
+    """One compiled graph over host arrays, which keeps no state between calls."""
 
     @property
     def name(self) -> str: ...
@@ -91,7 +91,7 @@ class Device(Protocol):
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and total bytes of the device's memory."""
+        """Return the sizes of the device's free memory and of its whole memory, in bytes."""
         ...
 
 
@@ -126,8 +126,8 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of one of our own kernels: programs per axis, threads per program, bytes of shared memory, and
-    arguments."""
+    """One launch of one of our own kernels. grid: programs per axis. threads: threads per program. shared: shared memory
+    in bytes."""
 
     kernel: int
     grid: tuple[int, int, int]
@@ -137,7 +137,7 @@ class KernelCall:
 
 
 class Engine(Protocol):
-    """One compiled graph over device memory, without state between calls."""
+    """One compiled graph over device memory, which keeps no state between calls."""
 
     @property
     def name(self) -> str: ...

@@ -151,8 +151,8 @@ class Model(ABC):
     def revise(
         self, row: Row, hidden: Hidden, places: np.ndarray, states: np.ndarray
     ) -> np.ndarray:
-        """Return a copy of `hidden`, a step's `next_hidden`, in which the positions `places` `[n]` have the new `states`
-        `[n, hidden_size]`."""
+        """Return a copy of `hidden`, a step's `next_hidden`, in which the positions `places` `[n]` have the new
+        `states` `[n, hidden_size]`."""
         revised = np.array(self._fetch(row, hidden))
         revised[places] = states
         return revised
