@@ -126,8 +126,8 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of one of our own kernels. grid: programs per axis. threads: threads per program. shared: shared memory
-    in bytes."""
+    """One launch of one of our own kernels. grid: programs per axis. threads: threads per program. shared: size of
+    shared memory in bytes."""
 
     kernel: int
     grid: tuple[int, int, int]

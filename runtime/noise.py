@@ -24,8 +24,8 @@ def step_noise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the uniform random numbers and the random tokens of one denoising step of a block.
 
-    The tokens of step 0 are the block's first canvas. In later steps, the uniforms
-    draw a candidate per position, and positions whose candidate is not accepted get the random tokens. Every `attempt` at a block has different noise.
+    The tokens of step 0 are the block's first canvas. In later steps, the uniforms draw a candidate per position, and
+    positions whose candidate is not accepted get the random tokens. Every `attempt` has different noise.
 
     The uniforms are float32 `[length]`, multiples of 2**-24 in [0, 1). The tokens are int64 `[length]` in [0,
     vocab_size).

@@ -289,7 +289,7 @@ class SamplingParams:
         t_min).
 
         Computes the temperature with the reference's float32 operations in the same order, then multiplies it by
-        `temperature`. The result is at least COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
+        `temperature`, down to COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
         """
         import numpy as np
 

@@ -30,7 +30,7 @@ class FailureLimiter:
                 del self._failed[owner]
 
     def refuses(self, owner: str) -> bool:
-        """Return whether a caller's requests made too many recent passes fail."""
+        """Return whether a caller's requests recently made too many passes fail."""
         with self._lock:
             times = self._failed.get(owner)
             return (

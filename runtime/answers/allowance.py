@@ -38,7 +38,7 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """The seconds that are left. Only the thread that calls `check` may read this."""
+        """The seconds that are left. Read this only on the thread that calls `check`."""
         return self._seconds - (0.0 if self._begin is None else time.thread_time() - self._begin)
 
     def earn(self, seconds: float) -> None:

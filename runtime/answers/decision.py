@@ -23,7 +23,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fork:
-    """A node of the labels' prefix tree: a common prefix, and the tokens that may follow it."""
+    """A node of the labels' prefix tree: a common prefix, and the tokens that can follow it."""
 
     prefix: TokenIds
     children: TokenIds  # ascending

@@ -20,7 +20,7 @@ _WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
 
 class Spelling(NamedTuple):
     """Token ids, int64 `[n]`, and their ranks `[n]`. To end an answer, tokens of low rank are tried first; tokens of
-    equal rank are tried in this order."""
+    equal rank are tried in the array's order."""
 
     tokens: np.ndarray
     rank: np.ndarray
@@ -90,7 +90,7 @@ class Speller:
 
     def __init__(self, spelling: Spelling) -> None:
         self._tokens, self._rank = spelling
-        # A sample of letters: if all are allowed, the grammar allows free text here.
+        # A sample of letters: if the grammar allows all of them, it allows free text here.
         self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
         self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
         self._last = self._bound

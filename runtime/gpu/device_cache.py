@@ -104,8 +104,8 @@ class DeviceCache:
     ) -> None:
         """Allocate all memory.
 
-        most: maximum tokens per slot for each kind of layer. widths: possible widths in full layers, ascending; the last is
-        `most["full"]`. Raises CanvasError if slots would not start at aligned addresses.
+        most: for each kind of layer, the maximum tokens per slot. widths: possible widths in full layers, ascending;
+        the last is `most["full"]`. Raises CanvasError if slots would not start at aligned addresses.
         """
         self._device = device
         self.widths = tuple(widths) or (most["full"],)

@@ -129,7 +129,7 @@ class _Trial:
         return min(taken)
 
     def requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
-        """Return a request for every place. `chosen` maps places to prompts and canvases; other places get random ones."""
+        """Return a request for every place. `chosen` maps places to prompts and canvases; the rest are random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
             few = int(random.choice(_KINDS)) if chosen else _KINDS[0]
