@@ -29,7 +29,7 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
 
 @cache
 def expert_slots(capacity: int, experts: int) -> Arrays:
-    """Return the inputs that set `capacity` slots per expert for both of its matrix products."""
+    """Return the inputs that give every expert `capacity` slots in both of its matrix products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
 

@@ -138,8 +138,8 @@ def _written(value: Any) -> Any:
 
 
 class _MarkOwnText(NodeTransformer):
-    """Marks control tokens in a template's text. Its string literals become `_OwnText`, because only at run time is it
-    known whether they are rendered or compared."""
+    """Marks control tokens in a template's text. The template's string literals become `_OwnText`, because only at run
+    time is it known whether they are rendered or compared."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control

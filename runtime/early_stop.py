@@ -50,7 +50,7 @@ class EarlyStopping:
 class SettledPrefix:
     """The settled prefix of one block's canvas: tokens at its beginning that no later step changes.
 
-    The sampler itself makes no token final: every step accepts a new set of positions, so any token may change until
+    The sampler itself makes no token final: every step accepts a new set of positions, so any token can change until
     the block's last step. With `settle_steps`, a position settles once all positions before it have settled, and for
     this number of steps its likeliest token has stayed the same and its entropy has been below `confidence_threshold`.
     Then that token is fixed.

@@ -107,8 +107,8 @@ class Generator:
     def step(self) -> list[Event]:
         """Encode one chunk, or denoise one step, of every running request that is ready; return their events.
 
-        A long prompt is encoded over several steps, one chunk at a time. If other requests can run, they get about as
-        much time after a chunk as the chunk took, before the prompt's next chunk.
+        A long prompt is encoded over several steps, one chunk at a time. Between two chunks, other requests that can
+        run get about as much time as the first of the two chunks took.
         """
         self._take_arrived()
         events = self._drop_cancelled()
@@ -175,7 +175,7 @@ class Generator:
             self._waiting.append(fresh)
 
     def _give_places(self) -> None:
-        """Fill the batch, and replace requests whose turn is over by waiting requests."""
+        """Fill the batch, and let waiting requests replace those whose turn is over."""
         ready = [each for each in self._waiting if not each.searches]
         while ready and len(self._running) < self.max_batch:
             self._place(self._schedule.next(ready), ready)

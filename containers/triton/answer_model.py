@@ -1,4 +1,5 @@
-"""The model for single answers, in addition to the decoupled one, because Triton's `infer` refuses decoupled models."""
+"""The model that returns single answers. The decoupled model cannot, because Triton's `infer` refuses decoupled
+models."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # existing packages import both from this module
 
-# Seconds for which a preparing thread may keep the interpreter. A pass needs it back after every segment: with Python's
+# How many seconds a preparing thread can keep the interpreter. A pass needs it back after every segment: with Python's
 # default of 5 ms, passes would be several times slower while long texts are prepared.
 _SWITCH = 0.0005
 _LAST_REPLIES = 0.3  # seconds for Triton to send the last error replies
@@ -139,7 +139,7 @@ class StreamModel:
                 sink.fail(error)
 
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
-        """Report progress until `since`, but no further than the beginning of another thread's oldest unfinished
+        """Report that there was progress until `since` or, if earlier, until another thread began its oldest unfinished
         task."""
         watches = (self._executing, self._preparing.watch, self._tokenizing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))

@@ -62,7 +62,7 @@ class GrammarSandbox:
 
     @property
     def pid(self) -> int:
-        """The id of the current process, which may be replaced."""
+        """The process's current id, which changes when the process is replaced."""
         return self._running.process.pid
 
     def _replace(self, failed: _Running) -> None:

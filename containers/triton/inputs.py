@@ -61,7 +61,7 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
 
 def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
     """Return the name of a request's caller, and the id of the call if the front end can cancel it. Both are empty if
-    the request did not come through the front end. Raises CanvasError for a name without the front end's secret."""
+    the request did not come through the front end. Raises CanvasError if a name lacks the front end's secret."""
     given, secret = str(parameters.get(OWNER, "")), os.environ.get(CALLER_SECRET_VARIABLE, "")
     if not given:
         return "", ""
@@ -72,7 +72,7 @@ def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: int) -> None:
-    """Raise CanvasError, before tensors are decoded, for one that has a wrong shape or too many elements."""
+    """Raise CanvasError if a tensor, which is not decoded yet, has a wrong shape or too many elements."""
     sizes: dict[str, int] = {}
     for name, tensor in INPUTS.items():
         if name in shapes:

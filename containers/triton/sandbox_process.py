@@ -105,8 +105,8 @@ def _say(told: dict[str, Any], out: int = 1) -> None:
 
 
 def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None:
-    """Compile a grammar under limits, which remain set for this process. Return the verdict; None if memory ran out or
-    the compiler panicked."""
+    """Compile a grammar under limits, which remain set for this process. Return the verdict, or None if memory ran
+    out or the compiler panicked."""
     _limit()
     found: list[dict[str, str]] = []
     threading.stack_size(STACK)  # the server's stack size

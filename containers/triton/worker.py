@@ -354,7 +354,7 @@ class Worker:
 
 @dataclass
 class _Known:
-    """A prepared request. `begun`: whether it has had an event."""
+    """A prepared request. `begun`: whether the request has had an event."""
 
     request: Request
     ticket: Ticket

@@ -34,8 +34,8 @@ class Workers:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """makes: one `make` per GPU's worker. observe: called with the generators of all workers. beat: called with the
-        earliest of the workers' last beats. lost, max_tokens, timeout: see `Worker`."""
+        """makes: the `make` of every GPU's worker. observe: called with the generators of all workers. beat: called
+        with the earliest of the workers' last beats. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
         self._lock = threading.Lock()

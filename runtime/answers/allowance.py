@@ -19,7 +19,7 @@ class SlowGrammarError(CanvasError):
 
 
 class Allowance:
-    """A limit on the CPU time of the thread that calls `check`. It is reached early if `stopped` returns True.
+    """A limit on the CPU time of the thread that calls `check`. The limit is also reached when `stopped` returns True.
 
     Waiting does not count, so a busy machine refuses no more work than an idle one. A thread that used up `eager`
     seconds gives way to others: from then on it runs a quarter of the time.

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # proved to be slow share one separate thread, which yields to all other threads.
 _QUICK, _SLOW = Searchers(2), Searchers(1)
 # CPU seconds, in addition to TOKEN_SECONDS per token, that one search can use before it counts as slow, and that all
-# searches of a request can use.
+# searches of a request together can use.
 QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0
 
 

@@ -186,7 +186,7 @@ class DecisionState(RequestState):
         self._logs: dict[tuple[int, int, int], np.ndarray] = {}
 
     def result(self, reason: FinishReason) -> DecisionResult:
-        """Return the result so far. It has no probabilities before the end."""
+        """Return the result so far. It has probabilities only after the last canvas."""
         common = vars(super().result(reason)) | {"steps": [sum(self._steps) + self._step]}
         return DecisionResult(**common, draws=self._draws() if reason == "stop" else [])
 

@@ -33,14 +33,14 @@ LIMITS = {
     "max_lexer_states": 50_000,
 }
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
-MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; the cost is quadratic
+MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; their cost is quadratic
 MAX_PATTERN_KEYS = 64  # maximum number of `patternProperties`, each of which excludes all others
 # Limit on the least common multiple of a schema's `multipleOf` values, after their decimal points are removed. The
 # automaton has as many states.
 MAX_MULTIPLE = 10_000
 # Maximum tokens of a grammar's shortest answer. If it is longer, the grammar is treated as one without finite answers.
 MAX_SHORTEST = 2048
-MAX_SECONDS = 1.0  # of CPU time, to find the shortest answer of a grammar
+MAX_SECONDS = 1.0  # maximum CPU time to find a grammar's shortest answer
 
 
 class Vocabulary:

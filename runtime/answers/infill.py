@@ -72,7 +72,7 @@ def default_prompt(text: str) -> str:
 class InfillRequest(Request):
     """A prompt, and the canvases to fill: one per combination of gap lengths.
 
-    canvases: their tokens, or −1 at positions in gaps. words: the tokens that gaps can contain, int64.
+    canvases: tokens; −1 stands for a token to fill in. words: the tokens that gaps can contain, int64.
     """
 
     canvases: tuple[tuple[int, ...], ...]
@@ -205,7 +205,7 @@ class InfillState(RequestState):
     def _sample(self, output: DenoiseOutput) -> DenoiseOutput:
         step = super()._sample(output)
         assert step is not None
-        # Only the gaps count. Other positions are pinned, so their entropy is 0.
+        # Only the gaps count for early stopping. Other positions are pinned, so their entropy is 0.
         return replace(step, entropy=step.entropy[self._gaps])
 
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:

@@ -108,7 +108,7 @@ def _followed(content: Any, text: str) -> Any:
 
 
 def _temperatures(data: Any) -> dict[str, float]:
-    """Return temperatures by type of question."""
+    """Return temperatures, keyed by type of question."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):

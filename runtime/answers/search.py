@@ -15,7 +15,7 @@ BEAM, CHOICES = 4, 4
 # vocabulary of 262,144 tokens.
 TOKEN_SECONDS = 0.01
 _TOP = 64  # number of likeliest tokens per position that are tried first
-# Once at most `near` tokens are left, the search checks that the answer can still end: from _NEAR to _FARTHEST.
+# The search checks that the answer can still end once at most `near` tokens are left. The limits of `near`:
 _NEAR, _FARTHEST = 32, 192
 
 

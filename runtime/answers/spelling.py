@@ -37,8 +37,8 @@ class Spelling(NamedTuple):
 def spelling_of(found: Sequence[bytes]) -> Spelling:
     """Return the spelling of a vocabulary. `found` has every token's bytes, which are empty for special tokens.
 
-    It contains all single-byte tokens; a few long words, which shorten answers; and for every byte that no single-byte
-    token spells, all tokens that contain the byte.
+    The spelling contains all single-byte tokens; a few long words, which shorten answers; and for every byte that no
+    single-byte token spells, all tokens that contain the byte.
     """
     single = {text[0] for text in found if len(text) == 1}
     missing = bytes(set(range(256)) - single)
@@ -96,7 +96,7 @@ class Speller:
         self._last = self._bound
 
     def moved(self) -> None:
-        """Note that the grammar forced the following tokens."""
+        """Start over after the grammar forced tokens."""
         self._free = _Used(len(self._rank))  # counts start over for every free text
         self._bound.closed = 0
 

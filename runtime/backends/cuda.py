@@ -117,7 +117,7 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            # End the capture, or it would record all further calls. If that fails too, the error of `work` says
+            # End the capture, or it would record all further calls. If ending it fails too, the error of `work` says
             # more.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:

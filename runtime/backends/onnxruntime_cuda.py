@@ -205,7 +205,7 @@ class OrtCudaEngine:
 
 
 def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
-    """Return the dtypes of inputs or outputs, and ONNX's numbers for these dtypes, both by name."""
+    """Return the dtypes of inputs or outputs, and ONNX's numbers for these dtypes, both keyed by name."""
     found = {value.name: ELEMENTS[value.type] for value in values}
     dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
     return dtypes, {name: number for name, (_, number) in found.items()}

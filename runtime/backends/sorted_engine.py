@@ -68,10 +68,10 @@ class SharedBuffers:
         self._kernels: dict[tuple[Path, str], int] = {}
         self.checked: set[tuple[str | None, ...]] = (
             set()
-        )  # the kernels' names of every layer checked so far
+        )  # for every layer checked so far, its kernels
 
     def reserve(self, needed: Mapping[str, int]) -> None:
-        """Plan memory for a segment's buffers. `needed`: their sizes in bytes, by name."""
+        """Plan memory for a segment's buffers. `needed` maps their names to sizes in bytes."""
         for name, size in needed.items():
             self._most[name] = max(size, self._most.get(name, 0))
 
@@ -92,7 +92,7 @@ class SharedBuffers:
 
 
 class SortedEngine:
-    """The pieces of a body segment as one engine. It ignores expert slots: no expert can overflow, so the output `load`
+    """The pieces of a body segment as one engine. Ignores expert slots: no expert can overflow, so the output `load`
     stays 0."""
 
     def __init__(
@@ -228,7 +228,7 @@ class SortedEngine:
         }
 
     def _experts(self, layer: SortedLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
-        """Yield the calls of a layer's kernels: sort, quantization unless the piece has done it, and both matrix
+        """Yield the calls of a layer's kernels: the sort, the quantization (unless the piece does it), and both matrix
         products."""
         sizes, address = self._segment.sizes, self._between.address
         rows = [address(ORDER), address(COUNTS)]
@@ -267,5 +267,5 @@ def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tup
 
 
 def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:
-    """Return the pieces' tensors, by name, except for tensors that are internal to the segment."""
+    """Return the pieces' tensors, keyed by name, except for those that are internal to the segment."""
     return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

@@ -42,7 +42,7 @@ NUMPY_DTYPES = {
 def check_target(
     target: Mapping[str, Any], version: str, capability: tuple[int, int], machine: str
 ) -> None:
-    """Raise CanvasError if another version of the builder built the engines, or for another GPU or CPU architecture.
+    """Raise CanvasError if the engines were built by another builder version, or for another GPU or CPU architecture.
 
     target: the manifest's entry. version: the installed builder's version. capability: this GPU's compute capability.
     machine: this CPU's architecture.
@@ -61,8 +61,8 @@ def check_target(
             f"{target['compute_capability']}, but the GPU here has {here}",
             "build for this GPU: `canvasrt targets` lists the names",
         )
-    # NVIDIA does not document whether engines run on other CPU architectures. TensorRT-RTX's are not
-    # refused: they are built without their GPU, and compiled where they run.
+    # NVIDIA does not document whether engines run on other CPU architectures. TensorRT-RTX's
+    # engines are accepted there: they are built without their GPU, and compiled where they run.
     built_on = target.get("built_on", machine)
     if target["backend"] == "tensorrt" and built_on != machine:
         raise CanvasError(
@@ -127,8 +127,8 @@ class TensorRTBackend:
         return opened
 
     def activations(self) -> tuple[int, int]:
-        """Return address and size of the activation memory. Engines can share this memory because they run one after
-        another."""
+        """Return the address and size of the activation memory. Engines can share this memory because they run one
+        after another."""
         if self._activations is None:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
@@ -324,7 +324,7 @@ class _Context:
         return True
 
     def _warn(self, why: str) -> None:
-        """Log only this context's first warning: when calls alternate, all would warn again."""
+        """Log only this context's first warning: calls that alternate would repeat it."""
         if not self._warned:
             _log.warning("%s runs without a CUDA graph: %s", self._engine.name, why)
         self._warned = True
@@ -337,7 +337,7 @@ class _Context:
 
 
 class _Logger:
-    """Makes the object that receives TensorRT's log, and keeps the last error."""
+    """Makes the object that receives TensorRT's log and keeps the last error."""
 
     @staticmethod
     def make(trt: ModuleType) -> Any:

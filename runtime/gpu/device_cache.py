@@ -229,8 +229,8 @@ class DeviceCache:
         return [layer.heads * layer.token for layer in self._layers]
 
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs of tokens between two positions that are contiguous in the cache: each run's first position,
-        its place in the cache, and its number of tokens."""
+        """Split the tokens between two positions into runs that are contiguous in the cache. Yield each run's first
+        position, its place in the cache, and its number of tokens."""
         # The ring may be shorter than the layer's width, which is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
@@ -308,6 +308,6 @@ class DeviceCache:
         kept = min(before, row.width) * layer.token
         source = Pitched(self._at(layer, base, row), before * layer.token)
         to = Pitched(self._at(layer, base, row), row.width * layer.token)
-        # Through scratch memory, because source and destination overlap.
+        # Copy through scratch memory, because source and destination overlap.
         self._device.copy(Pitched(self._scratch, kept), source, kept, layer.heads)
         self._device.copy(to, Pitched(self._scratch, kept), kept, layer.heads)

@@ -112,7 +112,7 @@ class DeviceModel(Model):
         return passes_taken(self.config, bodies, self.max_context)
 
     def share_passes(self, share: bool) -> None:
-        """Set whether requests share passes. No request may be running."""
+        """Set whether requests share passes. Call this only while no request is running."""
         self.rows_apart = not share
         self.shapes = self._plan.sharing() if share else self._plan
         self.own_passes = OwnPasses(self.shapes.widths)
@@ -205,7 +205,7 @@ class DeviceModel(Model):
         return batches + [[item] for item in ordered if not self._shares(item)]
 
     def _shares(self, item: InputT) -> bool:
-        """Return whether a request's pass may use the shared shape, even if the request is alone."""
+        """Return whether a request's pass can use the shared shape, even if the request is alone."""
         if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
             return False
         return len(item.noise) == self.canvas_length

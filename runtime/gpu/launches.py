@@ -48,16 +48,16 @@ class Pass:
 @dataclass(frozen=True)
 class OwnPasses:
     """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
-    `seconds`: durations of own passes, keyed by ascending width; lacks widths that give other bits than a shared pass.
-    `shared`: a shared pass's duration."""
+    `seconds`: durations of own passes, keyed by ascending width. Widths whose bits differ from a shared pass's are left
+    out. `shared`: a shared pass's duration."""
 
     widths: tuple[int, ...]
     seconds: Mapping[int, float] = field(default_factory=dict)
     shared: float = 0.0
 
     def width(self, row: DeviceRow) -> int:
-        """Return the smallest sufficient width of a request's own pass. Widths that give the bits of a shared pass are
-        preferred."""
+        """Return the smallest width that suffices for a request's own pass. Widths that give the same bits as a shared
+        pass are preferred."""
         least = round_up(row.length, self.widths)
         return next((width for width in self.seconds if width >= least), least)
 

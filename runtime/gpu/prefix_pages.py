@@ -65,7 +65,7 @@ class Pages:
         row.hidden = None
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages."""
+        """Mark pages as free."""
         self._free += pages
 
     def saved_bytes(self, tokens: int) -> int:

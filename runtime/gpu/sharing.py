@@ -37,12 +37,12 @@ class Evidence:
 
 
 def prove(model: DeviceModel) -> Evidence:
-    """Let requests share passes if this changes no bits of a request's results.
+    """Let requests share passes if sharing changes no bits of a request's results.
 
     Compares a request's results in its own passes, of every width, with its results in shared passes: alone and
-    together with random requests, at every place, and under several expert loads. If all bits agree, every step may use
-    the faster kind of pass; if not, tokens would depend on timing through that choice. Also warms up all shapes of the
-    resulting plan. No request may be running."""
+    together with random requests, at every place, and under several expert loads. If all bits agree, every step can use
+    the faster kind of pass. If not, that choice would make tokens depend on timing. Also warms up all shapes of the
+    resulting plan. Call this only while no request is running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
@@ -70,7 +70,7 @@ def prove(model: DeviceModel) -> Evidence:
 
 
 def digest(model: DeviceModel) -> str:
-    """Return a hash of fixed requests' results in passes of every kind. No request may be running."""
+    """Return a hash of fixed requests' results in passes of every kind. Call this only while no request is running."""
     kept, trial = model.own_passes, _Trial(model)
     given = trial.requests({})
     ways = [*model.shapes.widths, *([0] if model.shapes.shares else [])]
@@ -129,7 +129,7 @@ class _Trial:
         return min(taken)
 
     def requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
-        """Return a request for every place. `chosen` maps places to prompts and canvases; the rest are random."""
+        """Return a request for every place. `chosen` maps places to prompts and canvases; other requests are random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
             few = int(random.choice(_KINDS)) if chosen else _KINDS[0]

@@ -72,8 +72,10 @@ class WorkspaceSizes:
 
     batch: int
     encode_tokens: int  # maximum number of tokens of an encoding pass, which serves one request
-    past: Mapping[str, int]  # maximum cached tokens per request, by kind of layer
-    widths: tuple[int, ...]  # possible widths of a full layer's past
+    past: Mapping[str, int]  # for each kind of layer, the maximum cached tokens per request
+    widths: tuple[
+        int, ...
+    ]  # possible numbers of cached tokens, with padding, that full layers read
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
@@ -127,7 +129,7 @@ class Workspace:
             "new keys and values": new_bytes,
             "scratch": self.cache.scratch_bytes,
         }
-        device.synchronize()  # the constants' host arrays may be freed after this
+        device.synchronize()  # the constants' host arrays can be freed after this
 
     def last_hidden(self, batch: int, length: int) -> np.ndarray:
         """Wait for the last layer's output, and return it: float32 `[batch, length, hidden_size]`."""
