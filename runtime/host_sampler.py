@@ -100,7 +100,7 @@ def redrawn(
     """Redraw a step's accepted tokens from the candidates. Return the step's output, the positions `[n]` whose tokens
     changed, and their next hidden states `[n, hidden_size]`.
 
-    Acceptance and self-conditioning still use the whole distribution. The host only scores positions where the
+    Acceptance and self-conditioning still use the whole distribution. The host scores only positions where the
     restriction can matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −
     e⁻ᴴ and e⁻ᴴ draws that token from any set of candidates.
     """

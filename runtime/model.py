@@ -173,7 +173,7 @@ class Model(ABC):
         """Return the size of a saved chunk of `tokens` tokens, in bytes."""
 
     def save(self, row: Row, tokens: int) -> Saved:
-        """Save a copy of the last `tokens` cached tokens of a request. The request's latest pass must have encoded
+        """Save a copy of a request's last `tokens` tokens in the cache. The request's latest pass must have encoded
         them."""
         encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
         return Saved(tokens, self._save(row, tokens), encode)

@@ -213,5 +213,5 @@ def _opened(data: bytes) -> Iterator[Any]:
         raise
     except image.UnidentifiedImageError as error:
         raise CanvasError("unsupported image format", hint) from error
-    except Exception as error:  # decoders may raise anything for a damaged file
+    except Exception as error:  # decoders can raise anything for a damaged file
         raise CanvasError(f"an image cannot be read: {error}", hint) from error

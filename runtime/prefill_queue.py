@@ -67,8 +67,8 @@ class PrefillQueue:
         return self.next.key, id(self._scores)
 
     def cacheable(self) -> list[Chunk]:
-        """Return the chunks, from the next one on, that the prefix cache could hold. A chunk that has a `keep` callback
-        ends them unless its tokens' scores are known: the callback needs outputs, which the cache lacks."""
+        """Return the chunks, from the next one on, that the prefix cache could hold. Stop before a chunk that has a
+        `keep` callback, which needs outputs that the cache lacks, unless the scores of its tokens are known."""
         found: list[Chunk] = []
         end = self.begin
         for chunk in self._chunks[self._next :]:

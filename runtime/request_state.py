@@ -83,7 +83,7 @@ class RequestState(ABC):
         self._steps: list[int] = []  # denoising steps of each earlier block
         self._step = self._attempt = 0  # numbers of the step and the attempt within this block
         self._hidden: Hidden = None
-        self._allowed: dict[int, np.ndarray] = {}  # allowed tokens by canvas position
+        self._allowed: dict[int, np.ndarray] = {}  # allowed tokens, keyed by canvas position
         self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
 

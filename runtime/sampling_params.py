@@ -20,7 +20,7 @@ from canvasrt.pass_shapes import canvas_sizes
 if TYPE_CHECKING:
     import numpy as np
 
-# Dividing logits by a much lower temperature overflows, and the entropy becomes NaN.
+# Logits that are divided by a much lower temperature overflow, which makes the entropy NaN.
 COLDEST = 1e-6
 MAX_BIAS = 100  # as in OpenAI's API; exceeds the difference of any two soft-capped logits
 MAX_SCORE = 1000  # nats; no log-probability is below -MAX_SCORE, because logits are soft-capped
@@ -40,7 +40,7 @@ class Parameter:
     most: int | None = None
     above_least: bool = False  # values must exceed `least`
     flag: str = ""  # the command line's option, if it differs from the name
-    beside_text: bool = False  # requests output in addition to the text
+    beside_text: bool = False  # asks for output in addition to the text
 
     @property
     def kind(self) -> type:
@@ -50,7 +50,7 @@ class Parameter:
 
     @property
     def limit(self) -> float:
-        """The largest value."""
+        """The largest allowed value."""
         if self.most is not None:
             return self.most
         return MAX_INT32 if self.kind is int else sys.float_info.max
@@ -259,7 +259,7 @@ class SamplingParams:
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
         """Reduce `max_new_tokens` to what fits `room` positions if it is a default or less than a canvas is lacking. If
-        not even one canvas of the default length fits, the largest of `sizes` that does becomes the length."""
+        not even one canvas of the default length fits, the largest of `sizes` that fits becomes it."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
@@ -289,7 +289,7 @@ class SamplingParams:
         t_min).
 
         Computes the temperature with the reference's float32 operations in the same order, then multiplies it by
-        `temperature`, down to COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
+        `temperature`. The minimum is COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
         """
         import numpy as np
 
@@ -307,7 +307,7 @@ class SamplingParams:
 
     @property
     def restricts(self) -> bool:
-        """Whether only some tokens may be drawn."""
+        """Whether only some tokens can be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @cached_property

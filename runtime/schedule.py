@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 
 
 class Scheduled(Protocol):
-    """A request. passes: number of passes so far. turn: passes since its turn began. place: orders the requests of one
-    caller."""
+    """A request. passes: number of passes so far. turn: passes since its turn began; a long pass counts several times.
+    place: orders the requests of one caller."""
 
     owner: str
     passes: int
@@ -39,7 +39,7 @@ class Schedule:
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
-        self._turns: dict[str, float] = {}  # number of turns by caller
+        self._turns: dict[str, float] = {}  # number of turns so far, keyed by caller
         self._now = 0.0  # number of turns of a caller that was always active
         self._callers = 1
         self._places = count()

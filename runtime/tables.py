@@ -15,7 +15,7 @@ from canvasrt.extras import require
 
 
 def pass_work(config: ModelConfig) -> int:
-    """Return the number of multiply-adds by which one request's denoising pass multiplies weight matrices."""
+    """Return how many multiply-adds one request's denoising pass spends on products with weight matrices."""
     size, experts = config.hidden_size, config.top_k_experts
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
@@ -54,7 +54,7 @@ class QuantizedTable:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the scales, in which graphs compute."""
+        """The dtype of the scales. Graphs compute in this dtype."""
         return self.scale.dtype
 
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:

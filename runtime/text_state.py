@@ -48,7 +48,7 @@ class TextState(RequestState):
         return self._decide()
 
     def _score_prompt(self, hidden: np.ndarray) -> bool:
-        """Score the prompt tokens that `hidden`, a chunk's output, predicts, unless another request already has."""
+        """Score the prompt tokens that `hidden`, a chunk's output, predicts, unless another request has scored them."""
         assert self._prompt_scores is not None
         first = self.queue.begin + 1
         if self.queue.is_scored(first + len(hidden) - 1):

@@ -40,7 +40,7 @@ _BYTES = _byte_table()
 
 @contextlib.contextmanager
 def _readable(file: Path | None) -> Iterator[None]:
-    """Raise CanvasError, which names the file, for any error. The libraries' own errors do not name it."""
+    """Raise CanvasError, which names the file, for any error. The libraries' own errors do not name the file."""
     try:
         yield
     except Exception as error:  # tokenizers raises nothing more specific
@@ -144,7 +144,7 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """Return the token ids of a chat whose answer begins with `prefix`, and the beginning of the answer as text.
 
-        The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` may
+        The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` can
         begin with the control token of a thought or a call; further control tokens in `prefix` are encoded as text.
         Raises CanvasError if the template lacks one of the `variables`, unless the variable's value is false or empty.
         """
@@ -163,7 +163,7 @@ class Tokenizer:
         return ids, self._control.unmark(opening) + prefix
 
     def closed_chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a chat without a prompt for an answer."""
+        """Return the token ids of a chat that does not end with a prompt for an answer."""
         self._check(messages, variables)
         return self._encode(self._render(messages, False, _given(variables)))
 
@@ -186,7 +186,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a raw prompt, which may contain control tokens. `add_special_tokens` adds the
+        """Return the token ids of a raw prompt, which can contain control tokens. `add_special_tokens` adds the
         tokenizer's own special tokens, usually bos."""
         # Encoding a batch, here of one text, releases the interpreter's lock. Long texts take seconds.
         (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -282,8 +282,8 @@ class StreamDecoder:
         return text + self._ordinary(self._put(ids[begin:], final))
 
     def _ordinary(self, piece: str) -> str:
-        """Return the text of ordinary tokens. Where they spell a control token, insert FORGED before its last
-        character, because the earlier characters may already have been returned."""
+        """Return the text of ordinary tokens. Where they spell a control token, insert FORGED before the last character
+        of the spelling, because the earlier characters may already have been returned."""
         text, before, begin = self._tail + piece, len(self._tail), 0
         parts = []
         for found in self._tokenizer.forged.finditer(text):
