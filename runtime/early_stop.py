@@ -12,10 +12,9 @@ from canvasrt.runtime.sampling_params import SamplingParams
 
 
 class EarlyStopping:
-    """The rule of `early_stop` for one block, which must be stable and confident, as in transformers'
-    `StableAndConfidentStoppingCriteria`.
+    """The rule of `early_stop` for one block, as in transformers' `StableAndConfidentStoppingCriteria`.
 
-    A block may end once its likeliest tokens equal those of the `stability_threshold` previous steps, and their mean
+    A block can end once its likeliest tokens equal those of the `stability_threshold` previous steps, and their mean
     entropy is below `confidence_threshold`, in nats.
     """
 
@@ -32,7 +31,7 @@ class EarlyStopping:
         self._history.clear()
 
     def stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
-        """Apply one step; return whether the block may end after it.
+        """Apply one step; return whether the block can end after it.
 
         argmax: int64 `[canvas]`. entropy: float32, only of the positions to consider.
         """

@@ -97,8 +97,8 @@ def redrawn(
     temperature: np.float32,
     uniforms: np.ndarray,
 ) -> tuple[DenoiseOutput, np.ndarray, np.ndarray]:
-    """Redraw a step's accepted tokens from the candidates. Return the step's output, the positions `[n]` whose tokens
-    changed, and their next hidden states `[n, hidden_size]`.
+    """Redraw a step's accepted tokens, only from those that `candidates` returns. Return the step's output, the
+    positions `[n]` whose tokens changed, and their next hidden states `[n, hidden_size]`.
 
     Acceptance and self-conditioning still use the whole distribution. The host scores only positions where the
     restriction can matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −

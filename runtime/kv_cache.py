@@ -91,7 +91,8 @@ class RequestCache:
 
 
 class CanvasFeeds:
-    """The inputs of denoising passes, except for hidden states. Cached tokens are padded to the longest request.
+    """The inputs of denoising passes, except for hidden states. Cached tokens are padded to the longest request's
+    length.
 
     The inputs are the same in all steps of a block, so they are reused until the requests or their lengths change.
     """

@@ -258,8 +258,8 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Reduce `max_new_tokens` to what fits `room` positions if it is a default or less than a canvas is lacking. If
-        not even one canvas of the default length fits, the largest of `sizes` that fits becomes it."""
+        """Reduce `max_new_tokens` to what fits `room` positions if it is a default, or if less than a canvas is
+        lacking. If not even one canvas of the default length fits, use the largest of `sizes` that fits."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:

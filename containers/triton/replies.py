@@ -100,7 +100,7 @@ class ReplyBuilder:
         self._steps: list[int] = []
         self._done: list[int] = []  # final tokens
         self._opening = self._unsent = opening
-        self._scores: list[str] = []  # as JSON
+        self._scores: list[str] = []  # log-probabilities as JSON
         self._unsent_scores = prompt_scores
         self._wants_scores = params.scores
         self._block_scores: list[BlockScore] = []

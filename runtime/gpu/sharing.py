@@ -41,8 +41,8 @@ def prove(model: DeviceModel) -> Evidence:
 
     Compares a request's results in its own passes, of every width, with its results in shared passes: alone and
     together with random requests, at every place, and under several expert loads. If all bits agree, every step can use
-    the faster kind of pass. If not, that choice would make tokens depend on timing. Also warms up all shapes of the
-    resulting plan. Call this only while no request is running."""
+    the faster kind of pass. If they did not, that choice would make tokens depend on timing. Also warms up all shapes
+    of the resulting plan. Call this only while no request is running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
@@ -113,7 +113,7 @@ class _Trial:
             self.release(given)
 
     def seconds(self) -> tuple[dict[int, float], float]:
-        """Return durations in seconds: of own passes, keyed by width, and of a full shared pass."""
+        """Return, in seconds, the durations of own passes, keyed by width, and that of a full shared pass."""
         given = self.requests({})
         own = {width: self._fastest(width, given[:1]) for width in self._model.shapes.widths}
         shared = self._fastest(0, given)
