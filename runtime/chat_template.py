@@ -44,7 +44,7 @@ class ControlTexts:
         return _HALF.sub(lambda found: self._plain.get(ord(found[0]), found[0]), text)
 
     def pieces(self, marked: str) -> list[str]:
-        """Split marked text inside every spelling of a control token that contains a caller's characters.
+        """Split marked text inside every control token's spelling, unless the template wrote the whole token.
 
         The concatenated pieces are the unmarked text. Raises CanvasError if there are too many pieces.
         """

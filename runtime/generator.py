@@ -175,7 +175,7 @@ class Generator:
             self._waiting.append(fresh)
 
     def _give_places(self) -> None:
-        """Fill the batch, and let waiting requests replace those whose turn is over."""
+        """Fill the batch, and let waiting requests replace running ones whose turn is over."""
         ready = [each for each in self._waiting if not each.searches]
         while ready and len(self._running) < self.max_batch:
             self._place(self._schedule.next(ready), ready)

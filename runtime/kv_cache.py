@@ -48,7 +48,7 @@ class RequestCache:
         self.values[layer] = _joined(self.values[layer], kept, values, keep)
 
     def mark(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return a state to which `rewind` restores the cache."""
+        """Return the cache's state, to which `rewind` can return."""
         return list(self.keys), list(self.values)
 
     def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:

@@ -68,7 +68,7 @@ class PrefillQueue:
 
     def cacheable(self) -> list[Chunk]:
         """Return the chunks, from the next one on, that the prefix cache could hold. Stop before a chunk that has a
-        `keep` callback and lacks scores: the callback computes them from outputs, which the cache lacks."""
+        `keep` callback, unless its tokens' scores are known: the callback needs outputs, which the cache lacks."""
         found: list[Chunk] = []
         end = self.begin
         for chunk in self._chunks[self._next :]:

@@ -189,7 +189,7 @@ class SortedEngine:
         return self._between.kernel(self._folder / image.file, image), image
 
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
-        """Yield a call's launches: pieces, and a layer's kernels between two pieces."""
+        """Yield a call's launches: those of the pieces and, between two pieces, those of a layer's kernels."""
         batch, length, _ = call.shapes["hidden"]
         # Calls that differ only in expert slots are identical here, so they are captured once.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}

@@ -81,7 +81,7 @@ class Past:
     positions: int  # address of int64 `[slots, most]`
     shown: list[
         tuple[int, int]
-    ]  # for each slot, the width and length for which positions were written
+    ]  # for each slot, the width and length for which its positions were last written
 
 
 class DeviceCache:
