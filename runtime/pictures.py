@@ -92,7 +92,7 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
 
 
 def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
-    """Return the largest height and width that keep about these proportions and need at most `budget` soft tokens. Both
+    """Return the largest height and width that roughly keep these proportions and need at most `budget` soft tokens. Both
     are multiples of `patch · pool`. Raises CanvasError if no such size exists."""
     side = patch * pool
     factor = math.sqrt(budget * side**2 / (height * width))
@@ -176,7 +176,7 @@ def uncut(groups: np.ndarray, size: int, most: int) -> int:
 def see_groups(
     groups: np.ndarray, pictures: Sequence[Picture], see: Callable[[Picture], np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the image numbers `groups` of tokens to encode, and the soft tokens of these images. Returns None for both
+    """Return `groups`, the image numbers of tokens to encode, and these images' soft tokens. Returns None for both
     if there are no images."""
     seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
     return (groups, np.concatenate(seen)) if seen else (None, None)

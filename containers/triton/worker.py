@@ -58,8 +58,8 @@ class Worker:
         timeout: float | None = None,
         peers: Sequence[Worker] = (),
     ) -> None:
-        """max_tokens, timeout: see `Tickets`. peers: other workers, with which this one shares tickets and failure
-        counts, and which get requests that wait here."""
+        """max_tokens, timeout: see `Tickets`. peers: other workers. All share tickets and failure counts, and free
+        ones get requests that wait here."""
         first = peers[0] if peers else None
         own = Tickets(MAX_WAITING, max_tokens, timeout)
         self.tickets: Tickets = first.tickets if first else own
