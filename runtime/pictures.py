@@ -92,8 +92,8 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
 
 
 def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
-    """Return the largest height and width that roughly keep these proportions and need at most `budget` soft tokens. Both
-    are multiples of `patch · pool`. Raises CanvasError if no such size exists."""
+    """Return the largest height and width that roughly keep these proportions and need at most `budget` soft tokens.
+    Both are multiples of `patch · pool`. Raises CanvasError if no such size exists."""
     side = patch * pool
     factor = math.sqrt(budget * side**2 / (height * width))
     rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
