@@ -24,7 +24,7 @@ class Sample:
     blocks: int
     steps: int  # denoising steps of all requests
     step_seconds: list[float]  # wall time of each denoising step of the batch
-    first_tokens: list[float]  # per request, from its start to its first final tokens
+    first_tokens: list[float]  # for each request, from its start to the end of its first block
 
     @property
     def tokens_per_second(self) -> float:

@@ -18,7 +18,7 @@ SLACK, SPARE = 1.15, 4
 
 
 def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
-    """Reshape the axis `axis`, of cached tokens, to `[octets, 8]`. Pad the last octet with `empty`."""
+    """Reshape axis `axis`, whose entries are cached tokens, to `[octets, 8]`. Pad the last octet with `empty`."""
     tokens = array.shape[axis]
     missing = octets(tokens) * OCTET - tokens
     if missing:
@@ -29,7 +29,7 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
 
 @cache
 def expert_slots(capacity: int, experts: int) -> Arrays:
-    """Return the inputs that set `capacity` slots per expert for both of its matrix products."""
+    """Return the inputs that give every expert `capacity` slots in both of its matrix products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
 
@@ -42,7 +42,7 @@ class Geometry:
         self._segment = segment
 
     def complete(self, feeds: Arrays) -> Arrays:
-        """Return `feeds` plus masks, rotations and sizes, with cached keys and values reshaped to `[B, kv_heads, O * 8,
+        """Return `feeds` plus masks, rotations and sizes. Reshape cached keys and values to `[B, kv_heads, O * 8,
         head_dim]`."""
         if self._segment is None:
             return feeds
@@ -60,7 +60,7 @@ class Capacity:
     """The slots per expert in one body segment for one request, learned from the request's own passes.
 
     Every request learns separately. Otherwise one request's history would change the shapes of another's passes, and so
-    the last bits of its results.
+    the last bits of the other's results.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -44,7 +44,7 @@ class ControlTexts:
         return _HALF.sub(lambda found: self._plain.get(ord(found[0]), found[0]), text)
 
     def pieces(self, marked: str) -> list[str]:
-        """Split marked text inside every control token that a caller's characters would otherwise form.
+        """Split marked text inside every control token's spelling, unless the template wrote the whole token.
 
         The concatenated pieces are the unmarked text. Raises CanvasError if there are too many pieces.
         """
@@ -102,12 +102,12 @@ def check_characters(value: Any) -> None:
 
 
 class _OwnText(str):
-    """A template's string with control tokens: it compares as plain text, and renders as marked text."""
+    """A template's string that contains control tokens. It compares as plain text, and renders as marked text."""
 
     marked: str
 
     def __new__(cls, text: str, marked: str | None = None) -> Any:
-        # `format` runs in the sandbox, because its result contains callers' text.
+        # The sandbox's `format` passes no `marked`: its result is plain text, because it contains callers' text.
         if marked is None:
             return text
         own = super().__new__(cls, text)
@@ -138,8 +138,8 @@ def _written(value: Any) -> Any:
 
 
 class _MarkOwnText(NodeTransformer):
-    """Marks control tokens in a template's string literals. Whether a string is rendered or compared is known only at
-    run time."""
+    """Marks control tokens in a template's text. The template's string literals become `_OwnText`, because only at run
+    time is it known whether they are rendered or compared."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
@@ -178,7 +178,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
 
     def own(self, text: str) -> str:
-        """Return a template's string, as `_OwnText` if it contains control tokens."""
+        """Return a template's string as `_OwnText`."""
         own: str = _OwnText(text, self._control.mark(text))
         return own
 

@@ -38,8 +38,8 @@ class Conditions:
         return bool(self.pin or self.allow or self.least)
 
     def check(self, config: ModelConfig, budget: int, room: int, ends: Sequence[int]) -> None:
-        """Raise CanvasError, with the path of the mistake, for positions beyond the canvases, unknown tokens, and
-        contradictory conditions.
+        """Raise CanvasError, which names the path of the mistake, for positions beyond the canvases, unknown tokens,
+        and contradictory conditions.
 
         budget: maximum number of tokens of the answer. room: number of positions in all its canvases. ends: the tokens
         that end the sequence.
@@ -87,7 +87,7 @@ class Conditions:
                 )
 
     def _listed(self, position: int, token: int) -> tuple[int, ...]:
-        """Return the tokens that a position may have; `token` alone if it is not restricted."""
+        """Return the tokens that a position can have, or only `token` if the position is not restricted."""
         if position in self.pin:
             return (self.pin[position],)
         return self.allow.get(position, (token,))
@@ -131,7 +131,7 @@ def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int
 
 
 def read_conditions(data: Any) -> Conditions:
-    """Parse conditions from JSON. Raises CanvasError, with the path of the mistake, if they are invalid."""
+    """Parse conditions from JSON. Raises CanvasError, which names the path of the mistake, if they are invalid."""
     if not isinstance(data, Mapping):
         raise CanvasError("canvas is not an object", _EXAMPLE)
     for name in data:

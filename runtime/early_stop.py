@@ -12,15 +12,14 @@ from canvasrt.runtime.sampling_params import SamplingParams
 
 
 class EarlyStopping:
-    """The rule of `early_stop` for one block, which must be stable and confident, as in transformers'
-    `StableAndConfidentStoppingCriteria`.
+    """The rule of `early_stop` for one block, as in transformers' `StableAndConfidentStoppingCriteria`.
 
-    A block may end once its likeliest tokens equal those of the `stability_threshold` previous steps, and their mean
+    A block can end once its likeliest tokens equal those of the `stability_threshold` previous steps, and their mean
     entropy is below `confidence_threshold`, in nats.
     """
 
     def __init__(self, params: SamplingParams, when_certain: bool = False) -> None:
-        """`when_certain`: also end as soon as the entropy of all positions is 0."""
+        """`when_certain`: also end as soon as the entropy is 0 at all positions."""
         self._on = params.early_stop
         self._wanted = params.stability_threshold
         self._threshold = np.float32(params.confidence_threshold)
@@ -32,7 +31,7 @@ class EarlyStopping:
         self._history.clear()
 
     def stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
-        """Apply one step; return whether the block may end after it.
+        """Apply one step; return whether the block can end after it.
 
         argmax: int64 `[canvas]`. entropy: float32, only of the positions to consider.
         """
@@ -50,7 +49,7 @@ class EarlyStopping:
 class SettledPrefix:
     """The settled prefix of one block's canvas: tokens at its beginning that no later step changes.
 
-    The sampler itself makes no token final: every step accepts a new set of positions, so any token may change until
+    The sampler itself makes no token final: every step accepts a new set of positions, so any token can change until
     the block's last step. With `settle_steps`, a position settles once all positions before it have settled, and for
     this number of steps its likeliest token has stayed the same and its entropy has been below `confidence_threshold`.
     Then that token is fixed.
@@ -82,7 +81,7 @@ class SettledPrefix:
         return new
 
     def over(self, argmax: np.ndarray) -> np.ndarray:
-        """Return `argmax` with the settled tokens at its beginning."""
+        """Return `argmax`, but with its beginning replaced by the settled tokens."""
         if not self.tokens:
             return argmax
         return np.concatenate([np.array(self.tokens, argmax.dtype), argmax[len(self.tokens) :]])

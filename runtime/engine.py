@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Segment(Protocol):
-    """One compiled graph, without state between calls."""
+    """One compiled graph over host arrays, which keeps no state between calls."""
 
     @property
     def name(self) -> str: ...
@@ -28,7 +28,7 @@ class Segment(Protocol):
 
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
         """Run the graph on `feeds`, which must have every input. Return the outputs that `wanted` names, or all outputs
-        if it is None.
+        if `wanted` is None.
 
         Arrays are C-contiguous and have the graph's dtypes.
         """
@@ -61,7 +61,7 @@ class Device(Protocol):
     def name(self) -> str: ...
 
     def allocate(self, size: int) -> int:
-        """Return the address of `size` zeroed bytes, aligned for any tensor. They are freed with the device.
+        """Return the address of `size` zeroed bytes, aligned for any tensor. The memory is freed with the device.
 
         Raises CanvasError if memory does not suffice.
         """
@@ -91,7 +91,7 @@ class Device(Protocol):
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and total bytes of the device's memory."""
+        """Return the sizes of the device's free memory and of its whole memory, in bytes."""
         ...
 
 
@@ -105,7 +105,7 @@ class Pitched:
 
 @dataclass(frozen=True)
 class EngineCall:
-    """One launch of an engine: its tensors' shapes and addresses, by name.
+    """One launch of an engine: its tensors' shapes and addresses, keyed by name.
 
     `dims` are the sizes that determine the shapes, named as in profiles. `repeats`: whether the same call is likely to
     run again. `place`: the place in the batch whose captured graph runs the call; every place has one graph. None if
@@ -126,8 +126,8 @@ class EngineCall:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One launch of one of our own kernels: programs per axis, threads per program, bytes of shared memory, and
-    arguments."""
+    """One launch of one of our own kernels. grid: programs per axis. threads: threads per program. shared: size of
+    shared memory in bytes."""
 
     kernel: int
     grid: tuple[int, int, int]
@@ -137,7 +137,7 @@ class KernelCall:
 
 
 class Engine(Protocol):
-    """One compiled graph over device memory, without state between calls."""
+    """One compiled graph over device memory, which keeps no state between calls."""
 
     @property
     def name(self) -> str: ...
@@ -158,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Allocate the memory that calls need. Called once all engines of the bundle are open."""
+        """Allocate the memory that calls need. Called when all engines of the bundle are open."""
         ...
 
     def launch(self, call: EngineCall) -> None:

@@ -37,7 +37,7 @@ _SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so t
 class Generator:
     """Runs requests on one model, at most `max_batch` at a time, or fewer if the engines' limit is lower.
 
-    The rest wait; `Schedule` decides which requests run. `add` and `cancel` may be called from other threads while one
+    The rest wait; `Schedule` decides which requests run. `add` and `cancel` can be called from any thread while one
     thread calls `step`.
     """
 
@@ -66,7 +66,7 @@ class Generator:
 
     @property
     def active_canvases(self) -> int:
-        """Number of canvases in the last denoising step, at most the number of running requests."""
+        """Number of canvases in the last denoising step, but at most the number of requests that are still running."""
         return min(self._denoised, len(self._running))
 
     @property
@@ -105,10 +105,10 @@ class Generator:
         return each.id
 
     def step(self) -> list[Event]:
-        """Encode one chunk and denoise one step of every running request that is ready; return their events.
+        """Encode one chunk, or denoise one step, of every running request that is ready; return their events.
 
-        A step encodes only one chunk of a long prompt. While other requests can run, steps
-        run between two chunks for about as long as the first of the two took.
+        A long prompt is encoded over several steps, one chunk at a time. Between two chunks, other requests that can
+        run get about as much time as the first of the two chunks took.
         """
         self._take_arrived()
         events = self._drop_cancelled()
@@ -175,7 +175,7 @@ class Generator:
             self._waiting.append(fresh)
 
     def _give_places(self) -> None:
-        """Fill the batch, and replace requests whose turn is over by waiting requests."""
+        """Fill the batch, and let waiting requests replace running ones whose turn is over."""
         ready = [each for each in self._waiting if not each.searches]
         while ready and len(self._running) < self.max_batch:
             self._place(self._schedule.next(ready), ready)

@@ -36,13 +36,13 @@ class HostHead:
     """Final norm, output projection and self-conditioning, in float32, over chosen tokens.
 
     Follows `DiffusionGemmaForBlockDiffusion.forward`. The cost is proportional to the number of scored tokens:
-    a few labels cost next to nothing, the whole vocabulary a product with the whole table.
+    a few labels cost next to nothing; the whole vocabulary costs a multiplication by the whole table.
     """
 
     def __init__(
         self, config: ModelConfig, weights: Mapping[str, np.ndarray], table: Table
     ) -> None:
-        """`table` is `[vocab_size, hidden_size]`; `weights` are the head's other weights by name."""
+        """`table` is `[vocab_size, hidden_size]`; `weights` are the head's other weights, keyed by name."""
         self._eps = np.float32(config.rms_norm_eps)
         self._cap = np.float32(config.logit_softcap)
         # The reference rounds the scale to the table's dtype.
@@ -71,7 +71,7 @@ class HostHead:
         return cls(bundle.manifest.model, weights, table)
 
     def logits(self, hidden: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-        """Return soft-capped logits, float32 `[n, k]`, of `tokens` int64 `[k]`; by default of the whole vocabulary.
+        """Return the soft-capped logits, float32 `[n, k]`, of `tokens`, int64 `[k]`, or by default of all tokens.
 
         `hidden` is the last layer's output, float32 `[n, hidden_size]`.
         """
@@ -92,8 +92,8 @@ class HostHead:
         listed: Sequence[int] = (),
     ) -> list[TokenScore]:
         """Return a score per token. Each also lists the log-probabilities of the `top` likeliest tokens at the
-        position, or those of the token itself and of `listed` tokens. `hidden` is the last layer's output at these
-        positions, float32 `[n, hidden_size]`."""
+        position or, if there are `listed` tokens, those of the token itself and of the listed ones. `hidden` is the
+        last layer's output at these positions, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, map(int, tokens), strict=True):
@@ -133,7 +133,7 @@ class HostHead:
         return out * self._scale
 
     def check_signal(self, way_out: str) -> None:
-        """Raise CanvasError if the host lacks weights of self-conditioning."""
+        """Raise CanvasError if the host lacks a weight that self-conditioning needs."""
         if not all(name in self._weights for name in _SIGNAL):
             raise CanvasError(
                 "the checkpoint stores self-conditioning quantized, so the host cannot compute it",

@@ -1,4 +1,4 @@
-"""A model over host arrays, with one cache per request."""
+"""A model whose arrays are in host memory, with one cache per request."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ class HostModel(Model):
     ) -> Iterator[OutputT]:
         """Run passes concurrently if there are several workers. Passes share no state. Yields results in order.
 
-        The calling thread is one of the workers: otherwise, waking it up at the end took a tenth of a small model's
-        time.
+        The calling thread is one of the workers. If it only waited, waking it up at the end took a tenth of a small
+        model's time.
         """
         if self._pool is None or count < 2:
             yield from map(run, batches)
@@ -214,7 +214,7 @@ class HostModel(Model):
             out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]
             for layer in body.layers:
-                # Free the old past.
+                # Free the old keys and values.
                 del feeds[f"past_key_{layer}"], feeds[f"past_value_{layer}"]
                 keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
                 for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -259,7 +259,7 @@ class HostModel(Model):
     def _run_body(
         self, body: BodySegment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
     ) -> Arrays:
-        """Run a segment. If the segment has expert slots, repeat it with more slots as long as an expert overflows."""
+        """Run a segment. If the segment has expert slots, run it again with more slots until no expert overflows."""
         segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         if "load" not in segment.outputs:

@@ -60,7 +60,7 @@ def host_step(
 
 
 def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
-    """Group the positions that have several allowed tokens by their array of tokens."""
+    """Return every array of several allowed tokens, and the positions that it applies to."""
     groups: dict[int, tuple[np.ndarray, list[int]]] = {}
     for position, tokens in allowed.items():
         if len(tokens) > 1:
@@ -97,10 +97,10 @@ def redrawn(
     temperature: np.float32,
     uniforms: np.ndarray,
 ) -> tuple[DenoiseOutput, np.ndarray, np.ndarray]:
-    """Redraw a step's accepted tokens from the candidates. Return the step's output, the positions `[n]` whose tokens
-    changed, and their next hidden states `[n, hidden_size]`.
+    """Redraw a step's accepted tokens, only from those that `candidates` returns. Return the step's output, the
+    positions `[n]` whose tokens changed, and their next hidden states `[n, hidden_size]`.
 
-    Acceptance and self-conditioning still use the whole distribution. The host only scores positions where the
+    Acceptance and self-conditioning still use the whole distribution. The host scores only positions where the
     restriction can matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −
     e⁻ᴴ and e⁻ᴴ draws that token from any set of candidates.
     """
@@ -108,7 +108,7 @@ def redrawn(
     rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
     open_ones = (uniforms <= rest) | (uniforms >= 1 - rest) | (output.canvas != output.argmax)
     places = np.flatnonzero(output.accepted & open_ones)
-    if not places.size:  # usually, so the whole vocabulary's table is rarely read
+    if not places.size:  # the usual case, so the whole vocabulary's table is rarely read
         return output, places, np.empty((0, output.hidden.shape[1]), np.float32)
     logits = head.logits(output.hidden[places]) / temperature
     tokens = draw(logits, uniforms[places], params)
@@ -126,8 +126,8 @@ def redrawn(
 def biased(
     logits: np.ndarray, params: SamplingParams, tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Add `logit_bias` in place to raw logits `[n, k]`. Their columns are `tokens`, int64 `[k]`, ascending; by default
-    the whole vocabulary."""
+    """Add `logit_bias` in place to raw logits `[n, k]`. Their columns are `tokens`, int64 `[k]` in ascending order, or
+    by default the whole vocabulary."""
     if params.logit_bias:
         ids, values = (np.array(each) for each in zip(*params.logit_bias, strict=True))
         if tokens is not None:
@@ -156,12 +156,12 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         reached = before >= params.top_p * ordered.sum(axis=-1, keepdims=True)
         reached[:, 0] = False
         np.put_along_axis(mass, order, np.where(reached, 0, ordered), -1)
-    # relative to the likeliest token, whose mass is 1
+    # `min_p` is relative to the likeliest token, whose mass is 1.
     return (mass > 0) & (mass >= params.min_p)
 
 
 def draw(logits: np.ndarray, uniforms: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Draw one of the candidates per row of `logits` `[n, k]`, by inverse CDF. Return their columns `[n]`."""
+    """Draw one of the candidates per row of `logits` `[n, k]`, by inverse CDF. Return the drawn columns `[n]`."""
     mass = np.exp(logits - logits.max(axis=-1, keepdims=True), dtype=np.float64)
     if params.restricts:
         mass[~candidates(logits, params)] = 0

@@ -14,10 +14,10 @@ from canvasrt.runtime.engine import Arrays
 
 
 class RequestCache:
-    """Keys and values of one request's clean tokens: per layer float32 `[1, kv_heads, octets, 8, head_dim]`, as graphs
-    read them, zero-padded after the last token.
+    """Keys and values of one request's clean tokens, in octets (groups of eight tokens) as graphs read them: per layer
+    float32 `[1, kv_heads, octets, 8, head_dim]`, zero-padded after the last token.
 
-    A sliding layer keeps the last `sliding_window - 1` tokens, a full layer all of them.
+    A sliding layer keeps the last `sliding_window - 1` tokens. A full layer keeps all tokens.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -36,7 +36,7 @@ class RequestCache:
         return min(self.length, self._window - 1) if kind == "sliding" else self.length
 
     def positions(self, kind: str) -> np.ndarray:
-        """Return the positions of a layer's tokens, int64 `[kept]`."""
+        """Return the positions of the tokens in a layer of this kind, int64 `[kept]`."""
         return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
@@ -48,7 +48,7 @@ class RequestCache:
         self.values[layer] = _joined(self.values[layer], kept, values, keep)
 
     def mark(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return a state to which `rewind` restores the cache."""
+        """Return the cache's state, to which `rewind` can return."""
         return list(self.keys), list(self.values)
 
     def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:
@@ -64,8 +64,8 @@ class RequestCache:
         return 2 * np.dtype(np.float32).itemsize * sum(sizes)
 
     def save(self, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return copies of every layer's keys and values of the last `count` tokens, `[1, kv_heads, n, head_dim]`;
-        fewer if the layer keeps fewer."""
+        """Return copies of every layer's keys and values of the last `count` tokens, or of all its tokens if the layer
+        keeps fewer: `[1, kv_heads, n, head_dim]`."""
         saved = []
         for kind, keys, values in zip(self._kinds, self.keys, self.values, strict=True):
             kept = self.kept(kind)
@@ -74,9 +74,9 @@ class RequestCache:
         return saved
 
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
-        """Append copies that `save` returned. In total, they have `count` tokens."""
+        """Append copies that `save` returned. Together, the copies have `count` tokens."""
         for layer in range(len(self.keys)):
-            # In sliding layers, copies may lack old tokens, but have all tokens in the window.
+            # Copies of a sliding layer can lack old tokens, but hold every token in the window.
             keys, values = zip(*(each[layer] for each in saved), strict=True)
             self.append(layer, np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
         self.advance(count)
@@ -91,9 +91,10 @@ class RequestCache:
 
 
 class CanvasFeeds:
-    """The inputs of denoising passes, except for hidden states. Cached tokens are padded to the longest request.
+    """The inputs of denoising passes, except for hidden states. Cached tokens are padded to the longest request's
+    length.
 
-    They are the same in all steps of a block, so they are cached until the requests or their lengths change.
+    The inputs are the same in all steps of a block, so they are reused until the requests or their lengths change.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -123,7 +124,7 @@ class CanvasFeeds:
 
 
 def token_feeds(positions: np.ndarray, causal: bool) -> Arrays:
-    """Return the inputs that describe a pass's new tokens, as text, at the int64 `positions` `[B, L]`."""
+    """Return the inputs that describe a pass's new tokens, all of them text, at the int64 `positions` `[B, L]`."""
     return {
         "positions": positions,
         "groups": np.full(positions.shape, -1, np.int64),
@@ -135,7 +136,7 @@ def past_feeds(caches: Sequence[RequestCache]) -> Arrays:
     """Return the inputs that describe cached tokens: `past_positions_sliding` and `past_positions_full`, int64 `[B, O,
     8]` (-1 is padding), and for every layer i `past_key_i` and `past_value_i`, float32 `[B, kv_heads, O, 8, head_dim]`.
 
-    For a single request, these are the arrays of its cache, not copies.
+    For a single request, the keys and values are the cache's own arrays, not copies.
     """
     feeds: Arrays = {}
     for kind in ("sliding", "full"):
@@ -156,8 +157,8 @@ def _flat(array: np.ndarray) -> np.ndarray:
 
 
 def _joined(old: np.ndarray, kept: int, new: np.ndarray, keep: int) -> np.ndarray:
-    """Return octets with the last `keep` tokens of `old` followed by `new`. `old` holds `kept` tokens; `new` is `[1,
-    kv_heads, n, head_dim]`."""
+    """Append `new` to `old`, and return the last `keep` tokens in octets. `old` holds `kept` tokens in octets; `new` is
+    `[1, kv_heads, n, head_dim]`."""
     joined = np.empty((1, old.shape[1], octets(keep), OCTET, old.shape[4]), np.float32)
     tokens = _flat(joined)
     fresh = min(new.shape[2], keep)

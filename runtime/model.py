@@ -151,8 +151,8 @@ class Model(ABC):
     def revise(
         self, row: Row, hidden: Hidden, places: np.ndarray, states: np.ndarray
     ) -> np.ndarray:
-        """Return `hidden`, a step's `next_hidden`, in which `states` `[n, hidden_size]` replace the positions `places`
-        `[n]`."""
+        """Return a copy of `hidden`, a step's `next_hidden`, in which the positions `places` `[n]` have the new
+        `states` `[n, hidden_size]`."""
         revised = np.array(self._fetch(row, hidden))
         revised[places] = states
         return revised
@@ -173,7 +173,7 @@ class Model(ABC):
         """Return the size of a saved chunk of `tokens` tokens, in bytes."""
 
     def save(self, row: Row, tokens: int) -> Saved:
-        """Save a copy of the last `tokens` cached tokens of a request. The request's latest pass must have encoded
+        """Save a copy of a request's last `tokens` tokens in the cache. The request's latest pass must have encoded
         them."""
         encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
         return Saved(tokens, self._save(row, tokens), encode)

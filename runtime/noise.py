@@ -8,8 +8,8 @@ import numpy as np
 
 
 class _Generator(threading.local):
-    """One generator per thread. It is reseeded before every draw, because creating a generator costs more than a
-    draw."""
+    """One generator per thread. It is reseeded before every draw, because creating a generator takes longer than
+    a draw."""
 
     def __init__(self) -> None:
         self.bits = np.random.Philox(key=0)
@@ -22,10 +22,10 @@ _generator = _Generator()
 def step_noise(
     seed: int, block: int, step: int, length: int, vocab_size: int, attempt: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the uniforms and the random tokens of one denoising step of a block.
+    """Return the uniform random numbers and the random tokens of one denoising step of a block.
 
-    The tokens of step 0 are the block's first canvas. Every later step draws candidates with its uniforms, and puts its
-    tokens at the positions that are not accepted. Every `attempt` at a block has different noise.
+    The tokens of step 0 are the block's first canvas. In later steps, the uniforms draw a candidate per position, and
+    positions whose candidate is not accepted get the random tokens. Every `attempt` has different noise.
 
     The uniforms are float32 `[length]`, multiples of 2**-24 in [0, 1). The tokens are int64 `[length]` in [0,
     vocab_size).

@@ -35,7 +35,7 @@ def open_model(
     - backend: replaces the backend that `device` selects.
     - device: `cpu` or `cuda`; None selects the device that the bundle was built for.
     - share_passes: let requests share passes on a GPU. Every pass then has the shape of a full batch.
-    - max_context: maximum tokens of a request, prompt plus answer; None means the bundle's limit.
+    - max_context: maximum number of tokens of a request: prompt plus answer; None means the bundle's limit.
     - gpu: the number of the GPU among those that CUDA_VISIBLE_DEVICES names.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
@@ -54,8 +54,8 @@ def open_model(
 
 
 def _check_memory(bundle: Bundle) -> None:
-    """Raise CanvasError if the weights exceed this machine's memory. ONNX Runtime copies all weights to its own
-    format."""
+    """Raise CanvasError if the weights exceed this machine's memory. They must fit, because ONNX Runtime converts them
+    to its own format."""
     names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
     files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]
     need, have = sum(each.get("bytes", 0) for each in files), memory_bytes()
@@ -91,7 +91,7 @@ def choose_backend(
     """Return the backend for a bundle. Raises CanvasError if this machine cannot run the bundle.
 
     device: None selects the device that the bundle was built for, or the CPU for plain graphs. share_passes: let
-    requests share passes on a GPU; ignored on a CPU, where it gains nothing.
+    requests share passes on a GPU; ignored on a CPU, where sharing gains nothing.
     """
     check_device(device)
     target = manifest.target or {}
@@ -128,8 +128,8 @@ def choose_backend(
 
 
 def _compiled_kernels(manifest: Manifest, gpu: str) -> Path:
-    """Return the cache's file for the kernels that TensorRT-RTX compiles for a bundle's engines on GPUs of this
-    name."""
+    """Return the file, in the cache folder, of the kernels that TensorRT-RTX compiles for a bundle's engines. `gpu` is
+    the GPU's name."""
     engines = {
         entry["file"]: manifest.files[entry["file"]]["sha256"] for entry in manifest.segments
     }

@@ -23,11 +23,13 @@ class EncodeInput:
 
     row: Row
     tokens: np.ndarray  # int64 [n], n >= 1
-    # The tokens' image numbers, int64 [n], -1 for text; None without images.
+    # Every token's image number, or -1 for text: int64 [n]. None if there are no images.
     groups: np.ndarray | None = None
-    features: np.ndarray | None = None  # float32 [image tokens, hidden_size]; replaces embeddings
-    # A callback that receives the last layer's output, float32 [n, hidden_size], and decides whether the tokens are
-    # kept.
+    features: np.ndarray | None = (
+        None  # float32 [image tokens, hidden_size]; replaces image tokens' embeddings
+    )
+    # A callback that receives the last layer's output, float32 [n, hidden_size], and returns whether the
+    # tokens stay in the cache.
     keep: Callable[[np.ndarray], bool] | None = None
     whole: bool = False  # `keep` needs all tokens' outputs from one pass
 
@@ -51,8 +53,8 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True)
 class DenoiseOutput:
-    """One request's result of a denoising pass. Arrays are `[canvas]`, except for hidden states. Without the head, only
-    `hidden` is set."""
+    """One request's result of a denoising pass. Arrays are `[canvas]`, except for hidden states. If the head did not
+    run, only `hidden` is set."""
 
     canvas: np.ndarray = field(default_factory=_none)  # int64, the next step's tokens
     argmax: np.ndarray = field(default_factory=_none)  # int64
@@ -87,7 +89,7 @@ class Saved:
 
     tokens: int
     data: Any  # the model's own representation
-    # Expert capacities that the request had learned when it was saved.
+    # Expert capacities that the request had learned when the chunk was saved.
     capacities: dict[tuple[str, str], Any]
 
 

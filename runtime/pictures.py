@@ -20,7 +20,7 @@ from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
-# The possible budgets: maximum soft tokens of an image. The checkpoint supports larger ones, but engines do not.
+# An image's possible budgets of soft tokens. The checkpoint supports larger ones, but engines do not.
 BUDGETS = (70, 140, SOFT_TOKENS)
 MAX_PIXELS = 64_000_000  # maximum pixels of an image file; decoding takes three bytes per pixel
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -52,8 +52,8 @@ def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKE
 def read_pictures(
     files: Sequence[bytes], vision: Mapping[str, Any], budgets: Sequence[int]
 ) -> list[Picture]:
-    """Return a request's image files as patches, within their budgets. Raises CanvasError if `read_picture` does, or if
-    the files have too many pixels together."""
+    """Return a request's image files as patches. `budgets` holds one budget per file. Raises CanvasError as
+    `read_picture` does, or if the files together have too many pixels."""
     total = sum(_size(file) for file in files)
     if total > MAX_PIXELS:
         raise CanvasError(
@@ -92,8 +92,8 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
 
 
 def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
-    """Return the largest height and width that keep about these proportions and need at most `budget` soft tokens. Both
-    are multiples of `patch · pool`. Raises CanvasError if there are none."""
+    """Return the largest height and width that roughly keep these proportions and need at most `budget` soft tokens.
+    Both are multiples of `patch · pool`. Raises CanvasError if no such size exists."""
     side = patch * pool
     factor = math.sqrt(budget * side**2 / (height * width))
     rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
@@ -120,8 +120,8 @@ def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
 
 
 def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> list[int]:
-    """Replace every image token of a prompt by as many image tokens as the picture has soft tokens, between the tokens
-    that begin and end an image.
+    """Replace every image token of a prompt with as many as its picture has soft tokens, and put these between the
+    tokens that begin and end an image.
 
     Raises CanvasError if the numbers of image tokens and pictures differ: some templates do not support images.
     """
@@ -141,9 +141,9 @@ def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig)
 def groups_of(
     ids: Sequence[int] | np.ndarray, pictures: Sequence[Picture], config: ModelConfig
 ) -> np.ndarray:
-    """Return the tokens' image numbers, int64 `[tokens]`; -1 for text.
+    """Return every token's image number, or -1 for text: int64 `[tokens]`.
 
-    Raises CanvasError unless the prompt's runs of image tokens match these pictures, in this order.
+    Raises CanvasError unless the prompt's runs of image tokens are as long as these pictures, in this order.
     """
     groups = np.full(len(ids), -1, np.int64)
     if not pictures:
@@ -176,7 +176,7 @@ def uncut(groups: np.ndarray, size: int, most: int) -> int:
 def see_groups(
     groups: np.ndarray, pictures: Sequence[Picture], see: Callable[[Picture], np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return the image numbers `groups` of tokens to encode, and the soft tokens of these images. Returns None for both
+    """Return `groups`, the image numbers of tokens to encode, and these images' soft tokens. Returns None for both
     if there are no images."""
     seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
     return (groups, np.concatenate(seen)) if seen else (None, None)
@@ -203,7 +203,7 @@ def _decode(data: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image file. Raises CanvasError if the file cannot be read, even later, inside the `with` block."""
+    """Open an image file. Raises CanvasError if reading it fails, here or later inside the `with` block."""
     image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:
@@ -213,5 +213,5 @@ def _opened(data: bytes) -> Iterator[Any]:
         raise
     except image.UnidentifiedImageError as error:
         raise CanvasError("unsupported image format", hint) from error
-    except Exception as error:  # decoders may raise anything for a damaged file
+    except Exception as error:  # decoders can raise anything for a damaged file
         raise CanvasError(f"an image cannot be read: {error}", hint) from error

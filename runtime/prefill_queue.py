@@ -14,9 +14,9 @@ from canvasrt.runtime.prefix import Chunk, chunks_of
 
 
 class PrefillQueue:
-    """The chunks of the prompt, then those of every block but the last, and a cursor on the chunk to encode next.
+    """The chunks of the prompt and then of every block except the last. A cursor marks the chunk to encode next.
 
-    A request that lost its cache rewinds the cursor, so that the same chunks are encoded again.
+    A request whose tokens were dropped from the cache rewinds the cursor, so that all chunks are encoded again.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class PrefillQueue:
         return self.next.key, id(self._scores)
 
     def cacheable(self) -> list[Chunk]:
-        """Return the next chunks that the prefix cache may have. A chunk with `keep` is returned only if its tokens'
-        scores are known: the callback needs outputs, which the cache lacks."""
+        """Return the chunks, from the next one on, that the prefix cache could hold. Stop before a chunk that has a
+        `keep` callback, unless its tokens' scores are known: the callback needs outputs, which the cache lacks."""
         found: list[Chunk] = []
         end = self.begin
         for chunk in self._chunks[self._next :]:

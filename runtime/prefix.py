@@ -14,7 +14,7 @@ from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # number of tokens in a prompt's first chunk
-# Names of callers without a key begin with this. Each of their requests has a different name, but all share one cache.
+# Names of callers without an API key begin with this. Every request of theirs has a new name, but all share one cache.
 ANYBODY = "~"
 
 
@@ -43,12 +43,12 @@ def chunks_of(
 ) -> list[Chunk]:
     """Cut a prompt into chunks of at most `most` tokens.
 
-    The last bits of keys and values depend on the pass that computed them. So chunks end at fixed positions,
+    Keys and values from different passes differ in the last bits. So chunks end at fixed positions,
     independent of what follows: 128, 256, 512 and so on up to `most`, then every multiple of `most`. Prompts with the
     same prefix then have the same chunks, and a saved chunk equals what the request's own pass would compute.
 
-    An image's tokens attend to each other, so images are not cut (`pictures.uncut`). `groups` `[tokens]` has every
-    token's image number, -1 for text; `digests` identify the images.
+    An image's tokens attend to each other, so images are not cut (`pictures.uncut`). `groups` `[tokens]` holds every
+    token's image number, or -1 for text; `digests` identify the images.
     """
     of_text = np.full(len(tokens), -1) if groups is None else groups
     found: list[Chunk] = []
@@ -78,8 +78,8 @@ def _next_end(position: int, most: int) -> int:
 class PrefixCache:
     """Saved chunks of prompts. When memory is full, the least recently used are dropped first. Not thread-safe.
 
-    model: saves and restores chunks in its own memory. limit: maximum bytes of all chunks. A device reserves these
-    bytes at load, or fewer if it has less free memory.
+    model: saves and restores chunks in its own memory. limit: maximum size of all chunks together, in bytes. A
+    device reserves this much memory at load, or less if it has less free.
     """
 
     def __init__(self, model: Model, limit: int) -> None:
@@ -91,13 +91,13 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Append saved chunks to a request's cache: those of `chunks` before the first that is not saved for its owner.
+        """Append saved chunks to a request's cache: all of `chunks` before the first that is not saved for `owner`.
         Return their number."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:
             self._model.restore(row, [self._saved[key] for key in keys[:count]])
-        # A chunk is useless without its predecessors, so these are marked as more recently used.
+        # A chunk is useless without its predecessors, so the predecessors are marked as more recently used.
         for key in reversed(keys[:count]):
             self._saved.move_to_end(key)
         return count

@@ -125,7 +125,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request."""
+    """The result of a finished or cancelled request."""
 
     token_ids: list[int]  # the new tokens, including the first end-of-sequence token
     prompt_token_ids: list[int]

@@ -68,7 +68,7 @@ class RequestState(ABC):
         self.row = model.new_row()
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
         self.passes = self.turn = self.place = 0  # set by `Schedule`
-        self.next_encoding = 0  # until the generator's clock shows this, no chunk is encoded
+        self.next_encoding = 0  # no chunk is encoded before the generator's clock shows this
         self.finished = self.cancelled = False
         # A search on another thread, whose result the next step needs.
         self.job: Future[Any] | None = None
@@ -83,7 +83,7 @@ class RequestState(ABC):
         self._steps: list[int] = []  # denoising steps of each earlier block
         self._step = self._attempt = 0  # numbers of the step and the attempt within this block
         self._hidden: Hidden = None
-        self._allowed: dict[int, np.ndarray] = {}  # allowed tokens by canvas position
+        self._allowed: dict[int, np.ndarray] = {}  # allowed tokens, keyed by canvas position
         self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
 
@@ -197,7 +197,7 @@ class RequestState(ABC):
         return "both" if self._params.logprobs or self._params.on_host else "tokens"
 
     def _sample(self, output: DenoiseOutput) -> DenoiseOutput | None:
-        """Return the step after sampling; None if a search must finish first: `collect` then continues."""
+        """Return the step after sampling, or None if a search must finish first. `collect` then continues the step."""
         if self._outputs != "hidden" and not self._params.on_host:
             return output
         assert output.hidden is not None
@@ -220,7 +220,7 @@ class RequestState(ABC):
     # The methods below are the same for all subclasses, except for `_noise`.
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a step's uniforms, and its random tokens, which are among the allowed ones."""
+        """Return a step's uniform random numbers, and its random tokens, which are drawn from the allowed ones."""
         size, block = self._model.config.vocab_size, len(self._steps)
         uniforms, tokens = step_noise(
             self._params.seed, block, step, self._length, size, self._attempt

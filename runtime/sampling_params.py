@@ -1,5 +1,4 @@
-"""A request's sampling parameters. Triton's inputs, the OpenAI API and the command line are derived
-from this table.
+"""A request's sampling parameters, from which Triton's inputs, the OpenAI API and the command line are derived.
 
 Does not import NumPy when it is loaded, because the command line reads this module for its help.
 """
@@ -21,9 +20,9 @@ from canvasrt.pass_shapes import canvas_sizes
 if TYPE_CHECKING:
     import numpy as np
 
-# Dividing logits by a much lower temperature overflows, and the entropy becomes NaN.
+# Logits that are divided by a much lower temperature overflow, which makes the entropy NaN.
 COLDEST = 1e-6
-MAX_BIAS = 100  # as in OpenAI's API; exceeds all differences of soft-capped logits
+MAX_BIAS = 100  # as in OpenAI's API; exceeds the difference of any two soft-capped logits
 MAX_SCORE = 1000  # nats; no log-probability is below -MAX_SCORE, because logits are soft-capped
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 LEAST_WORK: dict[str, Any] = {"max_new_tokens": 1, "max_denoising_steps": 1}
@@ -41,7 +40,7 @@ class Parameter:
     most: int | None = None
     above_least: bool = False  # values must exceed `least`
     flag: str = ""  # the command line's option, if it differs from the name
-    beside_text: bool = False  # requests output in addition to the text
+    beside_text: bool = False  # asks for output in addition to the text
 
     @property
     def kind(self) -> type:
@@ -51,7 +50,7 @@ class Parameter:
 
     @property
     def limit(self) -> float:
-        """The largest value."""
+        """The largest allowed value."""
         if self.most is not None:
             return self.most
         return MAX_INT32 if self.kind is int else sys.float_info.max
@@ -194,7 +193,7 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = ()
     # Tokens to list with each log-probability, in place of the likeliest ones.
     logprob_token_ids: tuple[int, ...] = ()
-    # Tokens, and the numbers added to their logits.
+    # Pairs of a token and the number to add to its logit.
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -216,7 +215,7 @@ class SamplingParams:
         labels: Mapping[str, str] | None = None,
         **overrides: Any,
     ) -> SamplingParams:
-        """Return the checkpoint's defaults, replaced by those of `overrides` that are not None.
+        """Return the checkpoint's defaults, replaced by every override that is not None.
 
         `labels` replace parameters' names in error messages.
         """
@@ -259,7 +258,8 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Reduce a budget that is a default, or lacks room for less than a canvas, to what fits `room` positions."""
+        """Reduce `max_new_tokens` to what fits `room` positions if it is a default, or if less than a canvas is
+        lacking. If not even one canvas of the default length fits, use the largest of `sizes` that fits."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
@@ -288,8 +288,8 @@ class SamplingParams:
         """Return the temperature of denoising step `step`, from 1 (close to t_max) to `max_denoising_steps` (close to
         t_min).
 
-        Computes the reference's temperature, in its order of float32 operations, and multiplies it by `temperature`.
-        The result is at least COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
+        Computes the temperature with the reference's float32 operations in the same order, then multiplies it by
+        `temperature`. The minimum is COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
         """
         import numpy as np
 
@@ -307,12 +307,12 @@ class SamplingParams:
 
     @property
     def restricts(self) -> bool:
-        """Whether only some tokens may be drawn."""
+        """Whether only some tokens can be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @cached_property
     def on_host(self) -> tuple[str, ...]:
-        """The names of the parameters in use that the host applies instead of the engines."""
+        """The names of the parameters in use that engines do not support, so that the host applies them."""
         given = {
             "top_p": self.top_p < 1,
             "top_k": self.top_k > 0,
@@ -348,9 +348,9 @@ _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
 def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
-    """Raise CanvasError for the first of `values`, keyed by name, that is out of range or contradicts another.
+    """Raise CanvasError for the first value that is out of range or contradicts another.
 
-    `labels` replace parameters' names in error messages.
+    `values` are keyed by name. `labels` replace parameters' names in error messages.
     """
     called = {each.name: each.name for each in PARAMETERS} | dict(labels or {})
     for parameter in PARAMETERS:

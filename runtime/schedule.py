@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 
 
 class Scheduled(Protocol):
-    """A request. passes: number of passes so far. turn: passes since its turn began. place: orders the requests of one
-    caller."""
+    """A request. passes: number of passes so far. turn: passes since its turn began; a long pass counts several times.
+    place: orders the requests of one caller."""
 
     owner: str
     passes: int
@@ -39,7 +39,7 @@ class Schedule:
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
-        self._turns: dict[str, float] = {}  # number of turns by caller
+        self._turns: dict[str, float] = {}  # number of turns so far, keyed by caller
         self._now = 0.0  # number of turns of a caller that was always active
         self._callers = 1
         self._places = count()
@@ -59,7 +59,7 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # Stays below the caller's number of turns after this one, so that a new caller goes before this one.
+        # Stays below the number of turns that the caller has now begun, so that a new caller goes first.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 

@@ -34,7 +34,7 @@ class Attempt:
 
 
 class Scoring:
-    """The attempts at the current block. A block is only sent after it is scored. Its score is the mean log-probability
+    """The attempts at the current block. A block is sent only after it is scored. Its score is the mean log-probability
     of its tokens at temperature 1, either
 
     - from the block's causal encoding pass, in which each token follows those before it; or
@@ -53,7 +53,7 @@ class Scoring:
         self._before = self._after = np.empty((0, 0), np.float32)
 
     def watch(self, hidden: np.ndarray) -> bool:
-        """Store the encoder's output at the last token; the `watch` callback of `PrefillQueue`."""
+        """Store the encoder's output at the last token. This is the `watch` callback of `PrefillQueue`."""
         self._before = hidden[-1:].copy()
         return True
 

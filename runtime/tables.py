@@ -15,7 +15,7 @@ from canvasrt.extras import require
 
 
 def pass_work(config: ModelConfig) -> int:
-    """Return the number of multiply-adds in one request's denoising pass. Only matrix products with weights count."""
+    """Return how many multiply-adds one request's denoising pass spends on products with weight matrices."""
     size, experts = config.hidden_size, config.top_k_experts
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
@@ -29,13 +29,13 @@ def pass_work(config: ModelConfig) -> int:
 
 
 def max_context(manifest: Manifest) -> int:
-    """Return the maximum tokens of a request, prompt plus answer."""
+    """Return the maximum number of tokens of a request: prompt plus answer."""
     limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
     return int(manifest.options.get("max_context") or limit)
 
 
 class Table(Protocol):
-    """Embeddings by token, indexed like an array: `table[tokens]`."""
+    """The embeddings of all tokens, indexed like an array: `table[tokens]`."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -54,7 +54,7 @@ class QuantizedTable:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the scales, in which graphs compute."""
+        """The dtype of the scales. Graphs compute in this dtype."""
         return self.scale.dtype
 
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
@@ -76,7 +76,7 @@ def map_table(bundle: Bundle) -> Table:
 
 
 def host_dtype(name: str) -> np.dtype:
-    """Return the dtype of this name from NumPy, or from ml_dtypes for bfloat16, float8_e4m3fn and the like."""
+    """Return the dtype called `name`: NumPy's or, for bfloat16, float8_e4m3fn and the like, that of ml_dtypes."""
     try:
         return np.dtype(name).newbyteorder("<")
     except TypeError:

@@ -12,7 +12,7 @@ from canvasrt.runtime.request import Block, Event, FinishReason, Request
 from canvasrt.runtime.request_state import RequestState
 from canvasrt.runtime.scoring import Scoring
 
-_SCORED = 64  # positions of a prompt to score at a time; each has a logit for every token of the vocabulary
+_SCORED = 64  # how many prompt positions to score at a time: each needs the logits of the whole vocabulary
 
 
 class TextState(RequestState):
@@ -48,8 +48,7 @@ class TextState(RequestState):
         return self._decide()
 
     def _score_prompt(self, hidden: np.ndarray) -> bool:
-        """Score the prompt's tokens that the output `hidden` of a chunk predicts, unless another request has scored
-        them."""
+        """Score the prompt tokens that `hidden`, a chunk's output, predicts, unless another request has scored them."""
         assert self._prompt_scores is not None
         first = self.queue.begin + 1
         if self.queue.is_scored(first + len(hidden) - 1):
@@ -102,8 +101,8 @@ class TextState(RequestState):
         return self._commit_block(attempt.block, attempt.canvas, encoded)
 
     def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:
-        """Return a block's tokens up to the end of sequence or the token limit, and the finish reason; None if another
-        block follows."""
+        """Return a block's tokens up to the end of sequence or the token limit, and the finish reason, which is None if
+        another block follows."""
         room = self._params.max_new_tokens - len(self._tokens)
         tokens = canvas[:room].tolist()
         ends = np.flatnonzero(np.isin(canvas, self._params.eos_token_ids))

@@ -40,7 +40,7 @@ _BYTES = _byte_table()
 
 @contextlib.contextmanager
 def _readable(file: Path | None) -> Iterator[None]:
-    """Raise CanvasError, which names the file, for any error. The libraries' own errors do not name it."""
+    """Raise CanvasError, which names the file, for any error. The libraries' own errors do not name the file."""
     try:
         yield
     except Exception as error:  # tokenizers raises nothing more specific
@@ -87,8 +87,8 @@ class Tokenizer:
 
     @classmethod
     def read(cls, files: Mapping[str, Path]) -> Tokenizer:
-        """Create a tokenizer from its files. `files` are paths by name, and include `tokenizer.json`. Raises CanvasError
-        for a damaged file."""
+        """Create a tokenizer from its files. `files` maps names to paths, and must include `tokenizer.json`. Raises
+        CanvasError for a damaged file."""
         settings, config = files.get("tokenizer_config.json"), {}
         if settings:
             with _readable(settings):
@@ -116,7 +116,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render `messages` with the chat template, to which `variables` (tools, …) are passed.
+        """Render `messages` and `variables` (tools, …) with the chat template.
 
         Raises CanvasError if there is no template, or if the template refuses the messages.
         """
@@ -144,7 +144,7 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """Return the token ids of a chat whose answer begins with `prefix`, and the beginning of the answer as text.
 
-        The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` may
+        The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` can
         begin with the control token of a thought or a call; further control tokens in `prefix` are encoded as text.
         Raises CanvasError if the template lacks one of the `variables`, unless the variable's value is false or empty.
         """
@@ -163,7 +163,7 @@ class Tokenizer:
         return ids, self._control.unmark(opening) + prefix
 
     def closed_chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a chat without a prompt for an answer."""
+        """Return the token ids of a chat that does not end with a prompt for an answer."""
         self._check(messages, variables)
         return self._encode(self._render(messages, False, _given(variables)))
 
@@ -186,7 +186,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a raw prompt, which may contain control tokens. `add_special_tokens` adds the
+        """Return the token ids of a raw prompt, which can contain control tokens. `add_special_tokens` adds the
         tokenizer's own special tokens, usually bos."""
         # Encoding a batch, here of one text, releases the interpreter's lock. Long texts take seconds.
         (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -212,7 +212,7 @@ class Tokenizer:
         return id
 
     def spell(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens' spellings in the vocabulary; empty for unknown tokens."""
+        """Return each token's spelling in the vocabulary, or an empty string for an unknown token."""
         return [self._core.id_to_token(id) or "" for id in ids]
 
     @cached_property
@@ -221,7 +221,7 @@ class Tokenizer:
         return max(len(token.encode()) for token in self._core.get_vocab())
 
     def token_bytes(self, id: int) -> bytes:
-        """Return a token's bytes; empty for special and unknown tokens."""
+        """Return the bytes of a token's text: none for special, unused and unknown tokens."""
         token = self._core.id_to_token(id)
         if token is None or id in self._special_ids or _UNUSED.fullmatch(token):
             return b""
@@ -245,7 +245,7 @@ class Tokenizer:
         self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False
     ) -> str:
         """Return the text of token ids. `keep_control` keeps the tokens in CONTROL_TOKENS, and inserts FORGED where
-        other tokens spell the same text."""
+        other tokens spell a control token."""
         if keep_control:
             return StreamDecoder(self, keep_control).put(ids, final=True)
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
@@ -282,8 +282,8 @@ class StreamDecoder:
         return text + self._ordinary(self._put(ids[begin:], final))
 
     def _ordinary(self, piece: str) -> str:
-        """Return the text of ordinary tokens. Where these spell a control token, FORGED is inserted before the last
-        character, because the earlier characters may already have been returned."""
+        """Return the text of ordinary tokens. Where they spell a control token, insert FORGED before the last character
+        of the spelling, because the earlier characters may already have been returned."""
         text, before, begin = self._tail + piece, len(self._tail), 0
         parts = []
         for found in self._tokenizer.forged.finditer(text):

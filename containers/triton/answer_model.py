@@ -1,4 +1,5 @@
-"""The model for single answers, in addition to the decoupled one, because Triton's `infer` refuses decoupled models."""
+"""The model that returns single answers. The decoupled model cannot, because Triton's `infer` refuses decoupled
+models."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class AnswerModel:
         self._outputs = [tensor.name for tensor in outputs_of(self._name)]
         self._open: dict[str, Any] = {}  # call → response sender
         self._lock = threading.Lock()
-        # Triton 24.10's stub for Python 3.12 reads a response after sending it, and crashes if it was freed.
+        # Triton 24.10's stub for Python 3.12 reads a response after sending it, and crashes if the response was freed.
         self._recent: deque[Any] = deque(maxlen=1024)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="canvasrt-watch", daemon=True)

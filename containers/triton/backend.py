@@ -1,4 +1,4 @@
-"""The decoupled model of Triton's Python backend, which runs the engines."""
+"""The decoupled model, which runs the engines in Triton's Python backend."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # existing packages import both from this module
 
-# Seconds for which a preparing thread may keep the interpreter. A pass needs it back after every segment; with Python's
-# 5 ms, long texts beside it would slow it several times.
+# How many seconds a preparing thread can keep the interpreter. A pass needs it back after every segment: with Python's
+# default of 5 ms, passes would be several times slower while long texts are prepared.
 _SWITCH = 0.0005
 _LAST_REPLIES = 0.3  # seconds for Triton to send the last error replies
 
@@ -104,7 +104,8 @@ class StreamModel:
             return make
 
         sys.setswitchinterval(_SWITCH)
-        # Prepares slow requests on threads, so that others need not wait. Long texts to tokenize have a thread of their own.
+        # Prepares slow requests on threads, so that others need not wait. Long texts to tokenize have a thread of their
+        # own.
         self._preparing, self._tokenizing = Preparing(), Preparing(threads=1)
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
@@ -138,7 +139,7 @@ class StreamModel:
                 sink.fail(error)
 
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
-        """Report progress until `since`, but no further than the beginning of another thread's oldest unfinished
+        """Report that there was progress until `since` or, if earlier, until another thread began its oldest unfinished
         task."""
         watches = (self._executing, self._preparing.watch, self._tokenizing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))
@@ -182,7 +183,8 @@ class StreamModel:
         sink: ResponseSink,
         ticket: Ticket,
     ) -> None:
-        """Prepare a request and queue it, or answer it without a pass. Gives back its ticket unless it is queued."""
+        """Prepare a request and queue it, or answer it without a pass. Gives the ticket back unless the request is
+        queued."""
         try:
             if sink.cancelled():
                 raise CanvasError("the request was cancelled")

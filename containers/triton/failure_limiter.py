@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from canvasrt.runtime.prefix import share_of
 
 MOST = 3  # number of failed passes after which a caller is refused
-WINDOW = 60.0  # seconds for which failed passes count
+WINDOW = 60.0  # seconds after which a failed pass no longer counts
 
 
 class FailureLimiter:
@@ -30,7 +30,7 @@ class FailureLimiter:
                 del self._failed[owner]
 
     def refuses(self, owner: str) -> bool:
-        """Return whether a caller's requests made too many recent passes fail."""
+        """Return whether a caller's requests recently made too many passes fail."""
         with self._lock:
             times = self._failed.get(owner)
             return (

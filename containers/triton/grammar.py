@@ -28,7 +28,9 @@ from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # number of compiled grammars to cache
-REFUSED_FOR = 60.0  # seconds to cache a refusal, which may be due to a busy machine, because of the time limit
+REFUSED_FOR = (
+    60.0  # seconds to cache a refusal; on a busy machine, a valid grammar can exceed the time limit
+)
 _lock = threading.Lock()  # guards the vocabulary
 
 
@@ -41,7 +43,7 @@ class _Refusal(NamedTuple):
 
 
 class _Grammars(NamedTuple):
-    """A vocabulary, the special tokens that grammars may contain, and the cached grammars."""
+    """A vocabulary, the special tokens that grammars can contain, and the cached grammars."""
 
     vocabulary: Vocabulary
     control: frozenset[int]
@@ -51,7 +53,7 @@ class _Grammars(NamedTuple):
 def read_grammar(
     text: str, model: Model, tokenizer: Tokenizer | None, owner: str = ""
 ) -> GrammarState:
-    """Return the initial state of a grammar. Raises CanvasError, with the mistake, if the grammar is invalid."""
+    """Return the initial state of a grammar. Raises CanvasError, which names the mistake, if the grammar is invalid."""
     if tokenizer is None:
         raise CanvasError(
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"

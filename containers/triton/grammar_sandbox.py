@@ -1,4 +1,4 @@
-"""Tries to compile every grammar in a separate process first, because that can be killed.
+"""Tries to compile every grammar in a separate process first, because a process can be killed.
 
 llguidance cannot be interrupted, and some short grammars take hours or all memory.
 """
@@ -29,7 +29,7 @@ _MODULE = "canvasrt.containers.triton.sandbox_process"
 _LOADING = 300.0  # seconds to load the vocabulary
 _PATIENCE = 30.0  # seconds for a verdict, which takes at most one second of CPU time
 _WRITTEN = 4096  # number of bytes that a writable pipe accepts without blocking
-# Environment variables to pass on. All others could be secrets, which a process that reads callers' input must not
+# Environment variables to pass on. Others could hold secrets, which a process that reads callers' input must not
 # have.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
@@ -62,7 +62,7 @@ class GrammarSandbox:
 
     @property
     def pid(self) -> int:
-        """The id of the current process, which may be replaced."""
+        """The process's current id, which changes when the process is replaced."""
         return self._running.process.pid
 
     def _replace(self, failed: _Running) -> None:
@@ -76,7 +76,7 @@ class GrammarSandbox:
 
 
 class _Running:
-    """One process, with a thread that delivers its verdicts."""
+    """One process, and a thread that delivers its verdicts."""
 
     def __init__(self, model: str) -> None:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -139,7 +139,7 @@ class _Running:
 
 
 def _interpreter() -> str:
-    """Return the path of Python. In an embedded interpreter, `sys.executable` may be another program."""
+    """Return the path of Python. In an embedded interpreter, `sys.executable` can be another program."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     known = (sys.executable, f"{sys.exec_prefix}/bin/{name}", shutil.which(name))
     for path in known:

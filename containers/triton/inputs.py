@@ -60,8 +60,8 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
 
 
 def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name of a request's caller, and the id of the call if the front end may cancel it. Both are empty if
-    the request did not come through the front end. Raises CanvasError for a name without the front end's secret."""
+    """Return the name of a request's caller, and the id of the call if the front end can cancel it. Both are empty if
+    the request did not come through the front end. Raises CanvasError if a name lacks the front end's secret."""
     given, secret = str(parameters.get(OWNER, "")), os.environ.get(CALLER_SECRET_VARIABLE, "")
     if not given:
         return "", ""
@@ -72,7 +72,7 @@ def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: int) -> None:
-    """Raise CanvasError for a tensor with too many elements, before it is decoded."""
+    """Raise CanvasError if a tensor, which is not decoded yet, has a wrong shape or too many elements."""
     sizes: dict[str, int] = {}
     for name, tensor in INPUTS.items():
         if name in shapes:
@@ -122,7 +122,7 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if name == "images":
             values[name] = [_file(item) for item in array]
         elif tensor.datatype == "INT32" and tensor.shape == ANY:
-            # A copy, because Triton frees its memory with the request.
+            # A copy, because Triton frees the tensor's memory with the request.
             values[name] = np.array(array)
         else:
             values[name] = tensor.decode(array)
@@ -181,7 +181,7 @@ def _check_stop_count(count: int) -> None:
 
 
 def read_json(name: str, text: str, hint: str) -> Any:
-    """Parse the JSON value in a tensor. Raises CanvasError, with this hint, if it is not JSON."""
+    """Parse the JSON value in a tensor. Raises CanvasError, which has this hint, if the text is not JSON."""
     try:
         return load_json(text)
     except ValueError as error:
@@ -189,7 +189,7 @@ def read_json(name: str, text: str, hint: str) -> Any:
 
 
 def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
-    """Parse the JSON object in a tensor. Raises CanvasError, with this hint, if there is no JSON object."""
+    """Parse the JSON object in a tensor. Raises CanvasError, which has this hint, if the text is no JSON object."""
     found = read_json(name, text, hint)
     if not isinstance(found, dict):
         raise CanvasError(f"{name} is not a JSON object", hint)
@@ -197,7 +197,7 @@ def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
 
 
 def read_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse a `logit_bias` tensor into pairs of token and bias. Raises CanvasError if it is invalid."""
+    """Parse a `logit_bias` tensor into pairs of a token and its bias. Raises CanvasError if the text is invalid."""
     example = 'send numbers by token id, such as {"17": -100}'
     found = read_object("logit_bias", text, example)
     if len(found) > MAX_BIASED:
@@ -212,7 +212,7 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """Parse the chat in a `messages` tensor. If a message is wrong, raises CanvasError with its number."""
+    """Parse the chat in a `messages` tensor. If a message is wrong, raises CanvasError, which names its number."""
     example = '[{"role": "user", "content": "Hello"}]'
     messages = read_json("messages", text, f"send {example}")
     if not isinstance(messages, list) or not messages:

@@ -31,9 +31,8 @@ class Metrics:
     """Gauges and counters named `canvasrt_*`. `pb_utils` is the Python backend's module."""
 
     def __init__(self, pb_utils: Any) -> None:
-        self._families: list[
-            Any
-        ] = []  # keep references: a metric disappears when its family is garbage-collected
+        # Keep references: a metric disappears when its family is garbage-collected.
+        self._families: list[Any] = []
         self._gauges = {
             name: self._metric(pb_utils, name, about, "GAUGE") for name, about in GAUGES.items()
         }
@@ -48,8 +47,8 @@ class Metrics:
         self._shown = dict.fromkeys(GAUGES, 0)
 
     def update(self, generators: Sequence[Generator], in_flight: int) -> None:
-        """Report the sums over all generators. Updates gauges immediately, since shutdown reads the requests in flight.
-        Updates counters at intervals, and when idle."""
+        """Report the sums over all generators. Gauges are updated immediately, because shutdown reads the number of
+        requests in flight. Counters are updated at intervals, and when all generators are idle."""
         values = {
             "requests_in_flight": in_flight,
             "requests_waiting": max(0, in_flight - sum(each.max_batch for each in generators)),

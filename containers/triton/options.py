@@ -1,4 +1,4 @@
-"""Options of `canvasrt serve` for the models inside Triton, which are passed as environment variables."""
+"""Options that `canvasrt serve` passes to the models inside Triton as environment variables."""
 
 from __future__ import annotations
 

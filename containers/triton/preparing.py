@@ -52,7 +52,7 @@ class Preparing:
     def submit(
         self, caller: str, run: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
-        """Queue a task. `fail` is called with its exception."""
+        """Queue a task. If `run` raises an exception, `fail` is called with it."""
         with self._changed:
             self._queues.setdefault(caller, deque()).append(_Task(run, fail))
             self._waiting += 1

@@ -24,7 +24,7 @@ _KEPT_TOKENS = 1 << 22
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt's token ids, int32 `[n]`, and as text, the beginning of the answer that the prompt already contains."""
+    """A prompt's token ids, int32 `[n]`, and the text with which the prompt already begins the answer."""
 
     ids: np.ndarray
     opening: str
@@ -82,8 +82,8 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens for an encode-only request. If an input is wrong, raises CanvasError with its
-        name."""
+        """Return a prompt's tokens for an encode-only request. If an input is wrong, raises CanvasError, which
+        names it."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":
@@ -91,7 +91,7 @@ class PromptEncoder:
         if tokenizer is None:
             raise CanvasError(f"the model has no tokenizer to encode {chosen}", "send prompt_ids")
         if chosen == "prompt" and values.get("raw"):
-            # The prompt may exceed the context, because callers may want to find out whether it does.
+            # The prompt can exceed the context, because callers may want to find out whether it does.
             if len(values["prompt"]) > _MOST_COUNTED:
                 raise CanvasError(
                     f"prompt has {len(values['prompt'])} characters",
@@ -118,7 +118,7 @@ class PromptEncoder:
         """Raise CanvasError for a text that cannot fit the context, however it is tokenized."""
         assert self._tokenizer is not None
         most = self._max_context * self._tokenizer.longest_token
-        # JSON may write a character as \uXXXX.
+        # JSON can write a character as \uXXXX.
         most = 6 * most if chosen in ("messages", "template", "questions") else most
         if len(text) > most:
             raise CanvasError(

@@ -1,4 +1,4 @@
-"""Converts one request's events to replies: values by name of the decoupled model's outputs."""
+"""Converts one request's events to replies: dictionaries from the names of the decoupled model's outputs to values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JsonReply:
         self.ended = False
 
     def replies(self, event: Event) -> list[Reply]:
-        """Return the reply to the last event."""
+        """Return the reply to the last event. Earlier events get none."""
         self.ended = isinstance(event, Finished)
         if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
             return []
@@ -59,7 +59,7 @@ def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
 
 
 class PromptScores(list[TokenScore]):
-    """The log-probabilities of a prompt's tokens, which several requests may share. `shown` is their JSON, which is
+    """The log-probabilities of a prompt's tokens, which several requests can share. `shown` is their JSON, which is
     built once."""
 
     shown = ""
@@ -70,9 +70,9 @@ class ReplyBuilder:
 
     A reply has all outputs except three: `canvas` is only in drafts, `block_scores` must be requested, and
     `stop_string` is only in an answer that a stop string ended. Without a tokenizer, texts are empty. `drafts`: also
-    send the canvas after every step. `only_final`: only send the result. The text begins with `opening`, and is cut
-    before the first of `stops`. `control`: keep control tokens in the text. `prompt`: the prompt's tokens.
-    `prompt_scores`: the log-probabilities of these tokens, once the first block is finished. `silent`: leave out the
+    send the canvas after every step. `only_final`: send only the result. The text begins with `opening`, and is cut
+    before the first stop string. `control`: keep control tokens in the text. `prompt`: the prompt's tokens.
+    `prompt_scores`: holds the log-probabilities of these tokens once a block is finished. `silent`: leave out the
     answer.
     """
 
@@ -100,7 +100,7 @@ class ReplyBuilder:
         self._steps: list[int] = []
         self._done: list[int] = []  # final tokens
         self._opening = self._unsent = opening
-        self._scores: list[str] = []  # as JSON
+        self._scores: list[str] = []  # log-probabilities as JSON
         self._unsent_scores = prompt_scores
         self._wants_scores = params.scores
         self._block_scores: list[BlockScore] = []
@@ -114,7 +114,7 @@ class ReplyBuilder:
     def replies(self, event: Event) -> list[Reply]:
         """Return the replies to an event.
 
-        The last one sets `ended`. With a stop string, this happens before the generator has finished.
+        The last reply sets `ended`. If a stop string ends the answer, this happens before the generator has finished.
         """
         if isinstance(event, Finished):
             self.ended = True
@@ -150,7 +150,7 @@ class ReplyBuilder:
         return self._reply("settled", event.block, event.step, text, tokens, scores=scores)
 
     def _block(self, event: Block) -> Reply:
-        """Return the reply to a block, with the text that follows its settled pieces."""
+        """Return the reply to a block, whose text follows the pieces that settled earlier."""
         self._steps.append(event.steps)
         self._block_scores += [event.score] if event.score else []
         rest = event.tokens[event.settled :]
@@ -225,7 +225,7 @@ class ReplyBuilder:
         )
 
     def _words(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens before the one that ends the sequence, which may have a text but is not part of the
+        """Return the tokens before the one that ends the sequence. That token can have a text, but is not part of the
         answer."""
         ends = (index for index, token in enumerate(tokens) if token in self._ends)
         return tokens[: next(ends, len(tokens))]

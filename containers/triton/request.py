@@ -64,8 +64,8 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Convert tensors to a request. Raises CanvasError, which names the tensor, for a wrong one, and for a request
-    beyond the operator's limits.
+    """Convert tensors to a request. Raises CanvasError for a wrong tensor, which the error names, and for a
+    request beyond the operator's limits.
 
     `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
     """
@@ -84,7 +84,7 @@ def read_request(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Converts one request of the caller `owner`. `values` are its inputs by tensor name."""
+    """Converts one request of the caller `owner`. `values` are the request's inputs, keyed by tensor name."""
 
     values: Mapping[str, Any]
     model: Model
@@ -188,8 +188,8 @@ class _Reader:
         return ServedRequest(replace(request, owner=self.owner), replies)
 
     def decisions(self) -> ServedRequest:
-        """Return a request that answers closed questions. If a question is invalid, raises CanvasError with its
-        path."""
+        """Return a request that answers closed questions. If a question is invalid, raises CanvasError, which
+        names its path."""
         values, tokenizer = self.values, self.encoder.tokenizer
         self.encoder.check(values)
         pictures = self._pictures()
@@ -222,7 +222,8 @@ class _Reader:
         return stops
 
     def _prompt(self) -> tuple[Sequence[int] | np.ndarray, list[Picture], str]:
-        """Return the prompt with expanded image tokens, the images, and the beginning of the answer in the prompt."""
+        """Return the prompt with expanded image tokens, the images, and the text with which the prompt begins the
+        answer."""
         encoded, opening = self.encoder.encode(self.values, self.owner)
         pictures = self._pictures(encoded)
         if not pictures:

@@ -27,7 +27,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 TRIAL_SECONDS = 1.0  # maximum CPU time
 TRIAL_BYTES = 1 << 30
-# Maximum characters of a message, since lines of at most 4096 bytes are written atomically.
+# Maximum characters of a message, because only lines of at most 4096 bytes are written atomically.
 _LONGEST = 300
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def fork(spec: dict[str, Any], vocabulary: Vocabulary, number: int, out: int = 1) -> int:
-    """Fork a process that compiles a grammar and writes the verdict to `out`, unless it dies.
+    """Fork a process that compiles a grammar and writes the verdict to `out`, unless the process dies.
 
     Return the process id.
     """
@@ -105,8 +105,8 @@ def _say(told: dict[str, Any], out: int = 1) -> None:
 
 
 def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None:
-    """Compile a grammar under limits, which remain set for this process. Return the verdict; None if memory ran out or
-    the compiler panicked."""
+    """Compile a grammar under limits, which remain set for this process. Return the verdict, or None if memory ran
+    out or the compiler panicked."""
     _limit()
     found: list[dict[str, str]] = []
     threading.stack_size(STACK)  # the server's stack size

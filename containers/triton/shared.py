@@ -12,17 +12,17 @@ Value = TypeVar("Value")
 
 
 class Shared(Generic[Value]):
-    """A thread-safe cache of the newest results, by key."""
+    """A thread-safe cache of the most recently used results."""
 
     def __init__(self, kept: int, most: int, size: Callable[[Value], int]) -> None:
-        """Keep at most `kept` results, whose `size`s sum to at most `most`."""
+        """Keep at most `kept` results, whose sizes add up to at most `most`. `size` returns a result's size."""
         self._kept, self._most, self._size = kept, most, size
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Future[Value]] = OrderedDict()
 
     def get(self, key: bytes, work: Callable[[], Value]) -> Value:
-        """Return the result of `work`, which runs once for all concurrent callers. An exception is raised to all
-        callers, and not cached."""
+        """Return the result cached for `key`. If there is none, run `work`, once for all concurrent callers. An
+        exception is raised to all of them, and not cached."""
         with self._lock:
             future = self._known.get(key)
             mine = future is None

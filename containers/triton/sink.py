@@ -27,7 +27,7 @@ class ResponseSink:
     """Sends one request's replies through its response sender."""
 
     def __init__(self, sender: Any, error_events: bool) -> None:
-        """`error_events` sends an error as an event with its code."""
+        """`error_events`: whether an error is sent as an event that contains its code."""
         self._sender = sender
         self._error_events = error_events
         self._ended = False
@@ -65,7 +65,7 @@ class ResponseSink:
             self._sender.send(error_response(code, message), flags=FINAL)
 
     def cancelled(self) -> bool:
-        """Return whether the caller has stopped waiting for events."""
+        """Return whether the request needs no more events, because it has ended or its caller has left."""
         told = self.cancel is not None and self.cancel.is_set()
         return self._ended or self._sender.is_cancelled() or told
 

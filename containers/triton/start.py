@@ -17,14 +17,14 @@ def open_all(
 ) -> tuple[list[Model], dict[str, Any]]:
     """Open a model on each of `count` GPUs, and warm it up.
 
-    With `proves`, requests share passes if a test shows that this changes no bits on any GPU. The second result is the
-    test's `Evidence` as a dictionary; empty without a test. Models whose results differ in any bit from the first one's
-    are left out: a seed's tokens must not depend on the GPU.
+    If `proves`, a test on every GPU decides: requests share passes if this changes no bits on any of them. The second
+    result is the test's `Evidence` as a dictionary, which is empty without a test. Models whose results differ in any
+    bit from the first one's are left out: a seed's tokens must not depend on the GPU.
     """
     models, found = [], []
     for number in range(count):
         models.append(open_one(number))
-        # Warm up before opening the next model, so that it can load the compiled kernels.
+        # Warm up before opening the next model, so that the next one can load the compiled kernels.
         found.append(_warmed_up(models[-1], proves))
     why = next((each["why"] for each in found if each and not each["shared"]), "")
     if not why:
@@ -53,8 +53,8 @@ def _alike(models: list[Any]) -> list[Model]:
 
 
 def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
-    """Warm up a model. With `proves`, on a GPU with several requests per batch, also test whether requests may share
-    passes; return the evidence."""
+    """Warm up a model. If `proves`, and if the model is on a GPU and has several requests per batch, also test whether
+    requests can share passes; return the evidence."""
     found = None
     if proves and model.rows_apart and (model.max_batch or 1) > 1:
         from canvasrt.runtime.gpu.device_model import DeviceModel

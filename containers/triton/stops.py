@@ -37,8 +37,8 @@ class StopCutter:
 
 
 def _borders(stop: str) -> list[int]:
-    """Return, per prefix of `stop`, the length of its longest suffix that is also its prefix (the
-    failure function of Knuth, Morris and Pratt)."""
+    """Return Knuth, Morris and Pratt's failure function: for each prefix of `stop`, the length of its longest proper
+    suffix that also begins `stop`."""
     borders, length = [0] * len(stop), 0
     for index in range(1, len(stop)):
         while length and stop[index] != stop[length]:

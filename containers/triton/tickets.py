@@ -1,4 +1,4 @@
-"""Every request has a ticket, which knows its caller and deadline, from arrival to end. Tickets limit the number of
+"""From arrival to end, every request has a ticket, which knows its caller and deadline. Tickets limit the number of
 requests."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CANCEL_INTERVAL = 0.05
 
 
 class Sink(Protocol):
-    """Receives one request's events. `fail` may be called from several threads, and only the first call counts. Other
-    methods are only called on the worker's thread."""
+    """Receives one request's events. `fail` can be called from several threads, and only the first call counts. The
+    worker's thread calls the other methods."""
 
     def event(self, event: Event) -> None: ...
 
@@ -74,8 +74,8 @@ class Tickets:
     """The tickets of all requests. Thread-safe."""
 
     def __init__(self, most: int, max_tokens: int | None, timeout: float | None) -> None:
-        """most: maximum number of requests; a single key may use half of it. max_tokens: maximum tokens of all requests
-        together, prompts plus new tokens. timeout: maximum seconds per request."""
+        """most: maximum number of requests; one API key can have half of them. max_tokens: maximum tokens of all
+        requests together, prompts plus new tokens. timeout: maximum seconds per request."""
         self._most, self._max_tokens, self._timeout = most, max_tokens, timeout
         self._lock = threading.Lock()
         self._taken: dict[Ticket, None] = {}
@@ -100,7 +100,7 @@ class Tickets:
     def count_tokens(self, ticket: Ticket, count: int) -> None:
         """Count a request's tokens. Raises Busy if all requests together have too many tokens."""
         with self._lock:
-            # A single request is admitted, however long it is.
+            # If no other request has tokens, a request is admitted however long it is.
             if self._max_tokens and self.tokens and self.tokens + count > self._max_tokens:
                 raise Busy(
                     f"all requests together have {self.tokens} tokens of at most {self._max_tokens}",

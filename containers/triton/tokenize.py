@@ -20,7 +20,7 @@ def tokenized(
     """Return the single reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
 
     The text includes special tokens. The option `spell` adds every token's text. If an input is wrong, raises
-    CanvasError with its name.
+    CanvasError, which names it.
     """
     options = _options(values["tokenize"])
     ids = encoder.tokens(values, owner=owner, **{name: options[name] for name in _OPTIONS[:2]})

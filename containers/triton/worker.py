@@ -28,8 +28,10 @@ from canvasrt.runtime.request import Event, Finished, Request
 log = logging.getLogger(__name__)
 
 CANCEL_CHECKS = 16  # number of waiting requests to check for cancellation at a time
-ADMITTED = 16  # maximum number of requests to admit between two steps, since prompts may be long
-MAX_FAILURES = 3  # failures in a row before giving up: a failed pass, then a failed probe
+ADMITTED = 16  # maximum number of requests to admit between two steps, because prompts can be long
+MAX_FAILURES = (
+    3  # failed passes in a row before giving up; a successful pass or probe resets the count
+)
 IDLE_BEAT = 0.5  # seconds between beats while idle
 STUCK = 5.0  # seconds without a beat after which other workers get the new requests
 _STOPPING = ("the server is stopping", "send the request to another server")
@@ -39,9 +41,9 @@ class Worker:
     """Runs a generator on a separate thread.
 
     `make` creates the generator. After a failed pass, all of its requests get an EngineError, and `make` is called
-    again. Then a probe, a short request of the worker, tests the engines. If they work, the failure is counted against
-    the callers whose requests had just begun. `observe` is called around every step with the generator and the number
-    of requests in flight; `beat` is called whenever there is progress, and regularly while idle.
+    again. Then a probe, a short request of the worker's own, tests the engines. If they work, the failure is counted
+    against the callers whose requests had just begun. `observe` is called around every step with the generator and the
+    number of requests in flight; `beat` is called whenever there is progress, and regularly while idle.
 
     If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
     """
@@ -56,8 +58,8 @@ class Worker:
         timeout: float | None = None,
         peers: Sequence[Worker] = (),
     ) -> None:
-        """max_tokens, timeout: see `Tickets`. peers: other workers, with which this one shares tickets and failure counts, and
-        which get requests that wait here."""
+        """max_tokens, timeout: see `Tickets`. peers: other workers. All share tickets and failure counts, and free
+        ones get requests that wait here."""
         first = peers[0] if peers else None
         own = Tickets(MAX_WAITING, max_tokens, timeout)
         self.tickets: Tickets = first.tickets if first else own
@@ -92,8 +94,8 @@ class Worker:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the worker's pass takes so long that its GPU may have stalled. If all workers are stuck, this changes
-        nothing."""
+        """Whether the worker's pass takes so long that its GPU may have stalled. Such a worker gets
+        no new requests, unless all workers are stuck."""
         return time.monotonic() - self.beaten > STUCK
 
     def count(self, owner: str) -> int:
@@ -112,8 +114,8 @@ class Worker:
         return self.tickets.take(owner, sink, time.monotonic() if begin is None else begin)
 
     def submit(self, request: Request, ticket: Ticket) -> None:
-        """Queue a request. Its ticket is given back at its end. If it cannot be queued, gives the ticket back and
-        raises Overloaded. If the request can never run, its sink gets the error."""
+        """Queue a request. Its ticket is given back when the request ends. If it cannot be queued, gives the ticket
+        back and raises Overloaded. If the request can never run, its sink gets the error."""
         try:
             ticket.check_late()
             self._generator.check(request)
@@ -229,7 +231,7 @@ class Worker:
             return
         self._cancel_check = now + CANCEL_INTERVAL
         self._drop_late()
-        # Waiting requests use no resources, so only some are checked per turn.
+        # Waiting requests use no resources, so only some are checked at a time.
         running = self._generator.running
         waiting = [id for id in self._sinks if id not in running]
         begin = self._next_check % max(1, len(waiting))
@@ -352,7 +354,7 @@ class Worker:
 
 @dataclass
 class _Known:
-    """A prepared request. `begun`: whether it has had an event."""
+    """A prepared request. `begun`: whether the request has had an event."""
 
     request: Request
     ticket: Ticket

@@ -19,10 +19,10 @@ Observe = Callable[[Sequence[Generator], int], None]
 class Workers:
     """Submits each request to a worker. Callers' limits apply to all workers together.
 
-    A request goes to the worker with the fewest requests of those with a free place. If none has a place, the request
-    waits at the worker with the fewest requests of its caller: turns that are fair on each GPU are then fair on all. A
-    worker hands waiting requests to workers with a free place; a request that has begun stays. A worker that seems
-    stuck gets no requests unless all workers seem stuck.
+    Of the workers that have a free place, the one with the fewest requests gets a new request. If no worker has a free
+    place, the request waits at the worker with the fewest requests of its caller: turns that are fair on each GPU are
+    then fair on all. Waiting requests move to workers that have a free place; a request that has begun stays. A worker
+    that seems stuck gets no requests unless all workers seem stuck.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Workers:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """makes: one `make` per GPU's worker. observe: called with the generators of all workers. beat: called with the
-        last beat's time of the worker that has not beaten for longest. lost, max_tokens, timeout: see `Worker`."""
+        """makes: the `make` of every GPU's worker. observe: called with the generators of all workers. beat: called
+        with the earliest of the workers' last beats. lost, max_tokens, timeout: see `Worker`."""
         self._observe, self._beat = observe, beat
         self._generators: dict[int, Generator] = {}
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ class SlowGrammarError(CanvasError):
 
 
 class Allowance:
-    """A limit on the CPU time of the thread that calls `check`. It is reached early if `stopped` returns True.
+    """A limit on the CPU time of the thread that calls `check`. The limit is also reached when `stopped` returns True.
 
     Waiting does not count, so a busy machine refuses no more work than an idle one. A thread that used up `eager`
     seconds gives way to others: from then on it runs a quarter of the time.
@@ -38,7 +38,7 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """The seconds that are left. Only the thread that calls `check` may read this."""
+        """The seconds that are left. Read this only on the thread that calls `check`."""
         return self._seconds - (0.0 if self._begin is None else time.thread_time() - self._begin)
 
     def earn(self, seconds: float) -> None:

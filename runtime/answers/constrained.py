@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 # Searches run on separate threads, so that one request's grammar does not delay other requests' steps. Grammars that
 # proved to be slow share one separate thread, which yields to all other threads.
 _QUICK, _SLOW = Searchers(2), Searchers(1)
-# CPU seconds in addition to TOKEN_SECONDS per token: for one search before it counts as slow, and for all searches of a
-# request.
+# CPU seconds, in addition to TOKEN_SECONDS per token, that one search can use before it counts as slow, and that all
+# searches of a request together can use.
 QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0
 
 
@@ -108,7 +108,7 @@ class ConstrainedState(RequestState):
 
     def _begin_search(self) -> None:
         self._slow = self._start.slow
-        # A slow search uses up its turn at once, so that another request can take its place meanwhile.
+        # A slow search ends its request's turn at once, so that another request can run meanwhile.
         self.job_began = 0.0 if self._slow else time.monotonic()
         searchers = _SLOW if self._slow else _QUICK
         self.job = searchers.submit(self.owner, partial(self._search, self._pass, self._slow))

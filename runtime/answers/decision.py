@@ -23,7 +23,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fork:
-    """A node of the labels' prefix tree: a common prefix, and the tokens that may follow it."""
+    """A node of the labels' prefix tree: a common prefix, and the tokens that can follow it."""
 
     prefix: TokenIds
     children: TokenIds  # ascending
@@ -186,7 +186,7 @@ class DecisionState(RequestState):
         self._logs: dict[tuple[int, int, int], np.ndarray] = {}
 
     def result(self, reason: FinishReason) -> DecisionResult:
-        """Return the result so far. It has no probabilities before the end."""
+        """Return the result so far. It has probabilities only after the last canvas."""
         common = vars(super().result(reason)) | {"steps": [sum(self._steps) + self._step]}
         return DecisionResult(**common, draws=self._draws() if reason == "stop" else [])
 

@@ -33,14 +33,14 @@ LIMITS = {
     "max_lexer_states": 50_000,
 }
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
-MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; the cost is quadratic
+MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; their cost is quadratic
 MAX_PATTERN_KEYS = 64  # maximum number of `patternProperties`, each of which excludes all others
-# Limit on the least common multiple of all `multipleOf`, without decimal points. The automaton has this number of
-# states.
+# Limit on the least common multiple of a schema's `multipleOf` values, after their decimal points are removed. The
+# automaton has as many states.
 MAX_MULTIPLE = 10_000
-# Maximum tokens of a grammar's shortest answer. With a longer one, a grammar looks like one without a finite answer.
+# Maximum tokens of a grammar's shortest answer. If it is longer, the grammar is treated as one without finite answers.
 MAX_SHORTEST = 2048
-MAX_SECONDS = 1.0  # of CPU time, to find the shortest answer of a grammar
+MAX_SECONDS = 1.0  # maximum CPU time to find a grammar's shortest answer
 
 
 class Vocabulary:
@@ -53,7 +53,7 @@ class Vocabulary:
         ends: tuple[int, ...],
         control: frozenset[int] = frozenset(),
     ) -> None:
-        """`control` are the special tokens that grammars may contain."""
+        """`control` are the special tokens that grammars can contain."""
         llguidance = require("llguidance", "serve")
         if not ends:
             raise CanvasError(
@@ -74,7 +74,7 @@ class Vocabulary:
         self._allow(control)
 
     def with_control(self, control: frozenset[int]) -> Vocabulary:
-        """Return the same vocabulary for grammars that may contain these special tokens."""
+        """Return the same vocabulary for grammars that can contain these special tokens."""
         other = copy.copy(self)
         other._allow(control)
         return other
@@ -99,7 +99,7 @@ class _Wrapped:
 
 
 class GrammarState:
-    """A position in a grammar, after some tokens. Immutable except for `slow`: `advanced` returns another state.
+    """A position in a grammar, after some tokens. Immutable except for `slow`: `advanced` returns a new state.
 
     slow: whether a search under this grammar took long; only set on the grammar's first state.
     """
@@ -112,11 +112,11 @@ class GrammarState:
 
     @property
     def accepts(self) -> bool:
-        """Whether the answer may end here."""
+        """Whether the answer can end here."""
         return bool(self._matcher.is_accepting())
 
     def allowed(self) -> np.ndarray:
-        """Return the tokens that may follow, int64, without the token that ends the answer. Raises CanvasError if
+        """Return the tokens that can follow, int64, without the token that ends the answer. Raises CanvasError if
         llguidance exceeds a limit."""
         if self._allowed is None:
             self._allowed = self._compute_allowed()
@@ -150,7 +150,7 @@ class GrammarState:
         return following
 
     def ends_after(self, tokens: Sequence[int], allowance: Allowance) -> bool:
-        """Return whether these tokens may follow and end the answer."""
+        """Return whether these tokens can follow and end the answer."""
         matcher = self._matcher.deep_copy()
         for token in tokens:  # a single call for all tokens would hold the interpreter lock
             allowance.check()
@@ -159,14 +159,13 @@ class GrammarState:
         return bool(matcher.is_accepting())
 
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
-        """Return at most `most` tokens after which the answer may end; None if the search finds none.
+        """Return at most `most` tokens after which the answer can end, or None if the search finds none.
 
-        The ending is not always the shortest: the search tries only a few tokens, first those that close something, then
-        the least used. Raises SlowGrammarError if the search takes too long.
+        The ending is not always the shortest: the search tries only a few tokens, first those that close something,
+        then the least used. Raises SlowGrammarError if the search takes too long.
         """
-        wrong: dict[
-            tuple[int, ...], set[int]
-        ] = {}  # tokens that led to dead ends, keyed by the tokens before them
+        # Tokens that led to dead ends, keyed by the tokens before them.
+        wrong: dict[tuple[int, ...], set[int]] = {}
         while True:
             path: list[int] = []
             chosen: list[int] = []  # indices in `path` where other tokens were possible
@@ -188,8 +187,8 @@ class GrammarState:
         most: int,
         allowance: Allowance,
     ) -> list[int] | None:
-        """Extend `path` to an ending and return the path; None if it exceeds `most`. Add the indices of free choices to
-        `chosen`."""
+        """Extend `path` to an ending, and return it, or None if it needs more than `most` tokens. Add the indices of
+        free choices to `chosen`."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         speller = Speller(self._vocabulary.spelling)
@@ -345,7 +344,7 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point; 1 for anything else, which llguidance refuses."""
+    """Return a number after removing its decimal point, or 1 for anything else, which llguidance refuses."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

@@ -72,7 +72,7 @@ def default_prompt(text: str) -> str:
 class InfillRequest(Request):
     """A prompt, and the canvases to fill: one per combination of gap lengths.
 
-    canvases: tokens, with −1 in the gaps. words: the tokens that gaps may contain, int64.
+    canvases: tokens; −1 stands for a token to fill in. words: the tokens that gaps can contain, int64.
     """
 
     canvases: tuple[tuple[int, ...], ...]
@@ -127,7 +127,7 @@ def infill_request(
 
 @lru_cache(maxsize=2)
 def _words(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> np.ndarray:
-    """Return the tokens that gaps may contain. This takes half a second for 262,144 tokens."""
+    """Return the tokens that gaps can contain. This takes half a second for 262,144 tokens."""
     words = [token for token in range(size) if tokenizer.token_bytes(token) and token not in ends]
     found = np.array(words, np.int64)
     found.flags.writeable = False
@@ -162,8 +162,8 @@ def filled(result: InfillResult, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class InfillState(RequestState):
-    """The state of one infill request between passes. It fills one canvas after another, and keeps the one with the
-    highest mean log-probability in its gaps."""
+    """The state of one infill request between passes. Fills one canvas after another, and keeps the one whose
+    gaps' tokens have the highest mean log-probability."""
 
     shows_drafts = False
 
@@ -205,7 +205,7 @@ class InfillState(RequestState):
     def _sample(self, output: DenoiseOutput) -> DenoiseOutput:
         step = super()._sample(output)
         assert step is not None
-        # Only the gaps count. Other positions are pinned, so their entropy is 0.
+        # Only the gaps count for early stopping. Other positions are pinned, so their entropy is 0.
         return replace(step, entropy=step.entropy[self._gaps])
 
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:

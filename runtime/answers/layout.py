@@ -22,7 +22,7 @@ LAYOUTS = ("letters", "bare")
 _ASK = "Answer each with one letter."
 _FIELDS = ("questions", "samples", "steps", "layout", "temperatures")
 _COLDEST, _HOTTEST = 0.01, 100.0
-_SMALLEST = 32  # minimum positions of a canvas; fewer would save nothing
+_SMALLEST = 32  # minimum number of positions of a canvas; fewer would save nothing
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ask:
 
     @classmethod
     def from_json(cls, data: Any) -> Ask:
-        """Read the fields of a request. Raises CanvasError, with the path of a wrong field."""
+        """Read the fields of a request. Raises CanvasError, which names the path of a wrong field."""
         if not isinstance(data, Mapping):
             raise CanvasError(
                 "questions is not an object", "give one whose field questions is a list"
@@ -108,7 +108,7 @@ def _followed(content: Any, text: str) -> Any:
 
 
 def _temperatures(data: Any) -> dict[str, float]:
-    """Return temperatures by type of question."""
+    """Return temperatures, keyed by type of question."""
     if data is None:
         return {}
     if not isinstance(data, Mapping):
@@ -144,7 +144,7 @@ def letters(count: int) -> list[str]:
 def _letters(
     questions: Sequence[Question], model: Model, tokenizer: Tokenizer
 ) -> tuple[Template, ...]:
-    """Return templates with a line per question. Lines are numbered if all of them fit one canvas."""
+    """Return templates that have one line per question. Lines are numbered if all of them fit one canvas."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     newline = tuple(tokenizer.encode_text("\n"))
     _check_distinct(questions, tokenizer)
@@ -217,8 +217,8 @@ def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
 def _packed(
     pieces: Sequence[tuple[tuple[int, ...], Labels]], gap: int, room: int
 ) -> list[list[int]]:
-    """Group questions, in order, into canvases of `room` tokens. Each question takes `gap` more tokens for a newline; after
-    the last of a canvas, the end of the answer takes their place."""
+    """Group questions, in order, into canvases of `room` tokens. A newline of `gap` tokens follows
+    each question, except at the end of a canvas, where the end of the answer follows."""
     groups: list[list[int]] = []
     used = room
     for number, (lead, labels) in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Closed questions as callers send them, in the shape of OpenAI's Decisions API, and their answers."""
+"""Closed questions that callers send, and their answers, both in the shape of OpenAI's Decisions API."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Question:
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
         """Return the answer in the form of OpenAI's API, from probabilities `[samples, options]`.
 
-        Probabilities are means over the samples. Every `standard_error` is that of the number before it, and null for a
-        single sample.
+        Probabilities are means over the samples. Every `standard_error` belongs to the number before it. It is null
+        for a single sample.
         """
         mean = draws.mean(axis=0)
         best = int(mean.argmax())
@@ -71,7 +71,7 @@ class Question:
 
 
 def read_questions(data: Any) -> list[Question]:
-    """Parse a JSON list of questions. Raises CanvasError, with the path of a wrong question."""
+    """Parse a JSON list of questions. Raises CanvasError, which names the path of a wrong question."""
     if not isinstance(data, list) or not data:
         raise CanvasError(
             "questions is not a list, or is empty", f"give 1 to {MAX_QUESTIONS} questions"
@@ -154,7 +154,8 @@ def _error(draws: np.ndarray) -> float | None:
 
 
 def tempered(draws: np.ndarray, temperature: float) -> np.ndarray:
-    """Apply a temperature to probabilities `[..., options]`: divide their logarithms by it, and normalize."""
+    """Apply a temperature to probabilities `[..., options]`: divide their logarithms by the temperature, then
+    normalize."""
     if temperature == 1:
         return draws
     # Probabilities of zero stay zero.

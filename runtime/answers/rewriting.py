@@ -10,7 +10,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-# Limits for one `uniqueItems`: the number of arrays that it expands to, and the bytes of all these arrays as JSON.
+# Limits for one `uniqueItems`: the number of arrays that it expands to, and the size of all these arrays as JSON.
 MAX_ARRAYS, MAX_BYTES = 400, 32_768
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
@@ -32,7 +32,7 @@ def lark_of(text: str, path: str) -> str:
 def without_unique(schema: Any, path: str, root: Any = None, names: bool = False) -> Any:
     """Return a schema in which every `uniqueItems` is replaced by an enum of all possible arrays.
 
-    names: the keys of `schema` are names of properties or definitions, not keywords. Raises CanvasError, whose
+    names: whether the keys of `schema` are names of properties or definitions, not keywords. Raises CanvasError, whose
     message begins with `path`, if the possible arrays are too many or unknown.
     """
     root = schema if root is None else root
@@ -74,7 +74,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
         raise CanvasError(
             f"{path} has minItems or maxItems that is not a whole number", "correct it"
         )
-    # More than MAX_ARRAYS values allow too many arrays even of one element, and counting permutations would be slow.
+    # With more than MAX_ARRAYS values, even the arrays of one element are too many. Counting all would be slow.
     few = values[: MAX_ARRAYS + 1]
     sizes = range(max(least, 0), min(most, len(few)) + 1)
     count = sum(math.perm(len(few), size) for size in sizes)

@@ -1,4 +1,4 @@
-"""Finds the likeliest tokens for a canvas that a grammar allows."""
+"""Finds the likeliest tokens that a grammar allows on a canvas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from canvasrt.runtime.answers.allowance import Allowance, SlowGrammarError
 from canvasrt.runtime.answers.grammar import GrammarState
 
 BEAM, CHOICES = 4, 4
-# CPU seconds that each token adds to a search's allowance. Ordinary grammars take up to 4 ms with a vocabulary of
-# 262,144 tokens.
+# CPU seconds that each token adds to a search's allowance. Ordinary grammars need up to 4 ms per token with a
+# vocabulary of 262,144 tokens.
 TOKEN_SECONDS = 0.01
 _TOP = 64  # number of likeliest tokens per position that are tried first
-# The search checks whether the answer can still end only if few tokens are left: a number from _NEAR to _FARTHEST.
+# The search checks that the answer can still end once at most `near` tokens are left. The limits of `near`:
 _NEAR, _FARTHEST = 32, 192
 
 
@@ -23,7 +23,7 @@ _NEAR, _FARTHEST = 32, 192
 class Found:
     """The best string: its tokens, the allowed tokens at every position, and the grammar's state after it.
 
-    `ended`: the last token ends the answer. Padding is not included.
+    `ended`: whether the last token ends the answer. `tokens` contains no padding.
     """
 
     tokens: list[int]
@@ -66,7 +66,7 @@ def search(
         answer can still end. end, pad: the token that ends the answer, and the padding token.
 
     Returns None if the answer cannot end within `room`. Every position adds to the allowance; raises SlowGrammarError
-    when it is used up.
+    when the allowance is used up.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
     paths = [_Path(0.0, (), (start,), _close(start, (), room, near, allowance))]
@@ -95,7 +95,8 @@ def _grown(
     pad: int,
     allowance: Allowance,
 ) -> list[tuple[float, _Path, int | None]]:
-    """Return the continuations, best first: score, path, and next token. A finished path continues with padding."""
+    """Return the paths' continuations, best first: score, path, and next token. For a finished path, which continues
+    with padding, the token is None."""
     ways: list[tuple[float, _Path, int | None]] = []
     for path in paths:
         if path.ended:
@@ -163,7 +164,8 @@ def _kept(
 def _close(
     state: GrammarState, before: tuple[int, ...], room: int, near: int, allowance: Allowance
 ) -> tuple[int, ...] | None:
-    """Return tokens that end the answer. `before` is the ending that was found one token earlier."""
+    """Return tokens that end the answer, or None if `room` exceeds `near` or no ending is found. `before` is the
+    ending that was found one token earlier."""
     if room > near:
         return None
     # Checking the previous ending takes a hundredth of the time of a new search.

@@ -20,7 +20,7 @@ _WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
 
 class Spelling(NamedTuple):
     """Token ids, int64 `[n]`, and their ranks `[n]`. To end an answer, tokens of low rank are tried first; tokens of
-    equal rank are tried in this order."""
+    equal rank are tried in the array's order."""
 
     tokens: np.ndarray
     rank: np.ndarray
@@ -37,8 +37,8 @@ class Spelling(NamedTuple):
 def spelling_of(found: Sequence[bytes]) -> Spelling:
     """Return the spelling of a vocabulary. `found` has every token's bytes, which are empty for special tokens.
 
-    It contains all single-byte tokens; a few long words, which shorten answers; and for every byte that no single-byte
-    token spells, all tokens that contain the byte.
+    The spelling contains all single-byte tokens; a few long words, which shorten answers; and for every byte that no
+    single-byte token spells, all tokens that contain the byte.
     """
     single = {text[0] for text in found if len(text) == 1}
     missing = bytes(set(range(256)) - single)
@@ -90,13 +90,13 @@ class Speller:
 
     def __init__(self, spelling: Spelling) -> None:
         self._tokens, self._rank = spelling
-        # A sample of letters: if all are allowed, the grammar allows free text here.
+        # A sample of letters: if the grammar allows all of them, it allows free text here.
         self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
         self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
         self._last = self._bound
 
     def moved(self) -> None:
-        """Note that the grammar forced the following tokens."""
+        """Start over after the grammar forced tokens."""
         self._free = _Used(len(self._rank))  # counts start over for every free text
         self._bound.closed = 0
 

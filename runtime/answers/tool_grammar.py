@@ -1,4 +1,4 @@
-"""Grammars of tool calls, whose arguments follow the tools' schemas as JSON."""
+"""Grammars of tool calls, whose arguments are JSON that follows the tools' schemas."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     """Return a Lark grammar of answers that call tools. Raises CanvasError, which names the mistake.
 
     `spec` has the fields
-    - `tools`: schemas by name;
+    - `tools`: schemas, keyed by the tools' names;
     - `begun`: how the prompt ends: `name` after `<|tool_call>call:name`, `call` after `<|tool_call>call:`, or
-    `nothing` if text and thoughts may come first;
-    - `parallel`: whether more calls may follow;
+    `nothing` if text and thoughts can come first;
+    - `parallel`: whether more calls can follow;
     - `strict`: if false, keywords that cannot be enforced are ignored.
     """
     tools, begun = spec.get("tools"), spec.get("begun")

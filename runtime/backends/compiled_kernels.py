@@ -54,7 +54,7 @@ class CompiledKernels:
         """Remove partial files of starts that were killed, and kernels that are no longer used. On a read-only volume,
         nothing is removed."""
         with suppress(OSError):
-            os.utime(file)  # in use
+            os.utime(file)  # marks the file as used
         for each in file.parent.glob("*"):
             with suppress(OSError):
                 if time.time() - each.stat().st_mtime > (LEFT if PARTIAL in each.name else UNUSED):

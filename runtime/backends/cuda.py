@@ -19,7 +19,7 @@ from canvasrt.runtime.engine import KernelCall, Pitched
 _GIB = 1 << 30
 # Errors of CUDA's runtime API after which every further call of the process fails.
 _FATAL = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 722), 805, 807, 911, 999})
-# Bytes of shared memory that a kernel may use without setting an attribute.
+# Maximum shared memory of a kernel in bytes, unless an attribute of the kernel raises it.
 _SHARED = 48 << 10
 _NO_GPU = f"see `nvidia-smi`, whose driver must be {OLDEST_DRIVER} or newer; in a container, start it with --gpus all"
 
@@ -107,7 +107,7 @@ class CudaDevice:
         return int(free), int(total)
 
     def capture(self, work: Callable[[], Any]) -> int:
-        """Record the calls that `work` queues as a graph, without running them, and return the graph for `replay`.
+        """Record the calls that `work` queues, without running them. Return the recorded graph for `replay`.
 
         Raises CanvasError if the driver cannot capture them. In that case nothing is queued, and the stream remains
         usable.
@@ -117,8 +117,8 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            # End the capture, or it would record all further calls. An error from ending it is less informative than
-            # the error of `work`.
+            # End the capture, or it would record all further calls. If ending it fails too, the error of `work` says
+            # more.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:
                 self._runtime.cudaGraphDestroy(graph)
@@ -141,7 +141,7 @@ class CudaDevice:
         self._call("cudaGraphExecDestroy", graph)
 
     def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
-        """Load a compiled kernel that uses `shared` bytes of shared memory; return it for a `KernelCall`."""
+        """Load a compiled kernel that uses `shared` bytes of shared memory; return its handle for `KernelCall`."""
         library = self._drive("cuLibraryLoadData", image, [], [], 0, [], [], 0)
         kernel = self._drive("cuLibraryGetKernel", library, entry.encode())
         if shared > _SHARED:

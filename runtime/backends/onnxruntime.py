@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Disables ONNX Runtime's usage reports (since 1.31). Must be set before it is imported.
+# Disables the usage reports that ONNX Runtime sends since 1.31. Must be set before the import.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort

@@ -22,7 +22,7 @@ from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.tables import host_dtype
 
 PROVIDER = "CUDAExecutionProvider"
-# ONNX's element types → the dtype's name in NumPy or ml_dtypes, and ONNX's number.
+# ONNX's element types → the dtype's name in NumPy or ml_dtypes, and the type's number in ONNX.
 ELEMENTS = {
     "tensor(float)": ("float32", 1),
     "tensor(float16)": ("float16", 10),
@@ -32,7 +32,7 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# Operators on large tensors, which every pass would copy if the operators ran on the CPU. Operators on shapes may stay
+# Operators on large tensors, which every pass would copy if the operators ran on the CPU. Operators on shapes can stay
 # on the CPU.
 HEAVY = {
     "ArgMax",
@@ -84,7 +84,7 @@ class OrtCudaBackend:
         provider = {
             "device_id": "0",
             "user_compute_stream": str(self.device.stream),
-            # Otherwise products of float32 are rounded to 10 bits, and tokens differ from the CPU's.
+            # Otherwise the inputs of float32 products are rounded to 10 bits, and tokens differ from the CPU's.
             "use_tf32": "0",
             # Otherwise the arena doubles its size whenever it grows.
             "arena_extend_strategy": "kSameAsRequested",
@@ -110,7 +110,7 @@ class OrtCudaBackend:
 
 
 def loadable(file: Path) -> bytes:
-    """Return a graph in which ArgMax reads float32, because the provider has no ArgMax of bf16."""
+    """Return a graph in which ArgMax reads float32, because the provider has no ArgMax for bf16."""
     onnx = require("onnx", "export")
     model = onnx.load(file, load_external_data=False)
     nodes = model.graph.node
@@ -205,7 +205,7 @@ class OrtCudaEngine:
 
 
 def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
-    """Return the dtypes of inputs or outputs, and ONNX's numbers for these dtypes, both by name."""
+    """Return the dtypes of inputs or outputs, and ONNX's numbers for these dtypes, both keyed by name."""
     found = {value.name: ELEMENTS[value.type] for value in values}
     dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
     return dtypes, {name: number for name, (_, number) in found.items()}

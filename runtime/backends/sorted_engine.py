@@ -1,5 +1,5 @@
-"""A body segment that is cut into several engines ("pieces"). Between these, our own kernels compute the experts over
-rows sorted by expert."""
+"""A body segment that is cut into several engines ("pieces"). Between the pieces, our own kernels compute the experts
+over rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from canvasrt.sorted_rows.description import (
 )
 from canvasrt.sorted_rows.reference import TOLERATED, TRIAL_TOKENS, Trial
 
-# Tensors with two buffers: a piece reads one and writes the other.
+# Tensors that have two buffers: a piece reads one and writes the other.
 _KEPT = (*CARRIED, SHARES)
 # maximum number of calls whose launches are kept
 _CALLS = 256
@@ -49,7 +49,7 @@ class KernelDevice(Device, Protocol):
     def capability(self) -> tuple[int, int]: ...
 
     def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
-        """Load a compiled kernel that uses `shared` bytes of shared memory; return it for a `KernelCall`."""
+        """Load a compiled kernel that uses `shared` bytes of shared memory; return its handle for `KernelCall`."""
         ...
 
     def run_kernel(self, call: KernelCall) -> None:
@@ -58,23 +58,25 @@ class KernelDevice(Device, Protocol):
 
 
 class SharedBuffers:
-    """Buffers between pieces, and loaded kernels. All segments of a bundle share them, because they run one after
-    another."""
+    """Buffers between pieces, and loaded kernels. All segments of a bundle share them, because segments run one
+    after another."""
 
     def __init__(self, device: KernelDevice) -> None:
         self.device = device
         self._most: dict[str, int] = {}
         self._buffers: dict[str, int] = {}
         self._kernels: dict[tuple[Path, str], int] = {}
-        self.checked: set[tuple[str | None, ...]] = set()  # names of kernels per checked layer
+        self.checked: set[tuple[str | None, ...]] = (
+            set()
+        )  # for every layer checked so far, its kernels
 
     def reserve(self, needed: Mapping[str, int]) -> None:
-        """Plan memory for a segment's buffers. `needed`: their sizes in bytes, by name."""
+        """Plan memory for a segment's buffers. `needed` maps their names to sizes in bytes."""
         for name, size in needed.items():
             self._most[name] = max(size, self._most.get(name, 0))
 
     def allocate(self) -> None:
-        """Allocate the memory. Called once all segments are open."""
+        """Allocate the memory. Called when all segments are open."""
         if not self._buffers:
             self._buffers = {name: self.device.allocate(size) for name, size in self._most.items()}
 
@@ -90,7 +92,7 @@ class SharedBuffers:
 
 
 class SortedEngine:
-    """The pieces of a body segment as one engine. It ignores expert slots: no expert can overflow, so the output `load`
+    """The pieces of a body segment as one engine. Ignores expert slots: no expert can overflow, so the output `load`
     stays 0."""
 
     def __init__(
@@ -143,8 +145,8 @@ class SortedEngine:
             each()
 
     def _check(self, layer: SortedLayer) -> None:
-        """Compare the results of a layer's kernels with NumPy's, once for all layers with the same kernels: a wrong
-        kernel would change tokens without an error."""
+        """Compare the results of a layer's kernels with NumPy's: a wrong kernel would change tokens without an error.
+        Layers that use the same kernels are checked only once."""
         kernels = (layer.rounding, layer.gate_up.kernel, layer.down.kernel)
         if kernels in self._between.checked:
             return
@@ -187,9 +189,9 @@ class SortedEngine:
         return self._between.kernel(self._folder / image.file, image), image
 
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
-        """Yield a call's launches: pieces, and a layer's kernels between two pieces."""
+        """Yield a call's launches: those of the pieces and, between two pieces, those of a layer's kernels."""
         batch, length, _ = call.shapes["hidden"]
-        # Calls that only differ in expert slots are identical here, so they are captured once.
+        # Calls that differ only in expert slots are identical here, so they are captured once.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}
         for number, piece in enumerate(self._pieces):
             shapes, addresses = self._tensors(number, call)
@@ -210,7 +212,7 @@ class SortedEngine:
     def _tensors(
         self, number: int, call: EngineCall
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-        """Return shapes and addresses of all tensors that one piece may read or write."""
+        """Return the shapes and addresses of all tensors that one piece can read or write."""
         batch, length, size = call.shapes["hidden"]
         choices, address = self._segment.sizes.top_k, self._between.address
         shapes, addresses = dict(call.shapes), dict(call.addresses)
@@ -226,7 +228,7 @@ class SortedEngine:
         }
 
     def _experts(self, layer: SortedLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
-        """Yield the calls of a layer's kernels: sort, quantization unless the piece has done it, and both matrix
+        """Yield the calls of a layer's kernels: the sort, the quantization (unless the piece does it), and both matrix
         products."""
         sizes, address = self._segment.sizes, self._between.address
         rows = [address(ORDER), address(COUNTS)]
@@ -258,12 +260,12 @@ class SortedEngine:
 
 
 def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tuple[Any, ...]:
-    """Return a kernel's arguments: addresses, the number of tokens, and the scale of a product's results."""
+    """Return a kernel's arguments: addresses, the number of tokens, and the scale of its results, if any."""
     arguments = [*map(ctypes.c_void_p, pointers), ctypes.c_int32(tokens)]
     # The compiler adds two parameters for scratch memory, which these kernels do not use.
     return (*arguments, *map(ctypes.c_float, scale), ctypes.c_void_p(0), ctypes.c_void_p(0))
 
 
 def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:
-    """Return the pieces' tensors, by name, except for tensors that are internal to the segment."""
+    """Return the pieces' tensors, keyed by name, except for those that are internal to the segment."""
     return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

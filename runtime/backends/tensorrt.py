@@ -1,4 +1,4 @@
-"""The backend for TensorRT-RTX and TensorRT, two modules with the same API."""
+"""The backend for TensorRT-RTX and TensorRT, whose Python modules have the same API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NUMPY_DTYPES = {
 def check_target(
     target: Mapping[str, Any], version: str, capability: tuple[int, int], machine: str
 ) -> None:
-    """Raise CanvasError for engines of another builder version, GPU or CPU architecture.
+    """Raise CanvasError if the engines were built by another builder version, or for another GPU or CPU architecture.
 
     target: the manifest's entry. version: the installed builder's version. capability: this GPU's compute capability.
     machine: this CPU's architecture.
@@ -61,8 +61,8 @@ def check_target(
             f"{target['compute_capability']}, but the GPU here has {here}",
             "build for this GPU: `canvasrt targets` lists the names",
         )
-    # NVIDIA does not document whether engines run on other CPU architectures. Those of TensorRT-RTX may: they are built
-    # without their GPU, and compiled where they run.
+    # NVIDIA does not document whether engines run on other CPU architectures. TensorRT-RTX's
+    # engines are accepted there: they are built without their GPU, and compiled where they run.
     built_on = target.get("built_on", machine)
     if target["backend"] == "tensorrt" and built_on != machine:
         raise CanvasError(
@@ -115,7 +115,7 @@ class TensorRTBackend:
         return self._open(name, file, profiles)
 
     def _open(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
-        # Memory-mapped, because an engine may be as large as the machine's memory.
+        # Memory-mapped, because an engine can be as large as the machine's memory.
         engine = self.runtime.deserialize_cuda_engine(np.memmap(file, np.uint8, "r"))
         if engine is None:
             raise CanvasError(
@@ -127,8 +127,8 @@ class TensorRTBackend:
         return opened
 
     def activations(self) -> tuple[int, int]:
-        """Return address and size of the activation memory. Engines can share this memory because they run one after
-        another."""
+        """Return the address and size of the activation memory. Engines can share this memory because they run one
+        after another."""
         if self._activations is None:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
@@ -159,13 +159,13 @@ class TensorRTEngine:
             (self.inputs if is_input else self.outputs)[tensor] = dtype
         self.activation_bytes = int(engine.device_memory_size_v2)
         self.captures_itself = hasattr(backend.module, "CudaGraphStrategy")
-        # By profile and place; the place of a shared context is None. The value is None if a place's context cannot be
-        # created.
+        # Keyed by profile and place; a shared context's place is None. The value None marks a place whose context could
+        # not be created or refused a call.
         self._contexts: dict[tuple[int, int | None], _Context | None] = {}
 
     def prepare(self) -> None:
         self._backend.activations()
-        # Every profile's shared context, which also runs the calls that no other context can run.
+        # Create every profile's shared context, which also runs the calls that no other context can run.
         for profile in range(self.profiles.count):
             self._context(profile)
 
@@ -180,8 +180,8 @@ class TensorRTEngine:
             self._context(profile).run(call)
 
     def _repeat(self, profile: int, place: int, call: EngineCall) -> bool:
-        """Run a call in its place's context. Return False if the context cannot be created or refuses the call; a
-        shared context may still run it, more slowly."""
+        """Run a call in its place's context. Return False if the context cannot be created or refuses the call;
+        the shared context can still run the call, more slowly."""
         key = profile, place
         try:
             if key not in self._contexts:
@@ -219,8 +219,8 @@ class TensorRTEngine:
             config.cuda_graph_strategy = (
                 strategy.WHOLE_GRAPH_CAPTURE if captures else strategy.DISABLED
             )
-            # LAZY would switch kernels during a request, which changes last bits. EAGER compiles at a shape's first
-            # use, which is in the warm-up.
+            # LAZY would switch kernels during a request, which changes results' last bits. EAGER compiles at a shape's
+            # first use, which is in the warm-up.
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
             compiled = self._backend.compiled.of(config)
@@ -254,7 +254,7 @@ class TensorRTEngine:
 
 
 class _Context:
-    """An execution context. A call only sets the shapes and addresses that changed since the previous one."""
+    """An execution context. A call sets only the shapes and addresses that changed since the previous call."""
 
     def __init__(
         self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
@@ -324,7 +324,7 @@ class _Context:
         return True
 
     def _warn(self, why: str) -> None:
-        """Log a warning, once, although calls alternate."""
+        """Log only this context's first warning: calls that alternate would repeat it."""
         if not self._warned:
             _log.warning("%s runs without a CUDA graph: %s", self._engine.name, why)
         self._warned = True
@@ -337,7 +337,7 @@ class _Context:
 
 
 class _Logger:
-    """TensorRT's log; keeps the last error."""
+    """Makes the object that receives TensorRT's log and keeps the last error."""
 
     @staticmethod
     def make(trt: ModuleType) -> Any:

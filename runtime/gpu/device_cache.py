@@ -29,7 +29,7 @@ class DeviceRow:
     kv_slot: int | None = None
     length: int = 0  # clean tokens in the cache
     width: int = 0  # current capacity of the request's caches in full layers, in tokens
-    # Number of the newest hidden states, counted from 1. None if the device has no hidden states of the request.
+    # Serial number of the newest hidden states, from 1. None if the device has no hidden states of the request.
     hidden: int | None = None
     # Rows per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
     # number of the body segment.
@@ -60,8 +60,8 @@ class Resident:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Addresses of one layer's keys and values, both `[slots, kv_heads, most, head_dim]`. `token`: bytes of one token
-    in one head.
+    """Addresses of one layer's keys and values, both `[slots, kv_heads, most, head_dim]`. `token`: size of one
+    token in one head, in bytes.
 
     A request's part of a slot is `[kv_heads, width, head_dim]` and starts at the slot's beginning for every width.
     """
@@ -75,15 +75,17 @@ class LayerCache:
 
 @dataclass
 class Past:
-    """Data that all sliding layers share, or all full layers."""
+    """Data that all layers of one kind (sliding or full) share."""
 
     most: int  # capacity of a slot in tokens
     positions: int  # address of int64 `[slots, most]`
-    shown: list[tuple[int, int]]  # by slot: the width and length for which positions were written
+    shown: list[
+        tuple[int, int]
+    ]  # for each slot, the width and length for which its positions were last written
 
 
 class DeviceCache:
-    """The kv slots of requests, with keys and values of every layer.
+    """The requests' kv slots, which hold every layer's keys and values.
 
     In full layers every request has its own width, so that its passes do not depend on other requests. A slot's
     addresses never change. A sliding layer's part is a ring buffer of constant width. The order of cached tokens does
@@ -102,8 +104,8 @@ class DeviceCache:
     ) -> None:
         """Allocate all memory.
 
-        most: tokens per slot, by kind of layer. widths: possible widths in full layers, ascending; the last is
-        `most["full"]`. Raises CanvasError if slots would not start at aligned addresses.
+        most: for each kind of layer, the maximum tokens per slot. widths: possible widths in full layers, ascending;
+        the last is `most["full"]`. Raises CanvasError if slots would not start at aligned addresses.
         """
         self._device = device
         self.widths = tuple(widths) or (most["full"],)
@@ -227,8 +229,8 @@ class DeviceCache:
         return [layer.heads * layer.token for layer in self._layers]
 
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the contiguous runs between two positions: the first position, its place in the cache, and the number
-        of tokens."""
+        """Split the tokens between two positions into runs that are contiguous in the cache. Yield each run's first
+        position, its place in the cache, and its number of tokens."""
         # The ring may be shorter than the layer's width, which is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
@@ -302,10 +304,10 @@ class DeviceCache:
         return position if kind == "full" else position % self._ring
 
     def _restride(self, layer: LayerCache, base: int, row: DeviceRow, before: int) -> None:
-        """Move a request's keys or values to its new width, in place."""
+        """Rearrange a request's keys or values in place, for its new width."""
         kept = min(before, row.width) * layer.token
         source = Pitched(self._at(layer, base, row), before * layer.token)
         to = Pitched(self._at(layer, base, row), row.width * layer.token)
-        # Through scratch memory, because source and destination overlap.
+        # Copy through scratch memory, because source and destination overlap.
         self._device.copy(Pitched(self._scratch, kept), source, kept, layer.heads)
         self._device.copy(to, Pitched(self._scratch, kept), kept, layer.heads)

@@ -1,7 +1,7 @@
 """A model whose caches and hidden states stay in device memory, run by TensorRT, or by ONNX Runtime on CUDA.
 
-All memory is allocated at load, for the largest sizes of the engines' profiles. Passes only copy a canvas's tokens,
-entropies and acceptance flags to the host, and hidden states if requested.
+All memory is allocated at load, for the largest sizes of the engines' profiles. A pass copies to the host only a
+canvas's tokens, entropies and acceptance flags and, if requested, hidden states.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
 _log = logging.getLogger(__name__)
-# Number of runs until a call is captured.
+# How often a call runs until it is captured as a graph.
 _UNTIL_CAPTURED = 2
 
 
 class DeviceModel(Model):
-    """The engines of one bundle over one device's memory. Not thread-safe."""
+    """The engines of one bundle, and their memory on one device. Not thread-safe."""
 
     max_batch: int
     # Turns are long, because a parked request must be encoded again.
@@ -112,7 +112,7 @@ class DeviceModel(Model):
         return passes_taken(self.config, bodies, self.max_context)
 
     def share_passes(self, share: bool) -> None:
-        """Set whether requests share passes. No request may be running."""
+        """Set whether requests share passes. Call this only while no request is running."""
         self.rows_apart = not share
         self.shapes = self._plan.sharing() if share else self._plan
         self.own_passes = OwnPasses(self.shapes.widths)
@@ -157,7 +157,7 @@ class DeviceModel(Model):
             hidden = self._fetch(row, hidden)
         loads = dict(row.loads)
         self.release(row)
-        # The block continues later with the same shapes.
+        # Loads are kept, so that the block continues later with the same shapes.
         row.loads |= loads
         return hidden, True
 
@@ -205,14 +205,14 @@ class DeviceModel(Model):
         return batches + [[item] for item in ordered if not self._shares(item)]
 
     def _shares(self, item: InputT) -> bool:
-        """Return whether a request's pass may use the shared shape, even if the request is alone."""
+        """Return whether a request's pass can use the shared shape, even if the request is alone."""
         if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
             return False
         return len(item.noise) == self.canvas_length
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
-        """Encode one request's tokens. If they overload an expert, encode halves, or if indivisible, use more expert
-        slots."""
+        """Encode one request's tokens. If they overload an expert, encode them in halves or, if they cannot be split,
+        with more expert slots."""
         (item,) = batch
         # Parts of the tokens, each with a flag: whether to use a shape in which no expert can overflow.
         parts = [(item, False)]
@@ -273,7 +273,7 @@ class DeviceModel(Model):
         if outputs is not None:
             return outputs
         self.counters.overflows += 1
-        # Whether a request overloads an expert must not depend on the others, so every request is tried alone.
+        # Whether a request overloads an expert must not depend on other requests, so every request is tried alone.
         return [self._denoise_apart(item, tried=len(batch) == 1) for item in batch]
 
     def _denoise_apart(self, item: DenoiseInput, tried: bool) -> DenoiseOutput:
@@ -298,8 +298,8 @@ class DeviceModel(Model):
     def _denoise_alone(self, item: DenoiseInput) -> DenoiseOutput:
         """Denoise one request's canvas.
 
-        If an expert of a segment is overloaded, this and all later segments run again with more rows per expert. They
-        keep this number of rows until the block ends, so their shapes depend on this request alone.
+        If an expert of a segment is overloaded, that segment and all later ones run again with more rows per expert.
+        They keep this number of rows until the block ends, so their shapes depend on this request alone.
         """
         row: DeviceRow = item.row
         this = self._begin(self.shapes.alone(len(item.noise), self.own_passes.width(row)), [item])
@@ -382,7 +382,7 @@ class DeviceModel(Model):
         """Run the engines one after another, starting with segment `begin`. Return the first segment that overloaded an
         expert, or None.
 
-        The host only waits at the end: overflows are rare, and every segment's input is kept.
+        The host waits only at the end: overflows are rare, and segments can run again because their inputs are kept.
         """
         self._cache.show_positions(this.first, this.batch)
         for number in range(begin, len(capacities)):

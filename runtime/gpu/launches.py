@@ -26,7 +26,7 @@ _CALLS = 1024
 class Pass:
     """One pass over `batch` contiguous kv slots, starting with `first`. Only the requests in `rows` use the results.
 
-    `width` is the past's width in full layers.
+    `width`: number of cached tokens that full layers read per request, including padding.
     """
 
     phase: str
@@ -48,16 +48,16 @@ class Pass:
 @dataclass(frozen=True)
 class OwnPasses:
     """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
-    `seconds`: durations of own passes, by width, ascending; only of widths that give the same bits as a shared pass.
-    `shared`: a shared pass's duration."""
+    `seconds`: durations of own passes, keyed by ascending width. Widths whose bits differ from a shared pass's are left
+    out. `shared`: a shared pass's duration."""
 
     widths: tuple[int, ...]
     seconds: Mapping[int, float] = field(default_factory=dict)
     shared: float = 0.0
 
     def width(self, row: DeviceRow) -> int:
-        """Return the smallest sufficient width of a request's own pass. Widths that give the bits of a shared pass are
-        preferred."""
+        """Return the smallest width that suffices for a request's own pass. Widths that give the same bits as a shared
+        pass are preferred."""
         least = round_up(row.length, self.widths)
         return next((width for width in self.seconds if width >= least), least)
 
@@ -133,7 +133,7 @@ def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -
 def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
 ) -> EngineCall:
-    """Return a body segment's launch. `shared`: whether every expert multiplies all tokens in its first product."""
+    """Return a body segment's launch. `shared`: whether every expert's first matrix product covers all tokens."""
     segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
@@ -205,7 +205,7 @@ def _call(
 
 
 def too_full() -> EngineError:
-    """Return the error for a request that overloads an expert even if it runs alone with the most rows."""
+    """Return the error for a request that overloads an expert even if it runs alone with the most rows per expert."""
     return EngineError(
         "one request routed more tokens to an expert than the engines have rows for",
         "build the bundle again with this version",

@@ -17,7 +17,7 @@ class Pages:
     """Pages, each of which holds every layer's keys and values, both `[kv_heads, PAGE, head_dim]`."""
 
     def __init__(self, device: Device, cache: DeviceCache, limit: int) -> None:
-        """Allocate at most `limit` bytes; less if the device has less free memory."""
+        """Allocate at most `limit` bytes, or fewer if the device has less free memory."""
         self._cache = cache
         self._offsets: list[tuple[int, int]] = []
         end = 0
@@ -41,7 +41,7 @@ class Pages:
         return len(self._free) * self.size
 
     def save(self, row: DeviceRow, tokens: int) -> list[int]:
-        """Copy the last `tokens` tokens of a row to free pages, and return these. There must be enough free pages."""
+        """Copy the last `tokens` tokens of a row to free pages, and return the pages. Enough pages must be free."""
         pages = [self._free.pop() for _ in range(_count(tokens))]
         begin = row.length - tokens
         for number, page in enumerate(pages):
@@ -65,7 +65,7 @@ class Pages:
         row.hidden = None
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages."""
+        """Mark pages as free."""
         self._free += pages
 
     def saved_bytes(self, tokens: int) -> int:

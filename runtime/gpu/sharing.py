@@ -1,4 +1,4 @@
-"""Tests, on the serving GPU with its engines, whether requests can share passes without any change to results."""
+"""Tests the loaded engines on the serving GPU: can requests share passes without any change to results?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.launches import OwnPasses
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# Numbers of distinct tokens in a canvas. The fewer, the more tokens are routed to the same experts.
+# Limits on a canvas's distinct tokens. The fewer there are, the more tokens are routed to the same experts.
 _KINDS = (1 << 30, 64, 8, 1)
 _PROMPT = 40  # tokens
 _RUNS = 4  # timed runs; the fastest one counts
@@ -25,7 +25,7 @@ _RUNS = 4  # timed runs; the fastest one counts
 class Evidence:
     """The test's result: whether requests share passes, how many results were compared, and the first difference.
 
-    shared_ms: duration of a full shared pass. own_ms: duration of a request's own pass, by width. Both are only set if
+    shared_ms: duration of a full shared pass. own_ms: duration of a request's own pass, by width. Both are set only if
     shared passes agree with each other.
     """
 
@@ -37,12 +37,12 @@ class Evidence:
 
 
 def prove(model: DeviceModel) -> Evidence:
-    """Let requests share passes if this changes no bits of a request's results.
+    """Let requests share passes if sharing changes no bits of a request's results.
 
     Compares a request's results in its own passes, of every width, with its results in shared passes: alone and
-    together with random requests, at every place, and under several expert loads. If all bits agree, every step may use
-    the faster kind of pass; otherwise that choice would make tokens depend on timing. Also warms up all shapes of the
-    resulting plan. No request may be running."""
+    together with random requests, at every place, and under several expert loads. If all bits agree, every step can use
+    the faster kind of pass. If they did not, that choice would make tokens depend on timing. Also warms up all shapes
+    of the resulting plan. Call this only while no request is running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
@@ -70,7 +70,7 @@ def prove(model: DeviceModel) -> Evidence:
 
 
 def digest(model: DeviceModel) -> str:
-    """Return a hash of fixed requests' results in passes of every kind. No request may be running."""
+    """Return a hash of fixed requests' results in passes of every kind. Call this only while no request is running."""
     kept, trial = model.own_passes, _Trial(model)
     given = trial.requests({})
     ways = [*model.shapes.widths, *([0] if model.shapes.shares else [])]
@@ -81,8 +81,8 @@ def digest(model: DeviceModel) -> str:
 
 
 class _Trial:
-    """Compares a request's results. `differs` has the first difference for every width of own passes that has one; key
-    0 stands for shared passes."""
+    """Compares a request's results. `differs` maps a width of own passes, or 0 for shared passes, to the first
+    difference found there."""
 
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)
@@ -90,7 +90,7 @@ class _Trial:
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
         """Compare the results of a canvas of up to `kind` distinct tokens after a prompt of `length` tokens, at each of
-        these places: alone, together with random requests, and in own passes."""
+        these places: in shared passes, alone and together with random requests, and in own passes."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
         for place in places:
@@ -113,7 +113,7 @@ class _Trial:
             self.release(given)
 
     def seconds(self) -> tuple[dict[int, float], float]:
-        """Return the seconds of own passes by width, and of a full shared pass."""
+        """Return, in seconds, the durations of own passes, keyed by width, and that of a full shared pass."""
         given = self.requests({})
         own = {width: self._fastest(width, given[:1]) for width in self._model.shapes.widths}
         shared = self._fastest(0, given)
@@ -129,7 +129,7 @@ class _Trial:
         return min(taken)
 
     def requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
-        """Return a request for every place. `chosen` sets prompts and canvases by place; the others are random."""
+        """Return a request for every place. `chosen` maps places to prompts and canvases; other requests are random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
             few = int(random.choice(_KINDS)) if chosen else _KINDS[0]

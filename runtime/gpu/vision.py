@@ -48,7 +48,7 @@ class VisionTower:
         return features.astype(np.float32)
 
     def warm_up(self, keep_compiled: Callable[[], None]) -> None:
-        """Run every size that an image can have; call `keep_compiled` after each."""
+        """Run the tower once for every size that an image can have; call `keep_compiled` after each run."""
         for budget in BUDGETS:
             self._launch(budget, np.empty((0, self._pixel)), np.empty((0, 2), np.int64))
             self._device.synchronize()
@@ -76,7 +76,7 @@ class VisionTower:
             "features": (1, tokens, self._hidden),
             "valid": (1, tokens),
         }
-        # The exporter names the patch dimension by this expression.
+        # Exported graphs use this expression as the name of the patch dimension.
         dims = {"images": 1, f"{self._square}*soft_tokens": patches}
         return EngineCall(dims, shapes, self._addresses, repeats=False)
 

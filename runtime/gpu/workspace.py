@@ -32,7 +32,7 @@ class Transfer:
         self._host = device.host(size)
 
     def view(self, name: str, *shape: int) -> np.ndarray:
-        """Return the host's array in this shape, which may be smaller than the maximum."""
+        """Return the host's array in this shape, which can be smaller than the maximum."""
         dtype, begin = self._dtypes[name], self._offsets[name]
         return (
             self._host[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
@@ -60,7 +60,7 @@ def constant(device: Device, array: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class DeviceSegment:
-    """One engine of the chain, and the model's layers that the engine runs."""
+    """One engine, and the model's layers that the engine runs."""
 
     engine: Engine
     layers: tuple[int, ...] = ()
@@ -71,16 +71,18 @@ class WorkspaceSizes:
     """The maximum sizes for which memory is allocated."""
 
     batch: int
-    encode_tokens: int  # maximum tokens of an encoding pass, which has one request
-    past: Mapping[str, int]  # maximum cached tokens per request, by kind of layer
-    widths: tuple[int, ...]  # possible widths of a full layer's past
+    encode_tokens: int  # maximum number of tokens of an encoding pass, which serves one request
+    past: Mapping[str, int]  # for each kind of layer, the maximum cached tokens per request
+    widths: tuple[
+        int, ...
+    ]  # possible numbers of cached tokens, with padding, that full layers read
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
 
 
 class Workspace:
-    """Every buffer of a model. `bytes` lists the buffers' sizes by purpose."""
+    """All buffers of a model. `bytes` holds the total size of the buffers for each purpose."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class Workspace:
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
-        # One queue per expert, then the queue of all tokens.
+        # The numbers of the experts' queues, and that of the queue of all tokens.
         self.queues = constant(device, np.arange(config.num_experts, dtype=np.int64))
         self.all_tokens = constant(device, np.array([config.num_experts], np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
@@ -127,7 +129,7 @@ class Workspace:
             "new keys and values": new_bytes,
             "scratch": self.cache.scratch_bytes,
         }
-        device.synchronize()  # the constants' host arrays may be freed after this
+        device.synchronize()  # the constants' host arrays can be freed after this
 
     def last_hidden(self, batch: int, length: int) -> np.ndarray:
         """Wait for the last layer's output, and return it: float32 `[batch, length, hidden_size]`."""
@@ -151,8 +153,8 @@ class Workspace:
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
         """Return the offsets of new keys and values, and their total size in bytes.
 
-        At the end of an encoding pass, those of all layers are needed. Those of a denoising pass are not needed, so its
-        segments share memory.
+        At the end of an encoding pass, the new keys and values of all layers are needed. A denoising pass keeps none,
+        so its segments share memory.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
@@ -176,7 +178,7 @@ class Workspace:
 
 
 def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
-    """Create the buffers for the inputs of a pass that the host uploads."""
+    """Create the buffers for the inputs that the host uploads for a pass."""
     return Transfer(
         device,
         {
@@ -190,7 +192,7 @@ def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
 
 
 def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Transfer:
-    """Create the buffers for the outputs of a pass that the host downloads."""
+    """Create the buffers for the outputs that the host downloads after a pass."""
     loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
     return Transfer(
         device,
@@ -218,8 +220,8 @@ def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype
 
 
 def _cache_itemsizes(bodies: Sequence[DeviceSegment]) -> list[int]:
-    """Return the item size of the cache, by layer. New keys are copied without conversion, so the dtypes of an engine's
-    inputs and outputs must match."""
+    """Return every layer's item size in the cache. New keys and values are copied without conversion, so the dtypes of
+    an engine's inputs and outputs must match."""
     sizes: dict[int, int] = {}
     for body in bodies:
         for layer in body.layers:
