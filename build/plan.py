@@ -352,8 +352,8 @@ def shortened(plan: Plan) -> Plan:
 
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
-    """Give plans of one source the same segments if they have the same precision, so that they share graphs. Segments
-    are long if any target has no room for short ones."""
+    """Give plans of one source the same segments if they have the same precision, so that they share graphs. If one target
+    has no room for short segments, all of these plans get long ones."""
     longest: dict[str, int] = {}
     for each in plans:
         kind = each.precision.text

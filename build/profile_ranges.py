@@ -97,8 +97,8 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Return whether a single canvas feeds all its tokens to every expert's first product.
 
-    This is faster if the format's arithmetic is fast: reading the weights takes longest either way, and each token is
-    quantized once instead of once per slot. In slower formats, arithmetic would take longest.
+    Feeding all tokens is faster if the format's arithmetic is fast: reading the weights then takes most of the time either
+    way, and each token is quantized once instead of once per slot.
     """
     formats = segment.get("quantized") or {}
     return any(

@@ -106,7 +106,7 @@ class NumberFormat:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude at scale 1. If block scales are codes, this includes the largest block scale."""
+        """The largest magnitude at scale 1. If block scales are encoded, too, it is multiplied by the largest block scale."""
         return self.codes.largest * (self.block_scales.largest if self.block_scales else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Types that all stages share; imports nothing."""
+"""Types that all stages share; imports nothing of canvasrt."""
 
 from typing import Any
 

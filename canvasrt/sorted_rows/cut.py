@@ -48,7 +48,7 @@ def cut_body(model: ir.Model) -> list[ir.Model]:
     """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
 
     Each piece keeps the graph's inputs that it needs and the outputs that it computes, except slots and `load`. At the
-    cuts, values have two token axes: `own` (the experts' input) and carried values are `[B, L, D]`, `shares` is float32
+    cuts, tokens have two axes, B and L. `own` (the experts' input) and carried values are `[B, L, D]`, `shares` is float32
     `[B, L, K]`, `index` is int32 `[B, L, K]`, and `expert_rows` is `[K, B, L, D]`. For FP8 experts, `own` is in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.

@@ -218,7 +218,7 @@ class Diffusion(Strict):
 
 
 class Sampling(_Own, Diffusion):
-    """The parameters of all endpoints that generate text."""
+    """The parameters that all endpoints that generate text share."""
 
     model_config = ConfigDict(extra="allow")
     table: ClassVar[Table] = GENERATION

@@ -26,7 +26,7 @@ HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
 # (often 60) close earlier. If the server closed first, a request that is on its way would be lost.
 KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
-WRITE_TIMEOUT = 60.0  # maximum seconds for which the caller reads nothing of its answer
+WRITE_TIMEOUT = 60.0  # maximum seconds that a caller may go without reading its answer
 # Limits, in seconds and bytes, for discarding input after an early answer. If a connection were closed with unread
 # input, it would be reset, and the caller would lose the answer.
 _LINGER_TIMEOUT, _LINGER_BYTES = 5.0, 64 * 2**20

@@ -42,7 +42,7 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path
         if wheel is None:
             raise CanvasError(
                 f"{pin} has no wheel for Python {python} on {architecture}",
-                f"put one into {folder}, or use --format context and build the image on such a machine",
+                f"put one into {folder}, or use --format context and build the image on a machine of that architecture",
             )
         _check(pin, wheel, python, architecture)
         found[pin] = wheel

@@ -1,5 +1,5 @@
-"""The model that returns single answers. The decoupled model cannot, because Triton's `infer` refuses decoupled
-models."""
+"""The model that returns single answers. The decoupled model cannot return them, because Triton's `infer` call
+refuses decoupled models."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
-    """Return the largest magnitude to represent, per matrix or per row, for which the squared error is smallest."""
+    """Return the clipping bound (amax), per matrix or per row, that minimizes the squared error."""
     from modelopt.torch.quantization.calib.mse import MseCalibrator
     from modelopt.torch.quantization.tensor_quant import fp8_eager
 

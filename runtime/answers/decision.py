@@ -90,7 +90,7 @@ class Template:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds: the largest number of forks in a blank's labels. Every round takes one pass per sample and
+        """Number of rounds: the largest number of forks that the labels of any blank have. Every round takes one pass per sample and
         step."""
         return max(len(blank.labels.forks) for blank in self.blanks)
 
