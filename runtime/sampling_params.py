@@ -337,7 +337,7 @@ class SamplingParams:
             label = (labels or {}).get("max_new_tokens", "max_new_tokens")
             raise CanvasError(
                 f"{label} is {self.max_new_tokens}",
-                f"give a whole number from 1 to {most} for {label}",
+                f"give a whole number from 1 to {most} for {label}, less the tokens of the prompt",
             )
 
 
