@@ -68,9 +68,10 @@ class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
             caller = self._keys.check(dict(context.invocation_metadata() or ()))
             if (refusal := self._state.refusal()) is not None:
                 raise refusal
+            exchange = _Exchange(method, self._state, caller, self._secret, context.write)
             upstream = self._channel.stream_stream(method)(timeout=context.time_remaining())
-            with contextlib.closing(_Exchange(method, self._state, caller, self._secret)) as both:
-                await both.run(requests, upstream, context.write)
+            with contextlib.closing(exchange):
+                await exchange.run(requests, upstream)
         except ApiError as error:
             code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
             await context.abort(code, error.message)
@@ -79,29 +80,30 @@ class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Exchange:
-    """The two directions of one call. `caller` is the name of the caller's key. `secret` is the prefix that makes the
-    models trust this name."""
+    """The two directions of one call. `caller` is the name of the caller's key, `secret` the prefix that makes the models
+    trust this name, and `write` sends a reply to the caller."""
 
-    def __init__(self, method: str, state: ServerState, caller: str, secret: str) -> None:
+    def __init__(
+        self,
+        method: str,
+        state: ServerState,
+        caller: str,
+        secret: str,
+        write: Callable[[bytes], Awaitable[None]],
+    ) -> None:
         self._method, self._state = method, state
-        self._caller, self._secret = caller, secret
+        self._caller, self._secret, self._write = caller, secret, write
         # One stack for each request whose answer is incomplete.
         self._open: deque[contextlib.ExitStack] = deque()
         self._writing = asyncio.Lock()  # gRPC allows one write at a time
 
-    async def run(
-        self,
-        requests: AsyncIterator[bytes],
-        upstream: Any,
-        write: Callable[[bytes], Awaitable[None]],
-    ) -> None:
+    async def run(self, requests: AsyncIterator[bytes], upstream: Any) -> None:
         """Forward requests and replies until Triton ends the call. Raises ApiError for a refused request, and AioRpcError
         for Triton's errors."""
-        sending = asyncio.create_task(self._send(requests, upstream, write))
+        sending = asyncio.create_task(self._send(requests, upstream))
         try:
             async for reply in upstream:
-                async with self._writing:
-                    await write(reply)
+                await self._reply(reply)
                 if self._open and self._is_last(reply):
                     self._open.popleft().close()
         except asyncio.CancelledError:
@@ -118,12 +120,11 @@ class _Exchange:
         for each in self._open:
             each.close()
 
-    async def _send(
-        self,
-        requests: AsyncIterator[bytes],
-        upstream: Any,
-        write: Callable[[bytes], Awaitable[None]],
-    ) -> None:
+    async def _reply(self, message: bytes) -> None:
+        async with self._writing:
+            await self._write(message)
+
+    async def _send(self, requests: AsyncIterator[bytes], upstream: Any) -> None:
         try:
             async for message in requests:
                 try:
@@ -133,8 +134,7 @@ class _Exchange:
                         raise
                     # The stream's other requests go on.
                     refusal = service_pb2.ModelStreamInferResponse(error_message=error.message)
-                    async with self._writing:
-                        await write(refusal.SerializeToString())
+                    await self._reply(refusal.SerializeToString())
                     continue
                 with contextlib.suppress(asyncio.InvalidStateError):  # Triton has ended the call
                     await upstream.write(checked)

@@ -97,7 +97,7 @@ class PromptEncoder:
                     f"prompt has {len(values['prompt'])} characters",
                     f"send at most {_MOST_COUNTED}",
                 )
-            with self.turn(values):
+            with self._turn(values):
                 return tokenizer.encode(values["prompt"], add_special_tokens)
         self._check_length(chosen, values[chosen])
         if add_generation_prompt:
@@ -107,10 +107,10 @@ class PromptEncoder:
         else:
             messages = read_messages(values["messages"])
         variables = read_template(values)
-        with self.turn(values):
+        with self._turn(values):
             return tokenizer.closed_chat(messages, variables)
 
-    def turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    def _turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """Return a lock for long texts, so that threads work on them one at a time. Short texts do not wait."""
         return self._long if is_long(values) else nullcontext()
 
@@ -128,7 +128,7 @@ class PromptEncoder:
             )
 
     def _encode(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
-        with self.turn(values):
+        with self._turn(values):
             return self._prompt(values, chosen)
 
     def _prompt(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:

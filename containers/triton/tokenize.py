@@ -31,11 +31,10 @@ def tokenized(
             f"give token ids from 0 to {vocab_size - 1}",
         )
     tokenizer = encoder.tokenizer
-    with encoder.turn(values):
-        shown: dict[str, Any] = {"text": tokenizer.decode(ids, False) if tokenizer else ""}
-        if options["spell"]:
-            shown["tokens"] = tokenizer.spell(ids) if tokenizer else []
-        return json_reply(Result([], ids, "stop", 0, [], Timings(None, 0.0)), shown)
+    shown: dict[str, Any] = {"text": tokenizer.decode(ids, False) if tokenizer else ""}
+    if options["spell"]:
+        shown["tokens"] = tokenizer.spell(ids) if tokenizer else []
+    return json_reply(Result([], ids, "stop", 0, [], Timings(None, 0.0)), shown)
 
 
 def _options(text: str) -> dict[str, bool]:

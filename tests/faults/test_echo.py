@@ -97,25 +97,33 @@ class Source:
     async def close(self) -> None: ...
 
 
+def rendered(
+    patch: pytest.MonkeyPatch, source: type[Source], kind: type, method: str, path: str, body: Any
+) -> tuple[str, list[str]]:
+    """A reply of the front end to `body`, and the threads on which `method` of the reply's kind ran."""
+    threads: list[str] = []
+    render = getattr(kind, method)
+
+    def shown(self: Any, given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return render(self, given)
+
+    patch.setattr(kind, method, shown)
+    patch.setattr(app, "Upstream", source)
+    settings = FrontSettings(0, "", "", FrontOptions(hosts=("*",)))
+    with TestClient(app.make_app(settings, ServerState(phase="serving"))) as client:
+        return client.post(path, json=body).text, threads
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_long_log_probabilities_are_rendered_on_a_thread(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    rendered: list[str] = []
-    scores = CompletionReply.scores
-
-    def shown(self: CompletionReply, text: str) -> Any:
-        rendered.append(threading.current_thread().name)
-        return scores(self, text)
-
-    monkeypatch.setattr(CompletionReply, "scores", shown)
-    monkeypatch.setattr(app, "Upstream", Source)
-    settings = FrontSettings(0, "", "", FrontOptions(hosts=("*",)))
     body = {"model": "canvasrt", "prompt": "a", "echo": True, "logprobs": 0, "stream": stream}
-    with TestClient(app.make_app(settings, ServerState(phase="serving"))) as client:
-        text = client.post("/v1/completions", json=body).text
+    text, (name,) = rendered(
+        monkeypatch, Source, CompletionReply, "scores", "/v1/completions", body
+    )
     assert text.count('"token_logprobs"') == 1
-    (name,) = rendered
     assert name.startswith("canvasrt-")
 
 
@@ -128,17 +136,7 @@ class Encoder(Source):
 
 
 def test_long_lists_of_tokens_are_rendered_on_a_thread(monkeypatch: pytest.MonkeyPatch):
-    rendered: list[str] = []
-    whole = TokenizeReply.whole
-
-    def shown(self: TokenizeReply, answers: Any) -> Any:
-        rendered.append(threading.current_thread().name)
-        return whole(self, answers)
-
-    monkeypatch.setattr(TokenizeReply, "whole", shown)
-    monkeypatch.setattr(app, "Upstream", Encoder)
-    settings = FrontSettings(0, "", "", FrontOptions(hosts=("*",)))
-    with TestClient(app.make_app(settings, ServerState(phase="serving"))) as client:
-        assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
-    (name,) = rendered
+    body = {"prompt": "a"}
+    text, (name,) = rendered(monkeypatch, Encoder, TokenizeReply, "whole", "/tokenize", body)
+    assert text.startswith('{"count"')
     assert name.startswith("canvasrt-")
