@@ -29,8 +29,11 @@ needs_checkpoint = pytest.mark.skipif(
 def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
     """Start `canvasrt demo` with its own scratch folder."""
     (folder / "tmp").mkdir()
+    # Under `-m`, Python kills itself with SIGINT, whatever the exit code, if the exception once passed through an
+    # exec(), such as that of a dataclass in a module that is being imported.
+    command = Path(sys.executable).with_name("canvasrt")
     return subprocess.Popen(
-        [sys.executable, "-m", "canvasrt", "demo", *options],
+        [command, "demo", *options],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder / "tmp"), **environment},
         stdout=subprocess.PIPE,
