@@ -70,6 +70,7 @@ class Local:
             return Generator(model, self._max_batch, prefixes)
 
         self._encoder = PromptEncoder(tokenizer, model.max_context)
+        self._thinks = bundle.mentions("enable_thinking")
         canvas = model.config.canvas_length
         self._served = Served(
             max_context=model.max_context, canvas=canvas, fingerprint=f"fp_{self.digest[:12]}"
@@ -94,7 +95,7 @@ class Local:
 
     async def _reply(self, line: Line) -> Reply:
         endpoint = _ENDPOINTS[line.url]
-        ignored = Ignored()
+        ignored = Ignored(thinks=self._thinks)
         try:
             body = read_body(endpoint.body, line.body, ignored)
             try:

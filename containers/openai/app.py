@@ -104,7 +104,8 @@ class Front:
         """Answer one request. Raises ApiError if the request fails, and Disconnected if the caller has left."""
         self._admit(request)
         raw = await request.body()
-        ignored = None if self._options.strict else Ignored(self._options.lenient)
+        thinks = self._options.about.get("thinking", True)
+        ignored = None if self._options.strict else Ignored(self._options.lenient, thinks)
         body = await self.pool.run(len(raw), read_body, endpoint.body, raw, ignored)
         body.check_model(self._options.names)
         try:

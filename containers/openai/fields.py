@@ -172,11 +172,13 @@ def passes(allowed: tuple[Any, ...] | None, value: Any) -> bool:
 
 
 class Ignored(list[str]):
-    """Warnings about a request's ignored fields. If `lenient`, fields that would change the answer are ignored, too."""
+    """Warnings about a request's ignored fields. If `lenient`, fields that would change the answer are ignored, too.
+    Unless the model `thinks`, so is the effort of its thinking."""
 
-    def __init__(self, lenient: bool = False) -> None:
+    def __init__(self, lenient: bool = False, thinks: bool = True) -> None:
         super().__init__()
         self.lenient = lenient
+        self.thinks = thinks
 
     def note(self, message: str) -> None:
         """Add a warning, unless the list already has it or is full (MAX_WARNINGS)."""

@@ -129,9 +129,7 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
     """
     _check(request)
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    thinking = request.enable_thinking
-    if thinking is None and request.reasoning_effort is not None:
-        thinking = request.reasoning_effort != "none"
+    thinking = _thinking(request)
     if thinking is not None:
         variables["enable_thinking"] = thinking
     if schemas(request) is not None:
@@ -147,6 +145,19 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
     if grammar:
         inputs["grammar"] = json.dumps(grammar)
     return inputs
+
+
+def _thinking(request: Conversation) -> bool | None:
+    """Return whether the model is to think; None if the request does not say so. Some clients send an effort to every
+    model, so a model that cannot think ignores it."""
+    if request.enable_thinking is not None or request.reasoning_effort is None:
+        return request.enable_thinking
+    if request.reasoning_effort == "none":
+        return False
+    if request.ignored is not None and not request.ignored.thinks:
+        request.ignored.note("reasoning_effort has no effect: this model cannot think.")
+        return None
+    return True
 
 
 def template_names(request: Conversation) -> dict[str, str]:
