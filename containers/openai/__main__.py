@@ -1,7 +1,7 @@
 """The front end's process, which its supervisor controls through lines on standard input.
 
-The first line holds the settings. At least one more line follows; each reports a phase:
-`{"phase": ..., "detail": ...}`. End of input means that the supervisor has exited; then this process exits, too.
+The first line holds the settings. Each later line (there is at least one) reports a phase:
+`{"phase": ..., "detail": ...}`. When the supervisor exits, the input ends; this process then exits, too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
 _BEAT_EVERY = 0.5
-# Connections accepted per iteration of the event loop. They are counted only some iterations later, so a larger number
-# could exhaust the file descriptors.
+# Maximum connections accepted per iteration of the event loop. They count towards the limit only some iterations later,
+# so a larger number could exhaust the file descriptors.
 _ACCEPT = 64
 # Seconds for which a thread that parses a long body may keep the interpreter's lock. The event loop releases the lock
 # at every system call, about ten times per request. With Python's default limit, the loop could wait 5 ms each time to
@@ -55,7 +55,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio uses `_ACCEPT` also as the limit of the kernel's queue, so restore the larger limit.
+        # asyncio also limits the kernel's queue to `_ACCEPT`, so raise that limit again.
         for each in sockets or ():
             each.listen(BACKLOG)
 
@@ -69,7 +69,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH)
-    # Unbuffered, because the reading thread would hold the buffer's lock until the process exits.
+    # Unbuffered: while a thread waits in a buffered read, it holds the buffer's lock, which can abort Python's exit.
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)

@@ -78,7 +78,7 @@ class MessagesRequest(Sampling):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: OutputConfig | None = None
-    output_format: Json | None = None  # what older clients send for output_config.format
+    output_format: Json | None = None  # older clients send this instead of output_config.format
     image_tokens: ImageTokens = None
 
 
@@ -172,7 +172,7 @@ def _messages(body: MessagesRequest) -> list[Json]:
         elif role == "user":
             read += _results(blocks, f"{where}.content")
             content = [_part(each, path) for path, each in blocks if not _is(each, "tool_result")]
-            if content or not blocks:  # the chat refuses an empty message
+            if content or not blocks:  # an empty message is kept, so that the chat refuses it
                 read.append({"role": role, "content": content})
         elif role == "system":
             read.append({"role": role, "content": _texts(blocks, where)})
@@ -262,7 +262,8 @@ class MessageReply(Reply):
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         super().__init__(body, asked, seed, served)
         self._content: list[Json] = []
-        self._open = ""  # the kind of piece whose block is being written; empty between blocks
+        # Kind of the pieces in the block that is being written; empty between blocks.
+        self._open = ""
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -272,7 +273,7 @@ class MessageReply(Reply):
         return self._message() | self._stop(final) | {"usage": self._usage()} | own
 
     def open(self, index: int) -> list[Json]:
-        # The prompt's token count is only known at the end.
+        # The message reports 0 tokens, because the prompt's token count is only known at the end.
         return [{"type": "message_start", "message": self._message()}, {"type": "ping"}]
 
     def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:

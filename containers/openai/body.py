@@ -1,6 +1,6 @@
 """Request bodies: the fields that several endpoints share, and the only function that reads a body.
 
-The tables in `fields` list unsupported fields. If the value of such a field would change the answer, an error names it.
+The tables in `fields` decide which unsupported fields are ignored, and which are errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # maximum answers to one request: prompts times n
-# Every message and every part costs time, even a short one.
+# Even a short message or content part costs time, so their numbers are limited.
 MAX_MESSAGES = 8192
 MAX_PARTS = 8192
 # pydantic holds the interpreter's lock while it collects the errors of all members of an object. So in bodies of more
@@ -129,7 +129,7 @@ ImageTokens = Annotated[
     Literal[BUDGETS] | None,  # type: ignore[valid-type]
     about("Maximum number of tokens per image."),
 ]
-# Accepts null as an empty name of a model.
+# Converts null to an empty model name.
 _MAYBE = BeforeValidator(
     lambda name: "" if name is None else name, json_schema_input_type=str | None
 )

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 ResultT = TypeVar("ResultT")
 _SHORT = 1 << 16  # bytes; bodies up to this size are processed on the event loop
 _MEDIUM = 1 << 20  # bytes; bodies up to this size do not wait for longer ones
-# A thread that parses holds the interpreter's lock. So between queued bodies it rests for this multiple of the
-# CPU time that the last body took.
+# A thread that parses holds the interpreter's lock. So before a thread starts the next queued body, it rests for this
+# multiple of the CPU time that the previous body took.
 REST = 3
 
 

@@ -130,7 +130,7 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
     if isinstance(request, CompletionRequest):
         given["echo"] = request.echo or None
-        if request.logprobs is not None:  # in a completion, `logprobs` sets both fields
+        if request.logprobs is not None:  # in a completion, this is the number of top_logprobs
             given |= {"logprobs": True, "top_logprobs": request.logprobs}
     given["logprob_token_ids"] = request.logprob_token_ids
     given["grammar"] = json.dumps(wanted.grammar) if wanted else None

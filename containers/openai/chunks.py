@@ -170,9 +170,9 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str) -> Json | None:
-        """Return log-probabilities in OpenAI's form; None if `text`, the model's JSON, is empty.
+        """Return the log-probabilities in `text`, the model's JSON, in OpenAI's form. If `text` is empty, return None.
 
-        The token that ends the answer is left out, except after an echoed prompt, because lm-eval then drops the last
+        The token that ends the answer is left out. With `echo`, that token is kept, because lm-eval then drops the last
         token itself.
         """
         if not text:

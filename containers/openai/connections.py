@@ -1,5 +1,5 @@
-"""Limits what connections may use: their number, the time for header and body, unread answers, and tiny chunks of a
-body. uvicorn only limits their number."""
+"""Limits connections: their number, the time that they take for header and body, unread answers, and tiny chunks of a
+body. Of these, uvicorn only limits the number of connections."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ HEADER_TIMEOUT = 10.0  # seconds; also the limit of a TLS handshake
 KEEP_ALIVE = 75.0
 BODY_TIMEOUT = 60.0
 WRITE_TIMEOUT = 60.0  # maximum seconds that a caller may go without reading its answer
-# Limits, in seconds and bytes, for discarding input after an early answer. If a connection were closed with unread
-# input, it would be reset, and the caller would lose the answer.
+# Limits, in seconds and bytes, for discarding the rest of a body that was answered early. If a connection were closed
+# with unread input, it would be reset, and the caller would lose the answer.
 _LINGER_TIMEOUT, _LINGER_BYTES = 5.0, 64 * 2**20
 _TLS_GOODBYE = 5.0  # seconds for a caller to confirm that its TLS connection ends
 # Number of connections allowed beyond the limit. They only get health routes.
 RESERVED = 32
 _RESERVED_TIMEOUT = 2.0
-# A piece of a body, such as a chunk, takes about 30 µs of the event loop, even if it is tiny. So a body may have
-# `_PIECES` pieces, plus one per `_BYTES_PER_PIECE` bytes.
+# Parsing a piece of a body, such as a chunk, takes the event loop about 30 µs, even if the piece is tiny. So a body
+# may have `_PIECES` pieces, plus one per `_BYTES_PER_PIECE` bytes.
 _PIECES, _BYTES_PER_PIECE = 1024, 256
 _FREE_PIECES = 16  # pieces parsed without waiting for a turn; ordinary bodies have fewer
-_PROGRESS = 4096  # bytes of a body after which a connection counts as active again
-# Maximum bytes of all unfinished requests' bodies together. Beyond this limit, a connection that receives more of a
-# body is closed if the body already has more than `_SHARE` bytes.
+_PROGRESS = 4096  # a connection counts as active again after every so many bytes of a body
+# Maximum bytes of the bodies of all unfinished requests together. Above this limit, a connection that receives more of
+# a body is closed if that body has more than `_SHARE` bytes.
 _MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
@@ -59,7 +59,7 @@ class Stage(Enum):
 
 @dataclass
 class Places:
-    """Limits the number of one server's connections, and holds the state that they share. `reserved` holds the
+    """Limits how many connections one server has, and holds the state that they share. `reserved` holds the
     addresses of callers beyond the limit, who only get health routes. `tls` is None if the server does not use TLS."""
 
     limit: int
@@ -77,7 +77,8 @@ class Places:
         return Connection(self, **given)
 
     def enter(self, connection: Connection) -> None:
-        """Admit a new connection. At the limit, close the connection that has been idle longest."""
+        """Admit a new connection. At the limit, first close the connection that has been idle longest. If none is idle,
+        admit at most `RESERVED` connections beyond the limit."""
         if self.open >= self.limit and self.idle:
             next(iter(self.idle)).drop("it was idle and another caller needs a connection")
         self.open += 1
@@ -96,7 +97,7 @@ class Places:
 
 @dataclass
 class _Body:
-    """Counts the pieces and the bytes (`size`) of a body parsed so far. `progress` is the `size` at which the
+    """Counts the pieces and the bytes (`size`) of a body that were parsed so far. `progress` is the `size` at which the
     connection last counted as active."""
 
     pieces: int = 0
@@ -198,8 +199,8 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def may_parse(self) -> bool:
-        """Return whether the next event may be parsed now. A body is only parsed when the application asks for it and
-        the connection has its turn."""
+        """Return whether the next event may be parsed now. A body is only parsed when the application has asked for it.
+        Pieces after the first `_FREE_PIECES` also wait for the connection's turn."""
         if self.stage is Stage.UNREAD_BODY or self.transport.is_closing():
             return False
         if self.stage is not Stage.BODY or self._body.pieces < _FREE_PIECES:
@@ -213,7 +214,7 @@ class Connection(H11Protocol):
         """Parse the received part of the body and resume reading. Called when the application asks for the body, and
         when the connection's turn to parse comes."""
         if self.stage is Stage.UNREAD_BODY:
-            self.stage = Stage.BODY  # UNREAD_BODY's time limit continues
+            self.stage = Stage.BODY  # without `_enter`, so that UNREAD_BODY's time limit continues
         if self.stage is Stage.BODY and not self.transport.is_closing():
             self.handle_events()
         if not (self.flow.read_paused or self.places.turns.is_waiting(self)):
@@ -224,7 +225,7 @@ class Connection(H11Protocol):
         if isinstance(event, h11.Request):
             lengths = {b"content-length", b"transfer-encoding"}
             if lengths <= {name for name, _ in event.headers}:
-                # Request smuggling: a proxy may have read the request differently.
+                # A proxy could have read such a request differently (request smuggling).
                 raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
             has_body = any(
                 name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))

@@ -124,7 +124,7 @@ def _known(given: Any, path: str, body: Ask) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Convert the field `input` to a chat. It is a string, or a list of messages, tool calls and outputs of tools."""
+    """Convert the field `input`, a string or a list of messages, tool calls and tool outputs, to a chat."""
     check_parts(given if isinstance(given, list) else (), "input")
     try:
         if isinstance(given, str):
@@ -155,7 +155,7 @@ def _message(item: Any, path: str) -> dict[str, Any]:
 
 
 def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
-    """Return a message's text; if the message has images, return content parts of a chat."""
+    """Return a message's text or, if the message has images, its content parts in a chat's form."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, path)
     return [

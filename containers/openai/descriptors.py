@@ -27,8 +27,8 @@ def raise_file_limit() -> int:
 def affordable(connections: int, files: int, guards: bool = False) -> int:
     """Return how many connections a port may have: `connections`, or fewer if `files` descriptors do not suffice.
 
-    A connection takes one descriptor. If `guards`, Triton's HTTP port may have as many connections, each of which takes
-    two descriptors.
+    A connection takes one descriptor. If `guards`, Triton's HTTP port may have the same number of connections, each of
+    which takes two descriptors.
     """
     most = max(files - _SPARE, files // 2) // (3 if guards else 1)
     if connections > most:

@@ -33,8 +33,8 @@ _ABOUT = {
 def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI descriptions of errors, keyed by status. Without `statuses`, all errors are described."""
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    # FastAPI compiles a validator for each response that has a model. So one response has a model, which defines the
-    # schema, and the other responses refer to that schema.
+    # FastAPI compiles a validator for each response that has a model. So only one response has the model, which defines
+    # the schema; the other responses refer to that schema.
     return {
         each: {
             "description": _ABOUT[each],

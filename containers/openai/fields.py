@@ -1,8 +1,8 @@
-"""Unsupported fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests: left out with a warning, or refused.
+"""Decides which unsupported fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests are ignored or refused.
 
-Each table maps unsupported fields to their accepted values, which do not change the answer. Any other value is
-refused. A list is accepted if all of its elements are accepted. A field that is neither in a table nor in the body's
-model is unknown.
+Each table maps unsupported fields to their accepted values, which do not change the answer. A list is accepted if all
+of its elements are accepted. Any other value is refused or, by a lenient server, ignored with a warning. A field that
+is neither in a table nor in the body's model is unknown.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ RESPONSE: Table = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
-    # Fields of a chat that a response does not have.
+    # Fields of chats that `/v1/responses` does not have.
     "n": (1,),
     "max_tokens": (),
     "logprobs": (False,),
@@ -106,7 +106,7 @@ ANTHROPIC: Table = {
     **_any("cache_control context_management diagnostics inference_geo speed output_config.effort"),
     "container": (),
     "mcp_servers": (),
-    # Fields of a chat that Anthropic's messages do not have.
+    # Fields of chats that `/v1/messages` does not have.
     "n": (1,),
     "stop": (),
     "response_format": (),
@@ -173,7 +173,7 @@ def passes(allowed: tuple[Any, ...] | None, value: Any) -> bool:
 
 class Ignored(list[str]):
     """Warnings about a request's ignored fields. If `lenient`, fields that would change the answer are ignored, too.
-    Unless the model `thinks`, so is the effort of its thinking."""
+    If `thinks` is false, the model cannot think, so `reasoning_effort` is ignored."""
 
     def __init__(self, lenient: bool = False, thinks: bool = True) -> None:
         super().__init__()
@@ -187,10 +187,10 @@ class Ignored(list[str]):
 
 
 def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None:
-    """Ignore a field that is not supported. Add a warning to `ignored` unless the field's value changes nothing.
+    """Ignore an unsupported field. If `table` does not accept its value, add a warning to `ignored`.
 
-    Raises ApiError in two cases: the field is unknown and `ignored` is None, or its value would change the answer and
-    `ignored` is not lenient.
+    Instead of the warning, raises ApiError if `ignored` is None. If the field is in `table`, the error is also raised
+    if `ignored` is not lenient.
     """
     name = re.sub(r"\[\d+\]", "", path)
     if name not in table:
@@ -217,7 +217,7 @@ def known(
     table: Table,
     ignored: Ignored | None,
 ) -> dict[str, Any]:
-    """Return the members of an object that `names` contains; pass all other members to `settle`."""
+    """Return the members of `given` whose names are in `names`; pass all other members to `settle`."""
     for name, value in given.items():
         if name not in names:
             settle(f"{path}.{name}", value, table, ignored)

@@ -61,7 +61,7 @@ class Generation:
     n: int = 1
     seed: int | None = None
     image_tokens: int | None = None
-    # Name of a tool → JSON schema of its parameters. None if the model may call no tool.
+    # Name of a tool → JSON schema of its parameters. If None, tool calls are returned as text.
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
     plain: bool = False  # if true, the text is not parsed for thoughts and tool calls
@@ -108,8 +108,8 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
 
 
 def _images(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
-    """Return the model's inputs for a chat's images: the files, and each file's maximum number of soft tokens. If there
-    are no images, there are no inputs."""
+    """Return the model's inputs for a chat's images: the files, and each file's maximum number of soft tokens. Without
+    images, return no inputs."""
     if not chat.images:
         return {}
     most = image_tokens or _IMAGE_TOKENS
@@ -153,7 +153,7 @@ class Usage:
         """Count one answer. `prompt` is the index of the prompt that it answers."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
-        # The first answer encodes the prompt; the others reuse it from the prefix cache.
+        # One answer encodes the prompt, and the others find it in the prefix cache. So the smallest count is right.
         known = self._cached.get(prompt, final.cached_tokens)
         self._cached[prompt] = min(known, final.cached_tokens)
         self.completion_tokens += len(final.token_ids)
@@ -234,7 +234,8 @@ class Reply(ABC):
         names = self.asked.names
         if own := names.get(path) or names.get(field):
             error.param = own
-            if own.startswith("chat_template_kwargs."):  # `path` can also be an ordinary word
+            if own.startswith("chat_template_kwargs."):
+                # Only at the start, because `path` can also be an ordinary word.
                 start = rf"^{re.escape(path)}\b"
                 error.message = re.sub(start, own, error.message, flags=re.IGNORECASE)
             else:
@@ -338,8 +339,8 @@ class Run:
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:
-    """Return OpenAI's finish reason of an answer that has `calls` tool calls. `own_parts` adds the reason that OpenAI
-    lacks."""
+    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`, so
+    `own_parts` adds it."""
     if final.finish_reason == "grammar":
         return "length"
     return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason

@@ -37,8 +37,8 @@ class Chat(NamedTuple):
 
 @dataclass
 class _Found:
-    """State while messages are read. `images`: found so far. `ignored`: warnings about ignored fields; None if unknown
-    fields are refused. `values`: how many more JSON values the arguments of tool calls may have."""
+    """The state while messages are read. `images` holds the images found so far. `ignored` holds warnings about ignored
+    fields; None if unknown fields are refused. The arguments of further tool calls may have `values` JSON values."""
 
     images: list[tuple[bytes, str]]
     ignored: Ignored | None
@@ -67,7 +67,7 @@ def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, An
         )
     allowed = ("role", "content", *_FIELDS.get(role, ()), *(("name",) if role == "tool" else ()))
     for name, value in message.items():
-        # Clients send earlier answers back, including empty fields.
+        # Empty fields are ignored, because clients send earlier answers back with all of their fields.
         if name not in allowed and value not in (None, [], ""):
             settle(f"{where}.{name}", value, _TABLE, found.ignored)
     read: dict[str, Any] = {"role": _ROLES[role]}

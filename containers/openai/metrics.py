@@ -17,7 +17,7 @@ from canvasrt import nvml
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = (*map(str, _BUCKETS), "+Inf")
 _TIMEOUT = 3.0  # seconds to wait for data from Triton
-_LONGEST = 10.0  # seconds that a read may take in total
+_LONGEST = 10.0  # maximum seconds that a caller waits for a read
 log = logging.getLogger(__name__)
 _MOST_NAMED = 256  # maximum number of ignored fields that are logged
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

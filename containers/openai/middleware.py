@@ -193,7 +193,7 @@ def parameters_of(request: Request) -> dict[str, int | str]:
 
 
 def _given_id(scope: Scope) -> str:
-    """Return the request id that the caller sent; empty if it sent none or one that is not safe to log."""
+    """Return the request id that the caller sent; empty if there is none, or if the id is not safe to log."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if _ID.fullmatch(given) else ""
 

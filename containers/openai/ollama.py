@@ -140,7 +140,7 @@ def _scores(body: OllamaRequest) -> Json:
 
 
 def _read(kind: Any, body: OllamaRequest, fields: Json) -> Any:
-    """Return a request of OpenAI's type `kind` that has these fields and the body's options."""
+    """Return a request of OpenAI's type `kind` that has `fields` and the settings in `body`."""
     return translated(kind, fields | {"model": body.name, **_settings(body)}, body)
 
 
@@ -157,7 +157,7 @@ def _settings(body: OllamaRequest) -> Json:
                 )
     for name, least in (("max_tokens", 1), ("seed", 0)):
         value = fields.get(name)
-        # Smaller values mean no limit, or a random seed.
+        # In Ollama, smaller values mean that there is no limit, or that the seed is random.
         if isinstance(value, int) and value < least:
             del fields[name]
     if isinstance(body.think, str):
@@ -250,7 +250,7 @@ class GenerateReply(Reply):
         return json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
 
     def text(self, text: str, more: Json) -> Json:
-        """Return the fields of a line that hold its text and, in `more`, its thoughts and tool calls."""
+        """Return a line's fields: `text`, and `more`, which holds the thoughts and tool calls."""
         return {"response": text, **more}
 
     def _loaded(self) -> Json:

@@ -33,8 +33,8 @@ class FrontOptions:
         default="127.0.0.1",
         metadata=option("Address to listen on; 0.0.0.0 for all interfaces.", metavar="ADDRESS"),
     )
-    # Host headers that a server without keys accepts. If empty, it accepts loopback names when it listens on loopback,
-    # and all names otherwise.
+    # Host headers that a server without keys accepts. If there are none, a server on loopback accepts loopback names,
+    # and any other server accepts all names.
     hosts: tuple[str, ...] = field(
         default=(),
         metadata=option(
@@ -157,12 +157,10 @@ class FrontSettings:
     request_timeout: int | None = None  # seconds
     # Prefix of callers' names. It proves to the models that the front end wrote the names.
     caller_secret: str = ""
-    # The socket on which the front end offers Triton's HTTP API, the host of that socket, the path of the Unix socket on
-    # which Triton itself listens, and the address on which the front end offers Triton's gRPC API.
-    triton_socket: int | None = None
-    triton_host: str = ""
-    triton_path: str = ""
-    grpc_address: str = ""
+    triton_socket: int | None = None  # the front end offers Triton's HTTP API on this socket
+    triton_host: str = ""  # the host of `triton_socket`
+    triton_path: str = ""  # path of the Unix socket on which Triton itself offers the HTTP API
+    grpc_address: str = ""  # the front end offers Triton's gRPC API at this address
 
     def to_line(self) -> bytes:
         """Return the settings as one line of JSON."""

@@ -88,7 +88,7 @@ class AnswerParser:
         return pieces
 
     def _step(self, pieces: list[Piece], final: bool) -> bool:
-        """Parse the current region's text. Return whether another region has begun."""
+        """Parse the text up to the next control token. Return whether there can be more to parse."""
         if self._region == "content":
             return self._content(pieces, final)
         if self._region == "thought":

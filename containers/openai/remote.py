@@ -92,9 +92,9 @@ class ImageBudget:
 class Fetcher:
     """Fetches images by URL, on separate threads.
 
-    `resolve` returns a host's addresses; `allowed` returns whether an address may be connected to. All of a host's
-    addresses must be allowed. The connection uses a checked address, because a second lookup could return a different
-    one.
+    `resolve` returns a host's addresses; `allowed` returns whether a connection to an address is allowed. All of a
+    host's addresses must be allowed. The connection uses one of these addresses, because a second lookup could return
+    others.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def _body(reply: http.client.HTTPResponse, deadline: float, budget: ImageBudget)
         budget.take(len(chunk))
         if len(data) > MAX_IMAGE_BYTES:
             raise Refused(f"it is larger than {MAX_IMAGE_BYTES // 2**20} MiB")
-    _left(deadline)  # an aborted connection looks like one that ended normally
+    _left(deadline)  # raises if `watch` aborted the connection, which looks like a normal end
     return bytes(data)
 
 

@@ -71,7 +71,7 @@ def _response_format(request: Sampling) -> Iterator[Format]:
     if given is None:
         return
     kind = given.get("type")
-    if kind not in tuple(_TYPES):  # a tuple, because `kind` may be unhashable
+    if kind not in tuple(_TYPES):  # a tuple, because a dict cannot look up an unhashable `kind`
         raise _wrong(f"{path}.type", f"is {kind!r}: give one of {', '.join(_TYPES)}")
     field = _TYPES[kind]
     given = known(given, ("type", field), path, GENERATION, ignored)
@@ -82,7 +82,7 @@ def _response_format(request: Sampling) -> Iterator[Format]:
         names = ("name", "schema", "strict", "description")
         given, field = known(given, names, path, GENERATION, ignored), "schema"
     if kind == "json_object" and given.get("schema") is not None:
-        kind = "json_schema"  # as in llama.cpp
+        kind = "json_schema"  # llama.cpp, too, accepts a schema with this type
     if kind == "json_object":
         yield Format({"type": kind}, path)
     elif kind != "text":

@@ -24,7 +24,7 @@ from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
 from canvasrt.containers.openai.tools import MAX_TOOLS, Effort
 
-# Names of a chat's parameters → names of a response's.
+# Names of a chat's parameters → their names in `/v1/responses`.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

@@ -52,7 +52,7 @@ class _Stream(Response):
     """Sends chunks as they come, and closes their generator when the caller disconnects."""
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str) -> None:
-        # Otherwise proxies would buffer the whole answer.
+        # Without these headers, proxies would buffer the whole answer.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]

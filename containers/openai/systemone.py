@@ -66,7 +66,8 @@ class SystemOneReply(Reply):
         }
 
     def named(self, error: ApiError) -> ApiError:
-        """Replace the number of a question in an error with the question's name, which the model does not know."""
+        """Replace the model's names in an error with System One's: a question's number with its name, and `choices` and
+        `levels` with `criteria`."""
         names = list(self.body.questions)
 
         def name(match: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ SSLProtocol.max_size = 32 * 1024
 
 def server_context(files: Mapping[str, str]) -> ssl.SSLContext:
     """Return a server's TLS context for the files `certificate` and `key`. If there is a file `ca`, callers need a
-    certificate that this authority signed."""
+    certificate that the authority in `ca` signed."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_cert_chain(files["certificate"], files["key"])

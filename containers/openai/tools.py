@@ -95,7 +95,7 @@ class Conversation(Sampling):
 
 
 def schemas(request: Conversation) -> dict[str, Mapping[str, Any]] | None:
-    """Return a map from each callable tool's name to the schema of its parameters; None if no tool may be called."""
+    """Return a map from each tool's name to the schema of its parameters; None if the request allows no tool calls."""
     if not request.tools or request.tool_choice == "none":
         return None
     return {each.function.name: each.function.parameters or {} for each in request.tools}
@@ -148,8 +148,8 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
 
 
 def _thinking(request: Conversation) -> bool | None:
-    """Return whether the model is to think; None if the request does not say so. Some clients send an effort to every
-    model, so a model that cannot think ignores it."""
+    """Return whether the model is to think; None if the request does not specify that. Some clients send
+    `reasoning_effort` to every model, so a model that cannot think ignores that field."""
     if request.enable_thinking is not None or request.reasoning_effort is None:
         return request.enable_thinking
     if request.reasoning_effort == "none":

@@ -1,6 +1,6 @@
 """OpenTelemetry traces: FastAPI writes a span per request, and this module writes a span per block.
 
-There are no spans unless the standard environment variable names a collector. The SDK's other variables apply, too.
+Spans are only written if the standard environment variable names a collector. The SDK's other variables apply, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A proxy in front of Triton's gRPC server, which itself listens on a Unix socket.
 
-The proxy checks API keys, and refuses requests to classify an output: if that is text, Triton would divide by the size
+The proxy checks API keys, and refuses requests to classify an output. To classify text, Triton would divide by the size
 of the text type, 0, and crash.
 """
 
@@ -33,7 +33,8 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-_IDENTITY = 1  # the bit set that only allows "none", since a small compressed message could unpack to gigabytes
+# The compression algorithms, as a bit set: only "none", because a small compressed message could unpack to gigabytes.
+_IDENTITY = 1
 
 
 async def start_grpc_guard(settings: FrontSettings, state: ServerState) -> grpc.aio.Server:
@@ -80,8 +81,8 @@ class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Exchange:
-    """The two directions of one call. `caller` is the name of the caller's key, `secret` the prefix that makes the models
-    trust this name, and `write` sends a reply to the caller."""
+    """The two directions of one call. `caller` is the name of the caller's key, and `secret` is the prefix that makes
+    the models trust this name. `write` sends a reply to the caller."""
 
     def __init__(
         self,
@@ -98,8 +99,8 @@ class _Exchange:
         self._writing = asyncio.Lock()  # gRPC allows one write at a time
 
     async def run(self, requests: AsyncIterator[bytes], upstream: Any) -> None:
-        """Forward requests and replies until Triton ends the call. Raises ApiError for a refused request, and AioRpcError
-        for Triton's errors."""
+        """Forward requests and replies until Triton ends the call. Raises ApiError for a refused request, and
+        AioRpcError for Triton's errors."""
         sending = asyncio.create_task(self._send(requests, upstream))
         try:
             async for reply in upstream:
@@ -107,7 +108,7 @@ class _Exchange:
                 if self._open and self._is_last(reply):
                     self._open.popleft().close()
         except asyncio.CancelledError:
-            # Also raised if `_send` has cancelled the call.
+            # CancelledError is also raised if `_send` has cancelled the call.
             if sending.done() and not sending.cancelled() and (error := sending.exception()):
                 raise error from None
             raise
@@ -132,7 +133,7 @@ class _Exchange:
                 except ApiError as error:
                     if self._method != _STREAM:
                         raise
-                    # The stream's other requests go on.
+                    # A refused request does not end the stream, which can carry further requests.
                     refusal = service_pb2.ModelStreamInferResponse(error_message=error.message)
                     await self._reply(refusal.SerializeToString())
                     continue

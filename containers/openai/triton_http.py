@@ -151,8 +151,8 @@ def _count(shape: list[Any]) -> float:
 
 
 def _with_owner(body: bytes, owner: bytes) -> bytes:
-    """Insert the caller's name at the start of a JSON object; return any other body unchanged. If the caller's own JSON
-    contains a name, that name lacks the secret."""
+    """Insert the caller's name at the start of a JSON object; return any other body unchanged. A name that the caller
+    wrote into the JSON lacks the secret, so no model would accept it."""
     if not (text := body.lstrip(b" \t\r\n")).startswith(b"{"):
         return body
     fields = text[1:].lstrip(b" \t\r\n")

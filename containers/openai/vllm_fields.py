@@ -65,8 +65,8 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def read_of(request: Sampling) -> dict[str, Any]:
-    """Return the options of a read, which runs all steps of one canvas and returns every token. Return no options
-    unless `diffusion_read_only` is set. Raises ApiError if the length of the canvas is unknown."""
+    """Return the options of a read, which runs all steps of one canvas and returns every token. If
+    `diffusion_read_only` is not set, return no options. Raises ApiError if the length of the canvas is unknown."""
     if not _of(request, "diffusion_read_only"):
         return {}
     width = _width(request, "diffusion_read_only")
@@ -91,7 +91,7 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
 
 
 def _width(request: Sampling, name: str) -> int:
-    """Return the canvas length that a request sets. Raises ApiError if none is set: the setting `name` needs one."""
+    """Return the canvas length that a request sets. If it sets none, raises ApiError, because `name` needs a length."""
     seed: Sequence[int] = _of(request, "diffusion_seed_canvas") or ()
     lengths = (_of(request, each) for each in ("canvas_length", "diffusion_canvas_length"))
     width: int = next(filter(None, lengths), len(seed))
