@@ -85,7 +85,7 @@ def leave_reason(path: Path, message: str, hint: str) -> None:
 
 
 def reason_left(path: Path) -> tuple[str, str] | None:
-    """Return the message and hint that an exited process left; None if there is none."""
+    """Return the message and hint that an exited process left; None if it left none."""
     try:
         message, _, hint = path.read_text(encoding="utf-8").partition("\n")
     except OSError:

@@ -38,7 +38,7 @@ END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. A readiness
 # check calls both of Triton's models, and waits at most 3 seconds for each. A front end may be silent for 10 seconds
-# before the supervisor replaces it; that must not end the server.
+# before the supervisor replaces it; this silence must not end the server.
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
 # Default timeouts of `canvasrt serve`, in seconds.

@@ -56,7 +56,7 @@ class Ports:
 
         A socket that is bound but does not listen reserves a port: no other process gets it, but Triton, whose sockets
         have SO_REUSEADDR, can listen on it. Without `apis`, only the metrics port is reserved, because another process
-        listens on the others.
+        listens on the HTTP and gRPC ports.
         """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)
@@ -89,8 +89,8 @@ def check_distinct(asked: Sequence[PortRequest]) -> None:
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
-    """Return a listening socket; port 0 selects a free port. Raises CanvasError if the port, which `option` gives,
-    cannot be used."""
+    """Return a listening socket; port 0 selects a free port. If the port cannot be used, raises CanvasError, which
+    names `option`."""
     listener = bind(host, port, option)
     try:
         listener.listen(backlog)
@@ -101,8 +101,8 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket bound to a port; port 0 selects a free port. Raises CanvasError if the port, which `option`
-    gives, cannot be used."""
+    """Return a socket bound to a port; port 0 selects a free port. If the port cannot be used, raises CanvasError,
+    which names `option`."""
     if not 0 <= port <= 65535:
         raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

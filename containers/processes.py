@@ -90,7 +90,7 @@ def remove_stale() -> None:
 
 
 def _pid_namespace() -> str:
-    """Return the id of the process-id namespace, which tells apart containers that share /dev/shm."""
+    """Return the id of the process-id namespace. It differs between containers that share /dev/shm."""
     try:
         return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     except OSError:

@@ -14,8 +14,8 @@ from canvasrt.runtime.sampling_params import PARAMETERS
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
-MAX_CANVAS = 1 << 20  # characters of JSON
-MAX_GRAMMAR = 400_000  # maximum characters of JSON: a schema has at most 64 KB, and JSON can take six characters per byte
+MAX_CANVAS = 1 << 20  # maximum characters of JSON
+MAX_GRAMMAR = 400_000  # maximum characters of JSON: up to six for each byte of a schema, which has at most 64 KB
 MAX_BIASED = 1024  # maximum number of tokens with a bias
 MAX_LISTED = 128  # maximum number of tokens to list with each log-probability, as in vLLM
 # Maximum log-probabilities of echoed prompts in all answers: enough for 262,144 tokens and one alternative to each.
@@ -23,7 +23,8 @@ MAX_ECHOED = 1 << 19
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # maximum number of strings, and of characters in each
 
 # Request parameters. If ERRORS is set, the decoupled model reports an error as an event ERROR_EVENT, whose text is JSON
-# with code and message. Triton's streams have no error codes. Its option to add them (triton_grpc_error) can crash it.
+# with code and message. Triton's streams have no error codes; the option that adds them (triton_grpc_error) can crash
+# Triton.
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
 # Set by the front end: the caller's name, and the total number of answers that the caller requested.
 OWNER, ANSWERS = "canvasrt_owner", "canvasrt_answers"

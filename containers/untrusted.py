@@ -18,7 +18,7 @@ def check_json(text: bytes, most: int = MAX_VALUES) -> int:
     """Raise ValueError for a JSON text with too many values or too deeply nested brackets, before it is parsed. Other
     errors are left to the parser.
 
-    Return the number of values, or an upper bound, which also counts commas and brackets in strings."""
+    Return the number of values; for a small text, an upper bound that also counts commas and brackets in strings."""
     brackets = text.count(b"[") + text.count(b"{")
     values = 1 + text.count(b",") + brackets
     if values <= most and brackets <= MAX_DEPTH:

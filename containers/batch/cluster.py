@@ -21,7 +21,7 @@ class Cluster:
     """One actor per machine of a cluster; for GPU engines, one per GPU. An asynchronous context manager."""
 
     def __init__(self, address: str, path: Path, threads: int | None) -> None:
-        """`path`: a bundle, which every machine has at this path."""
+        """`path`: the path of the bundle, the same on every machine."""
         bundle = load_bundle(path, check=False)
         self.digest = bundle.manifest.digest
         self._ray: Any = require("ray", "ray")
@@ -87,6 +87,6 @@ class _Actor:
         self._opened: asyncio.Task[Local] | None = None
 
     async def ask(self, line: Line) -> tuple[Any, ...]:
-        """Return the parts of a reply."""
+        """Return the fields of the `Reply`."""
         self._opened = self._opened or asyncio.create_task(self._local.__aenter__())
         return tuple(await (await self._opened).ask(line))

@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, answers: Path) -> Outputs:
-        """Return the files for an output such as answers.jsonl: also answers.errors.jsonl and answers.jsonl.partial."""
+        """Return the files for an output: for answers.jsonl, also answers.errors.jsonl and answers.jsonl.partial."""
         if not answers.name:
             raise CanvasError(f"{answers} is a folder", "name a file")
         errors = answers.with_name(f"{answers.stem}.errors{answers.suffix}")
@@ -71,7 +71,7 @@ class Journal:
         self._write({"line": line.number, "failed": failed, "entry": entry})
 
     def finish(self) -> int:
-        """Write the output and the error file in the input's order, and remove the journal. Return the number of errors.
+        """Write the output and the error file in the input's order, and remove the journal. Return the error count.
 
         Without errors there is no error file.
         """
@@ -120,7 +120,7 @@ class Journal:
     def _read(self, identity: Mapping[str, Any]) -> dict[int, int]:
         """Return the offset of each finished entry, keyed by line number. Drops a truncated last entry.
 
-        Nothing is written before the first line has shown that this is the batch's journal.
+        Writes nothing until the first line has shown that this is the batch's journal.
         """
         own = _encoded(identity)
         self._file.seek(0)

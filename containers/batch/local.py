@@ -38,7 +38,7 @@ from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Event
 from canvasrt.runtime.tokenizer import Tokenizer
 
-_PAUSE = 0.1  # seconds until a request that the worker refuses is tried again
+_PAUSE = 0.1  # seconds until a refused request is tried again
 _ENDPOINTS = {each.path: each for each in ENDPOINTS}
 
 
@@ -66,7 +66,7 @@ class Local:
         prefixes = PrefixCache(model, options.prefix_cache * 2**20)
 
         def make() -> Generator:
-            prefixes.clear()  # a failed pass may have corrupted saved chunks
+            prefixes.clear()  # a failed pass may have corrupted cached prefixes
             return Generator(model, self._max_batch, prefixes)
 
         self._encoder = PromptEncoder(tokenizer, model.max_context)
@@ -91,7 +91,7 @@ class Local:
                 raise self._lost
             if reply.status != 503:
                 return reply
-            await asyncio.sleep(_PAUSE)  # if the worker has failed, it reports why meanwhile
+            await asyncio.sleep(_PAUSE)  # if the worker has failed, it calls `_lose` meanwhile
 
     async def _reply(self, line: Line) -> Reply:
         endpoint = _ENDPOINTS[line.url]
@@ -153,7 +153,7 @@ class Local:
         )
 
     def _submit(self, arrays: Mapping[str, Any], answers: int, sink: _Sink, ticket: Ticket) -> None:
-        """Prepare a request and queue it. If that fails, return its ticket to the pool."""
+        """Prepare a request and queue it. If preparing fails, gives the ticket back."""
         try:
             served = read_request(
                 arrays, self._model, self._encoder, self._options, "", answers, only_final=True

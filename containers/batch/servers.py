@@ -22,7 +22,7 @@ _FIRST_REST, _LONGEST_REST = 0.5, 30.0  # pauses for a server that is down, in s
 PATIENCE = 600.0  # seconds after which a batch fails if all servers are down
 MOST_REPLY = 64 * 2**20  # maximum size of a reply, in bytes
 _log = logging.getLogger(__name__)
-# From Triton's HTTP API, and from its metrics server.
+# Replies of Triton's HTTP API and of its metrics server.
 _TRITON_REPLIES = ({"error": "Not Found"}, {"error": "Method Not Allowed"})
 _SHOWN = 200  # maximum characters to show of a server's message
 

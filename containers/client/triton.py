@@ -51,7 +51,7 @@ class Client:
         timeout: float = ANSWER_TIMEOUT,
         keep_stream: bool = False,
     ) -> None:
-        """`keep_stream` keeps a request's gRPC stream open for the next request, which saves a thread and a round trip."""
+        """`keep_stream`: keep the gRPC stream open between requests. This saves a thread and a round trip."""
         self.protocol = protocol
         self.url = _host_and_port(url, protocol)
         self.timeout = timeout
@@ -63,7 +63,7 @@ class Client:
             extra = {"channel_args": _DIRECT}
         self._client = self._module.InferenceServerClient(self.url, **extra)
         self._keep = keep_stream
-        # The queue of replies that arrive while no request uses the open stream.
+        # The open stream's queue of replies, while no request uses the stream.
         self._idle: Replies | None = None
 
     def __enter__(self) -> Client:

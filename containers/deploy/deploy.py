@@ -64,7 +64,7 @@ def deploy(
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    timeout: seconds until it must be ready; None means the time that the image allows.
+    timeout: seconds until the container must be ready; None means the `start_limit` of the image.
 
     Raises CanvasError if the container cannot start, exits, or is not ready in time. The container is then
     removed, and the error includes the last lines of its log.

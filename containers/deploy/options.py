@@ -19,7 +19,7 @@ from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import UsageError
 from canvasrt.option import option, option_of, port_option
 
-DEPLOY_TIMEOUT = 3600.0  # seconds, unless the image allows a longer start
+DEPLOY_TIMEOUT = 3600.0  # seconds allowed for a start, unless the image allows more
 _SIZE = r"\d+[bkmgBKMG]?"
 
 # Options that `deploy` passes on to the server → the server's environment variable.

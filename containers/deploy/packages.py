@@ -22,14 +22,14 @@ class Package:
 
     tag: str
     path: Path | None
-    kind: str  # context, oci, docker, image
+    kind: str  # one of context, oci, docker, image
     labels: Mapping[str, str]
     architecture: str | None
     engines: Path | None = None  # engines to mount if the image does not include them
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether any target is a GPU."""
+        """Whether any target needs a GPU."""
         targets = self.labels.get("canvasrt.target", "cpu").split(",")
         return targets != ["cpu"]
 

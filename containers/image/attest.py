@@ -47,7 +47,7 @@ def attestation_of(image: Path) -> Path:
 def read_signer(key: Path) -> Any:
     """Return the signer for a private key in PEM. Raises CanvasError if the key cannot be used.
 
-    The variable CANVASRT_SIGNING_PASSWORD decrypts the key.
+    The variable CANVASRT_SIGNING_PASSWORD contains the key's password, if it has one.
     """
     require("securesystemslib", "serve")
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -79,7 +79,7 @@ def attest(image: Image, format: str, materials: Materials, signer: Any) -> Path
 
 
 def check_attestation(image: Path, digest: str, key: Path) -> Mapping[str, Any]:
-    """Return an image's provenance. Raises CanvasError unless `key` signed it and it names `digest`."""
+    """Return an image's provenance. Raises CanvasError if it is not signed by `key` or does not name `digest`."""
     require("securesystemslib", "serve")
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error

@@ -260,8 +260,8 @@ class _Header(tarfile.TarInfo):
 
 
 def signed_digest(path: Path) -> str:
-    """Return the digest that the signature of the image at `path` names. A layout is identified by its manifest's
-    digest, an archive by its configuration's. Does not read layers."""
+    """Return the digest by which a signature identifies the image at `path`: a layout by its manifest's digest, an
+    archive by its configuration's. Does not read layers."""
     with _readable(path, "image"):
         if (path / "index.json").is_file():
             return str(_only(_index(path)["manifests"], None, path)["digest"])
@@ -358,7 +358,7 @@ def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
-    """Return an archive's layer. Computes its digest, since archives only list digests of unpacked content.
+    """Return an archive's layer. Computes the layer's digest, since archives only list digests of unpacked content.
 
     Raises ValueError if the unpacked content does not have the digest `diff_id`.
     """

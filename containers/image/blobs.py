@@ -106,7 +106,8 @@ class Blobs:
     ) -> ImageLayer:
         """Write a layer. Do not `compress` weights: that saves little and makes loading slower.
 
-        Also adds the entries' parent folders, from `above` down. The base image already has the folders above it.
+        Also adds the entries' parent folders, from the folder `above` down. The base image already has that folder's
+        parents.
         """
         return self._write(
             lambda file: write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -161,7 +162,7 @@ def entries_of(
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
     """Return the entries plus their parent folders, sorted by name, each once.
 
-    Adds parent folders from `above` down. The base image already has the folders above it.
+    Adds parent folders from the folder `above` down. The base image already has that folder's parents.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):

@@ -68,7 +68,7 @@ def write_image(
 
     With a private `key`, signed provenance is written next to the image.
 
-    Raises CanvasError, and writes nothing, if a wheel is missing, and in the cases that `package` and `read_base` name.
+    Raises CanvasError, and writes nothing, if a wheel is missing, or if `package` or `read_base` raises it.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -126,7 +126,7 @@ def _interpreter(base: Base) -> tuple[str, str]:
 
 
 def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> None:
-    """Raise CanvasError if the bindings need the base's TensorRT version, but it is not known."""
+    """Raise CanvasError if the bindings need the base's TensorRT version, but that version is not known."""
     if "tensorrt" in backends_of(manifests, options.tensorrt) and options.tensorrt is None:
         raise CanvasError(
             f"the TensorRT version of {options.base} is not known, but building the graphs needs it",

@@ -45,7 +45,7 @@ class Image:
 def write_layout(
     folder: Path, base: Base, blobs: Blobs, layers: Sequence[ImageLayer], settings: Json, tag: str
 ) -> Image:
-    """Complete an OCI layout in `folder`. `blobs` already contains `layers`; the base's layers are copied there.
+    """Complete an OCI layout in `folder`. `blobs` already contains `layers`; the base's layers are added to it.
 
     `settings`, in Docker's format but with `Env` as a mapping, are merged into the base's configuration.
     """
@@ -79,7 +79,7 @@ def write_layout(
 def write_archive(layout: Path, tag: str, out: Path) -> None:
     """Pack a layout into a reproducible archive for `docker load`.
 
-    The archive omits the layout's index. podman would prefer the index, and then ignore the health check.
+    The archive omits the layout's index. With an index, podman would ignore the health check.
     """
     index = json.loads((layout / "index.json").read_text())
     manifest_name = _blob_name(index["manifests"][0]["digest"])

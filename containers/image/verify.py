@@ -46,8 +46,8 @@ def is_image(path: Path) -> bool:
 
 
 def verify_image(path: Path, key: Path | None = None) -> Verified:
-    """Check the image at `path`. With `key`, first check its signature, before reading any layer. Raises CanvasError at
-    the first mismatch."""
+    """Check the image at `path`. With `key`, check the image's signature before reading any layer. Raises CanvasError
+    at the first mismatch."""
     digest = signed_digest(path)
     provenance = None if key is None else check_attestation(path, digest, key)
     base = read_base(path)
@@ -115,7 +115,7 @@ def _note(
     found: dict[str, str],
     kept: dict[str, bytes],
 ) -> None:
-    """If a member is a file of the package, add its hash to `found`. Add the content of documents to `kept`."""
+    """If a member is a file of the package, add its hash to `found`. Add the content of MANIFEST and SBOM to `kept`."""
     name = member.name.removeprefix("./")
     if not name.startswith(_INSIDE) or not member.isfile():
         return

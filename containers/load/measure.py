@@ -30,7 +30,7 @@ COMPARED = {
 class Load:
     """Says how sessions start: `concurrency` at a time, or on average `rate` per second at random times.
 
-    Even with a `rate`, at most `concurrency` run at a time; waiting until one may run counts as latency.
+    Even with a `rate`, at most `concurrency` run at a time; a session's wait for its turn counts as latency.
     """
 
     concurrency: int = 1
@@ -60,7 +60,7 @@ class LatencySpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> LatencySpread | None:
-        """Return the spread of latencies that are in seconds; None if there are no latencies."""
+        """Return the spread of latencies, given in seconds; None if there are no latencies."""
         if not seconds:
             return None
         values = 1e3 * np.asarray(seconds)

@@ -32,7 +32,7 @@ _TOOLS = (
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation. `start` holds the messages before the first answer; `turns` has one message per later answer."""
+    """A conversation. `start`: the messages before the first answer. `turns`: one message before each later answer."""
 
     start: tuple[ChatMessage, ...]
     turns: tuple[ChatMessage, ...] = ()

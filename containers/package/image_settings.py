@@ -91,7 +91,7 @@ class ImageSettings:
         }
         if self.gpu:
             variables |= {
-                # The driver's own compiled kernels, which would fill /tmp: up to 1 GiB.
+                # The driver's cache of compiled kernels: up to 1 GiB, which would fill /tmp.
                 "CUDA_CACHE_PATH": f"{CACHE}/cuda",
                 "NVIDIA_VISIBLE_DEVICES": "all",
                 "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
@@ -142,7 +142,7 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
 
 
 def target_name(manifest: Manifest) -> str:
-    """Return the name of the engines' target; `graphs` for graphs, from which engines are built where they run."""
+    """Return the name of the engines' target; `graphs` for graphs, whose engines are built where they run."""
     return manifest.target["name"] if manifest.target else "graphs"
 
 

@@ -98,8 +98,8 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
     """Yield the model repository that serves a bundle.
 
-    `engines` is the folder of the engines to serve; None means the bundle's own. No setting keeps the Python
-    backend from writing compiled files next to the models, so a writable repository is copied.
+    `engines` is the folder of the engines to serve; None means the bundle's own. The Python backend writes
+    compiled files next to the models if it can, so a writable repository is copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"
@@ -162,8 +162,8 @@ def _copy(bundle: Bundle, out: Path) -> None:
 def _open_to_all(folder: Path) -> None:
     """Make the files of an image readable for all users, whatever the umask.
 
-    In an image, files belong to root, but another user serves them. The package's own folder keeps its mode. A link to
-    a file in the cache that other users cannot read is replaced by a copy.
+    In an image, files belong to root, but the server runs as another user. The package's own folder keeps its mode. A
+    hard link to a file that other users cannot read is replaced by a copy, so that the other file keeps its mode.
     """
     for path in folder.rglob("*"):
         mode = path.stat().st_mode & 0o777
@@ -272,8 +272,8 @@ def _write_manifest(
 ) -> Manifest:
     """Write the package's manifest: the engines' manifest with the files' new paths.
 
-    If there are several bundles, their manifests have the details. If engines are mounted and not in the package,
-    `described` has the bundles to describe, and `placed` those in the package.
+    If there are several bundles, their manifests have the details. `placed` are the bundles in the package, and
+    `described` the bundles to describe, which differ if engines are mounted. `known` are entries of files.
     """
     described = described or placed
     first = next(iter(described.values())).manifest

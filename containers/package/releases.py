@@ -13,7 +13,7 @@ REPOSITORY = "nvcr.io/nvidia/tritonserver"
 # https://docs.nvidia.com/deeplearning/triton-inference-server/release-notes/
 NEWEST, READ = "26.09-py3", "2026-11-21"
 # Tag → the digest of its index, from `skopeo inspect --format '{{.Digest}}' docker://REPOSITORY:TAG`.
-# Empty, because the registry could not be reached on that day. `--base REPOSITORY:TAG@DIGEST` pins one.
+# Empty, because the registry could not be reached on that day. `--base REPOSITORY:TAG@DIGEST` pins a digest.
 DIGESTS: Mapping[str, str] = {}
 DEFAULT_BASE = f"{REPOSITORY}:{NEWEST}" + (f"@{DIGESTS[NEWEST]}" if NEWEST in DIGESTS else "")
 _DIGEST = re.compile(r"@sha256:([0-9a-f]{64})\Z")
@@ -22,8 +22,8 @@ _DIGEST = re.compile(r"@sha256:([0-9a-f]{64})\Z")
 # -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
 # -py3: TRT_VERSION in the image's configuration, as published by users. NVIDIA's page for all of
 # them: https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
-# Not known: 26.08-py3 and 26.09-py3. The notes of 26.09 name CUDA 13.4.1, and leave TensorRT to that page, which could not
-# be read.
+# Not known: 26.08-py3 and 26.09-py3. The notes of 26.09 name CUDA 13.4.1, and leave TensorRT to that page, which could
+# not be read.
 TENSORRT: Mapping[str, str] = {
     "26.07-py3": "11.1.0.106",
     "26.07-trtllm-python-py3": "10.14.1.48",

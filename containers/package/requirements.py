@@ -47,7 +47,7 @@ _OF_BUILDER = {
     "tensorrt": ("tensorrt-cu13-bindings",),
 }
 _PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9A-Za-z][0-9A-Za-z.+!_-]* (?:[0-9a-f]{64})?")
-# Both distributions of ONNX Runtime provide the same module.
+# Distribution → one that can be installed here instead, since both provide the same module.
 _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 
@@ -89,7 +89,7 @@ class Installed:
 
 
 def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
-    """Write two files, because pip does not allow both in one: pins with a hash, and pins without one."""
+    """Write pins with a hash and pins without one to two files, because pip does not allow both in one file."""
     pins = list(pins)
     for name, wanted in ((HASHED, True), (UNHASHED, False)):
         lines = [f"{pin.line}\n" for pin in pins if bool(pin.sha256) == wanted]

@@ -38,8 +38,8 @@ def write_sbom(
 ) -> None:
     """Write the list of distributions, models and `files` (name → entry with `sha256`) in an image.
 
-    `contents` are the packages in the base image, if it was read; `base_digest` is the image's SHA-256, if known. `own`
-    is the SHA-256 of canvasrt's wheel.
+    `contents` are the packages in the base image, if it was read; `base_digest` is that image's SHA-256, if known.
+    `own` is the SHA-256 of canvasrt's wheel.
     """
     whole = Component(
         name="canvasrt",

@@ -31,13 +31,13 @@ SHARED = GIB
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
 # Seconds per shape and layer, a guess: TensorRT-RTX compiles kernels on the GPU at a shape's first use.
 _COMPILE_SECONDS = 0.5
-# Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest pass that is predicted, in bf16
-# on a DGX Spark, takes 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
+# Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest pass that is predicted, in
+# bf16 on a DGX Spark, takes 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
 _LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
 # Runs of each shape at the start: one compiles it, one captures it, and four are timed.
 _RUNS = 6
 _OTHER_CACHE = 5 * GIB
-# Reading engines twice from a slow network disk: to hash and to load them.
+# A slow network disk, from which engines are read twice: to hash and to load them.
 _READ = 100 * 10**6  # bytes per second
 _START = 300
 # TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
@@ -103,8 +103,8 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 def _warm_up(plan: PassPlan) -> float:
     """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares canvases: for each place in the batch, four that load the experts
-    differently, and one per width, after a prompt of that length. Each canvas runs alone, alongside others, and in its
+    The trial (runtime/gpu/sharing.py) compares, for each place in the batch, four canvases with different expert loads;
+    and for each width, one canvas after a prompt of that length. Each canvas runs alone, alongside others, and in its
     own pass of every width. With four canvases at 262,144 tokens, the trial takes
     (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape takes 2.9 s.
     """
@@ -124,7 +124,7 @@ def _pass(shape: PassShape) -> float:
 
 
 def target_of(manifest: Manifest) -> Target:
-    """Return the target of engines, or the first target that suits graphs."""
+    """Return the target of engines or, for graphs, the first target that suits them."""
     if manifest.target:
         return find_target(manifest.target["name"])
     precision = manifest.options.get("precision", "fp32")

@@ -34,7 +34,7 @@ _GRACE = 5.0  # seconds for a stopped build to clean up
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """The job of a build: arguments and two options of `pipeline.build`, and `memory`.
+    """The job of a build: arguments and two options of `pipeline.plan_all`, and `memory`.
 
     memory: bytes that serving can use here; if serving would need more, the build fails. None skips this check.
     """
@@ -129,7 +129,7 @@ def _follow(process: subprocess.Popen[str], failure: dict[str, str], progress: P
 
 
 def main() -> int:
-    """Build the job in the first argument, and return the exit code."""
+    """Run the job in the first argument, and return the exit code."""
     from canvasrt.build.checks import check_memory_to_serve
     from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_all, plan_all

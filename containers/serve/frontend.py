@@ -24,7 +24,7 @@ from canvasrt.errors import CanvasError
 log = logging.getLogger(__name__)
 
 RESTARTS = 5
-_CALM = 60.0  # seconds in which crashes are counted
+_CALM = 60.0  # seconds after which a crash no longer counts
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
 _POLL = 0.05
 _SILENCE = 10.0  # seconds without a heartbeat of the event loop after which the process is replaced
@@ -37,7 +37,7 @@ class FrontEnd:
     """The front end of one Triton server.
 
     This process owns the listening sockets. While a dead front end is replaced, callers wait instead of being refused.
-    As a context manager, it starts the front end, and drains it at the end.
+    As a context manager, it starts the front end, and stops it at the end.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class FrontEnd:
     ) -> None:
         """Open the sockets. Raises CanvasError for a port in use.
 
-        grpc: the address of Triton's gRPC server. metrics: the URL of Triton's metrics. log: a file to append to; None for
-        stderr. request_timeout: seconds per request. triton: the server whose HTTP and gRPC ports the front end guards;
-        None if it guards no ports.
+        grpc: the address of Triton's gRPC server. metrics: the URL of Triton's metrics. log: a file to append to; None
+        for stderr. request_timeout: seconds per request. triton: the server whose HTTP and gRPC ports the front end
+        guards; None if it guards no ports.
         """
         self.options = options
         self.log = log
         self._socket = listen(options.host, options.port, "--port", BACKLOG)
         self._health: socket.socket | None = None
         self._triton: socket.socket | None = None
-        # This socket only reserves the port. The process listens on the port with its own socket.
+        # This socket only reserves the port. The child listens on the port with its own socket.
         self._grpc: socket.socket | None = None
         try:
             if triton is not None:

@@ -1,4 +1,5 @@
-"""Chooses a server's GPUs: the first that fits; with `--device`, the named GPU; with `--devices all`, all of one name.
+"""Chooses a server's GPUs: the first that fits, or the one that `--device` names, or with `--devices all` the first and
+all others of its name.
 
 CUDA_VISIBLE_DEVICES lists the UUIDs of the chosen GPUs, because CUDA has its own numbers for GPUs: the fastest is 0.
 """

@@ -51,7 +51,7 @@ class Installation:
         return "an unknown release" if self.release is None else "{}.{:02}".format(*self.release)
 
     def check_reach(self, host: str) -> None:
-        """Raise CanvasError if other machines would reach a release that one request can crash."""
+        """Raise CanvasError if other machines can call `host`, and one request can crash this release."""
         if not self.is_safe and host not in LOOPBACK:
             raise CanvasError(
                 f"{self.binary} is {self.release_text}, and a single request from {host} can crash it",
@@ -59,7 +59,7 @@ class Installation:
             )
 
     def prepare(self, folder: Path) -> list[str]:
-        """Link a bundled server's Python backend in `folder`; return the options that select it."""
+        """Copy a bundled server's Python backend to `folder`; return the options that select it."""
         assert self.bundled is not None
         backends = folder / "backends"
         stub = self.bundled / "python_backend_stubs" / _python_version() / _STUB
@@ -158,7 +158,7 @@ def _libpython_folders() -> list[Path]:
 
 
 def _loads_libpython() -> bool:
-    """Return whether the dynamic linker finds the library. Tested in a child process, so that this process
+    """Return whether the dynamic linker finds libpython. Tested in a child process, so that this process
     does not load the library."""
     code = f"import ctypes; ctypes.CDLL({_libpython_name()!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

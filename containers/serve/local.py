@@ -1,4 +1,4 @@
-"""Serves a checkpoint directly: chooses the best target for this machine, and builds its engines once, into the
+"""Serves a checkpoint directly: chooses the best target for this machine, and builds the engines once, into the
 cache."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
-        # A target with several capabilities is limited to the formats of its oldest GPU.
+        # Skip targets with several capabilities: they are limited to the formats of their oldest GPU.
         alike = [each for each in TARGETS if each.capabilities == (gpu.capability,)]
         if not alike:
             reasons.append(f"no target is for {gpu.name}")

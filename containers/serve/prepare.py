@@ -1,4 +1,4 @@
-"""Builds engines at the first start, into a cache that servers lock."""
+"""Builds engines at the first start, into a cache that several servers can share."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from canvasrt.containers.names import API_PORT, CHECK_TIMEOUT, END_UNHEALTHY, FAILED_CHECKS
 
 _READY, _LIVE = "/v1/health/ready", "/v1/health/live"
-# A dead server gets SIGTERM after the first number of consecutive failed checks, and SIGKILL after the second.
+# Numbers of consecutive failed checks after which a dead server gets SIGTERM, and after which it gets SIGKILL.
 STOP_AFTER, KILL_AFTER = FAILED_CHECKS, 2 * FAILED_CHECKS
 
 

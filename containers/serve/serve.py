@@ -46,7 +46,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     """Serve a bundle until a signal arrives. The settings must have passed `check_settings`.
 
     `ready` is called with the addresses. `stream` receives the servers' output unless it goes to a file. Raises
-    CanvasError if a server cannot start or exits.
+    CanvasError if a server exits or cannot start.
     """
     configure(settings.front.log_level, settings.front.json_logs)
     source = open_source(settings.bundle)
@@ -65,7 +65,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,
         ServerOutput(settings, stream) as output,
-        # Callers only reach Triton through the front end, unless an external proxy guards it.
+        # The folder of Triton's sockets. Callers reach Triton through the front end, unless a proxy guards it.
         tempfile.TemporaryDirectory(prefix=run_name(), dir=_short_folder()) as folder,
     ):
         sockets = None if settings.triton_behind_proxy else Path(folder)

@@ -50,9 +50,9 @@ from canvasrt.machine import gpus
 log = logging.getLogger(__name__)
 
 POLL = 0.05
-AT_ONCE = threading.Event()  # pass this as `force` to wait for nothing
+AT_ONCE = threading.Event()  # pass this as `force` to stop without waiting
 AT_ONCE.set()
-_LOST = 10.0  # seconds that Triton gets to report that the process of a loading model has died
+_LOST = 10.0  # seconds for Triton to report that a model's process died while loading
 
 
 class Server:
@@ -83,12 +83,12 @@ class Server:
         """Prepare a server; nothing is started yet.
 
         host: the address on which Triton's HTTP and gRPC servers listen. metrics_host: the address on which the metrics
-        server listens; by default `host`. log: a file to append the server's output to; None sends it to stderr, or to
-        the descriptor `output`, whose last lines are in `recent`. model: the models' options. cache: canvasrt's cache
-        folder, if not the default. options: further options of tritonserver. ready_timeout: seconds for loading the
-        models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only CUDA's first GPU does.
-        sockets: a folder for Unix sockets. If given, Triton's HTTP and gRPC servers listen there, and the front end listens
-        on their ports.
+        server listens; by default `host`. log: a file to append the server's output to; None sends it to the
+        descriptor `output`, by default stderr. recent: the last lines sent to `output`. model: the models' options.
+        cache: canvasrt's cache folder, if not the default. options: further options of tritonserver. ready_timeout:
+        seconds for loading the models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only
+        CUDA's first GPU does. sockets: a folder. If given, Triton's HTTP and gRPC servers listen on Unix sockets in it,
+        and the front end listens on the ports of both.
         """
         self.repository = repository
         self.host = host
@@ -170,7 +170,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
-                    start_new_session=True,  # a separate session: Ctrl-C only reaches this process, which then stops the server
+                    start_new_session=True,  # so that Ctrl-C only reaches this process, which stops the server
                     preexec_fn=die_with_parent(),
                 )
             self._guard = Guard(self.run_name)
@@ -305,7 +305,7 @@ class Server:
     def _drain(self, force: threading.Event | None) -> bool:
         """Make the models refuse new requests; return whether those in flight finished in time.
 
-        Triton's own drain also waits for idle connections until its timeout, and most clients keep one open.
+        Triton's own drain also waits for idle connections until its timeout, and most clients keep a connection open.
         """
         if force and force.is_set():
             return False
@@ -322,7 +322,7 @@ class Server:
         return True
 
     def _in_flight(self) -> int:
-        """Return the number of running and waiting requests from the server's metrics; 0 if they are missing."""
+        """Return the number of running and waiting requests from the server's metrics; 0 without metrics."""
         page = self._get("metrics", "/metrics")
         found = re.search(rb"^canvasrt_requests_in_flight (\S+)", page, re.M)
         return int(float(found[1])) if found else 0
@@ -388,8 +388,8 @@ class Server:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
-    """Wait for the process to exit. Return whether it exited by itself and without an error, which means that
-    its models have ended, too."""
+    """Wait for the process to exit. Return whether it exited in time and without an error, so that its models have
+    ended, too."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline or (force and force.is_set()):

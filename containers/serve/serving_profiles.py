@@ -145,8 +145,8 @@ def profiles_of(source: Bundle) -> list[ServingProfile]:
 def choose_profile(
     source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
 ) -> ServingProfile:
-    """Return the best serving profile for this machine, or the one whose id or name is `wanted`. Raises CanvasError if
-    no profile fits."""
+    """Return the best serving profile for this machine. `wanted`: consider only profiles with this id, name or target.
+    Raises CanvasError if no profile fits."""
     found = profiles_of(source)
     gpus = machine.gpus() if gpus is None else gpus
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]

@@ -19,7 +19,7 @@ from canvasrt.option import CommandOption, flags_of, option, option_of, read_swi
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
-# Endings of the variables that Kubernetes sets for a service. If its name begins with nim, they look like NIM's.
+# Endings of the variables that Kubernetes sets for a service. A service whose name begins with nim gets NIM_ variables.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
 
@@ -45,8 +45,7 @@ def _seconds(help: str, least: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default
-    file."""
+    """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default of `log_file`."""
 
     # `bundle` is a positional argument.
     bundle: Path | None = field(default=None, metadata=_file("", "NIM_MODEL_PATH"))
@@ -160,7 +159,7 @@ class Settings:
 
     @property
     def log_file(self) -> Path | None:
-        """The log file; None for stderr."""
+        """The log file; None for stderr. By default, JSON logs go to stderr, and plain logs to `default_log`."""
         if self.log == "-" or (self.front.json_logs and self.log is None):
             return None
         return Path(self.log) if self.log else default_log(self.ports.http)

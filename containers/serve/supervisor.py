@@ -50,8 +50,8 @@ class Supervisor:
             self.front.wait_acknowledged()
 
     def watch(self) -> None:
-        """Wait until a stop is requested. Raises CanvasError if Triton exits or hangs, or if the front end cannot be kept
-        running."""
+        """Wait until a stop is requested. Raises CanvasError if Triton exits or hangs, or if the front end dies too
+        often."""
         try:
             while not self._stop.requested.wait(_LOOK_EVERY):
                 self.server.check_alive()

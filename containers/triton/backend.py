@@ -53,8 +53,8 @@ from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # existing packages import both from this module
 
-# How many seconds a preparing thread can keep the interpreter. A pass needs it back after every segment: with Python's
-# default of 5 ms, passes would be several times slower while long texts are prepared.
+# Seconds for which a preparing thread can hold the interpreter's lock. A pass needs the lock after every segment: with
+# Python's default of 5 ms, passes would be several times slower while long texts are prepared.
 _SWITCH = 0.0005
 _LAST_REPLIES = 0.3  # seconds for Triton to send the last error replies
 
@@ -98,14 +98,14 @@ class StreamModel:
             prefixes = PrefixCache(model, options.prefix_cache * 2**20)
 
             def make() -> Generator:
-                prefixes.clear()  # a failed pass may have corrupted saved chunks
+                prefixes.clear()  # a failed pass may have corrupted cached prefixes
                 return Generator(model, max_batch, prefixes)
 
             return make
 
         sys.setswitchinterval(_SWITCH)
-        # Prepares slow requests on threads, so that others need not wait. Long texts to tokenize have a thread of their
-        # own.
+        # Slow requests are prepared on threads, so that others need not wait. Those that only tokenize have a separate
+        # thread.
         self._preparing, self._tokenizing = Preparing(), Preparing(threads=1)
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
@@ -139,8 +139,8 @@ class StreamModel:
                 sink.fail(error)
 
     def _beat(self, heartbeat: Heartbeat, since: float) -> None:
-        """Report that there was progress until `since` or, if earlier, until another thread began its oldest unfinished
-        task."""
+        """Report progress until `since`. If another thread has an unfinished task that began before `since`, report
+        progress only until the task began."""
         watches = (self._executing, self._preparing.watch, self._tokenizing.watch)
         heartbeat.beat(min(since, *(each.since for each in watches)))
 

@@ -28,9 +28,7 @@ from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # number of compiled grammars to cache
-REFUSED_FOR = (
-    60.0  # seconds to cache a refusal; on a busy machine, a valid grammar can exceed the time limit
-)
+REFUSED_FOR = 60.0  # seconds to cache a refusal; not forever, since a valid grammar can time out on a busy machine
 _lock = threading.Lock()  # guards the vocabulary
 
 
@@ -87,7 +85,7 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocab
 
 
 def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
-    """Build the vocabulary and the sandbox at start, because this takes seconds and would block all requests."""
+    """Build the vocabulary and the sandbox at start. This takes seconds, and would later block all requests."""
     # If the model cannot follow grammars, requests with a grammar are refused later.
     with contextlib.suppress(CanvasError):
         _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)

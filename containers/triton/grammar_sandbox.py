@@ -29,8 +29,7 @@ _MODULE = "canvasrt.containers.triton.sandbox_process"
 _LOADING = 300.0  # seconds to load the vocabulary
 _PATIENCE = 30.0  # seconds for a verdict, which takes at most one second of CPU time
 _WRITTEN = 4096  # number of bytes that a writable pipe accepts without blocking
-# Environment variables to pass on. Others could hold secrets, which a process that reads callers' input must not
-# have.
+# Environment variables to pass on. The process reads callers' input, and other variables could contain secrets.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 

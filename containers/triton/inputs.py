@@ -60,8 +60,8 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
 
 
 def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the name of a request's caller, and the id of the call if the front end can cancel it. Both are empty if
-    the request did not come through the front end. Raises CanvasError if a name lacks the front end's secret."""
+    """Return the name of a request's caller, and the id by which the front end can cancel the request; empty strings
+    for a request that bypassed the front end. Raises CanvasError for a name without the front end's secret."""
     given, secret = str(parameters.get(OWNER, "")), os.environ.get(CALLER_SECRET_VARIABLE, "")
     if not given:
         return "", ""
@@ -181,7 +181,7 @@ def _check_stop_count(count: int) -> None:
 
 
 def read_json(name: str, text: str, hint: str) -> Any:
-    """Parse the JSON value in a tensor. Raises CanvasError, which has this hint, if the text is not JSON."""
+    """Parse the JSON value in a tensor. Raises CanvasError with `hint` if the text is not JSON."""
     try:
         return load_json(text)
     except ValueError as error:
@@ -189,7 +189,7 @@ def read_json(name: str, text: str, hint: str) -> Any:
 
 
 def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
-    """Parse the JSON object in a tensor. Raises CanvasError, which has this hint, if the text is no JSON object."""
+    """Parse the JSON object in a tensor. Raises CanvasError with `hint` if the text is not a JSON object."""
     found = read_json(name, text, hint)
     if not isinstance(found, dict):
         raise CanvasError(f"{name} is not a JSON object", hint)

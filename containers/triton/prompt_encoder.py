@@ -24,7 +24,7 @@ _KEPT_TOKENS = 1 << 22
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt's token ids, int32 `[n]`, and the text with which the prompt already begins the answer."""
+    """A prompt's token ids, int32 `[n]`, and `opening`: the part of the answer with which the prompt ends, as text."""
 
     ids: np.ndarray
     opening: str
@@ -82,7 +82,7 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens for an encode-only request. If an input is wrong, raises CanvasError, which
+        """Return a prompt's tokens for a request with `tokenize`. If an input is wrong, raises CanvasError, which
         names it."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
@@ -165,7 +165,7 @@ def _made(ids: list[int], opening: str = "") -> EncodedPrompt:
 
 
 def _no_chat(values: Mapping[str, Any], why: str) -> None:
-    """Raise CanvasError if a request that uses no chat template has inputs for one."""
+    """Raise CanvasError if a request has inputs for a chat template, although it uses no template."""
     for name in ("template", "prefix"):
         if name in values:
             raise CanvasError(

@@ -1,4 +1,4 @@
-"""Converts one request's events to replies: dictionaries from the names of the decoupled model's outputs to values."""
+"""Converts one request's events to replies: dictionaries of the decoupled model's outputs, keyed by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Replies(Protocol):
 
 
 class JsonReply:
-    """Builds the single reply of a request whose text is JSON. `shown` converts the result to JSON."""
+    """Builds a request's single reply, whose text is JSON. `shown` converts the result to JSON."""
 
     def __init__(self, shown: Callable[[Any], Mapping[str, Any]]) -> None:
         self._shown = shown
@@ -42,7 +42,7 @@ class JsonReply:
 
 
 def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
-    """Return the single reply of a request whose text is JSON."""
+    """Return a request's single reply, whose text is JSON."""
     return {
         "event": "final",
         "block": 0,
@@ -150,7 +150,7 @@ class ReplyBuilder:
         return self._reply("settled", event.block, event.step, text, tokens, scores=scores)
 
     def _block(self, event: Block) -> Reply:
-        """Return the reply to a block, whose text follows the pieces that settled earlier."""
+        """Return the reply to a block. Its text omits the tokens that were already sent when they settled."""
         self._steps.append(event.steps)
         self._block_scores += [event.score] if event.score else []
         rest = event.tokens[event.settled :]
@@ -182,7 +182,7 @@ class ReplyBuilder:
         return text, tokens, shown
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
-        """Return the number of leading tokens whose text contains the stop string."""
+        """Return the smallest number of leading tokens whose text contains the stop string."""
         assert self._cutter.found is not None
         needed = self._given + self._cutter.found
         low, high = 1, len(words)
@@ -225,13 +225,12 @@ class ReplyBuilder:
         )
 
     def _words(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens before the one that ends the sequence. That token can have a text, but is not part of the
-        answer."""
+        """Return the tokens before the end token, which is not part of the answer, although it can have a text."""
         ends = (index for index, token in enumerate(tokens) if token in self._ends)
         return tokens[: next(ends, len(tokens))]
 
     def _spell(self, token: int) -> str:
-        """Return a single token's text. If the token is one byte of a longer character, the text means nothing."""
+        """Return a single token's text. If the token is one byte of a longer character, the text is meaningless."""
         if token not in self._spelt:
             self._spelt[token] = self._tokenizer.decode([token], False) if self._tokenizer else ""
         return self._spelt[token]

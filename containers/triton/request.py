@@ -222,8 +222,7 @@ class _Reader:
         return stops
 
     def _prompt(self) -> tuple[Sequence[int] | np.ndarray, list[Picture], str]:
-        """Return the prompt with expanded image tokens, the images, and the text with which the prompt begins the
-        answer."""
+        """Return the prompt with expanded image tokens, the images, and the `opening` of an `EncodedPrompt`."""
         encoded, opening = self.encoder.encode(self.values, self.owner)
         pictures = self._pictures(encoded)
         if not pictures:
@@ -260,7 +259,7 @@ class _Reader:
 
 
 def _check_echo(tokens: int, params: SamplingParams, answers: int) -> None:
-    """Raise CanvasError if the log-probabilities of an echoed prompt are more than MAX_ECHOED."""
+    """Raise CanvasError if all answers together have more than MAX_ECHOED log-probabilities of echoed prompts."""
     each = 1 + (len(params.logprob_token_ids) or params.top_logprobs)
     if (count := tokens * each * answers) > MAX_ECHOED:
         raise CanvasError(

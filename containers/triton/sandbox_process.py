@@ -1,8 +1,8 @@
 """Compiles grammars in forks with resource limits: `python -m canvasrt.containers.triton.sandbox_process MODEL`.
 
 MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the parent's process id; this
-process exits when its parent does. An input line has a grammar and its number. An output line has the number and the
-verdict: `{}`, or a message and a hint.
+process exits when its parent does. An input line has a grammar, its control tokens and its number. An output line has
+the number and the verdict: `{}`, or a message and a hint.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def fork(spec: dict[str, Any], vocabulary: Vocabulary, number: int, out: int = 1) -> int:
-    """Fork a process that compiles a grammar and writes the verdict to `out`, unless the process dies.
+    """Fork a process that compiles a grammar and, unless it dies, writes the verdict to `out`.
 
     Return the process id.
     """
@@ -109,7 +109,7 @@ def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None
     out or the compiler panicked."""
     _limit()
     found: list[dict[str, str]] = []
-    threading.stack_size(STACK)  # the server's stack size
+    threading.stack_size(STACK)  # the same stack size as in the server
     thread = threading.Thread(target=_try, args=(spec, vocabulary, found))
     thread.start()
     thread.join()

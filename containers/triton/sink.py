@@ -76,8 +76,8 @@ class ResponseSink:
         self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
 
     def _end(self) -> bool:
-        """End the request unless it has ended. Return whether this call ended it, since a timeout on another thread may
-        have done so."""
+        """End the request unless it has ended. Return whether this call ended it: a timeout on another thread may
+        have ended it first."""
         with self._ending:
             if self._ended:
                 return False

@@ -17,9 +17,9 @@ def open_all(
 ) -> tuple[list[Model], dict[str, Any]]:
     """Open a model on each of `count` GPUs, and warm it up.
 
-    If `proves`, a test on every GPU decides: requests share passes if this changes no bits on any of them. The second
+    If `proves`, a test on every GPU decides: requests share passes if sharing changes no bits on any GPU. The second
     result is the test's `Evidence` as a dictionary, which is empty without a test. Models whose results differ in any
-    bit from the first one's are left out: a seed's tokens must not depend on the GPU.
+    bit from the first model's are left out: a seed's tokens must not depend on the GPU.
     """
     models, found = [], []
     for number in range(count):
@@ -53,8 +53,8 @@ def _alike(models: list[Any]) -> list[Model]:
 
 
 def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
-    """Warm up a model. If `proves`, and if the model is on a GPU and has several requests per batch, also test whether
-    requests can share passes; return the evidence."""
+    """Warm up a model. If `proves`, and the model is on a GPU and batches several requests, also test whether requests
+    can share passes. Return the test's evidence; empty without a test."""
     found = None
     if proves and model.rows_apart and (model.max_batch or 1) > 1:
         from canvasrt.runtime.gpu.device_model import DeviceModel

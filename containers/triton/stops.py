@@ -1,4 +1,4 @@
-"""Cuts a growing text before a stop string, and holds back a possible beginning of one."""
+"""Cuts a growing text before a stop string, and holds back a possible beginning of a stop string."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class StopCutter:
     """Takes a text in pieces and returns the part that certainly belongs to the answer.
 
-    The first complete stop string ends the text; if several are complete at the same place, the longest of them does. A
+    The first complete stop string ends the text; if several end at the same character, the longest one counts. A
     possible beginning of a stop string is held back until more text decides, so the result does not depend on how the
     text is split.
     """

@@ -48,7 +48,7 @@ class Late(CanvasError):
 
 
 class Ticket:
-    """Counts one request, from before its preparation to its end."""
+    """The ticket of one request, from before its preparation to its end."""
 
     def __init__(self, tickets: Tickets, owner: str, sink: Sink, begin: float) -> None:
         self.owner, self.sink, self.begin = owner, sink, begin
@@ -137,7 +137,7 @@ class Tickets:
     def end_late(self) -> list[Ticket]:
         """Fail all requests whose deadline has passed, at any stage; return their tickets.
 
-        The code that processes such a request gives the ticket back.
+        Does not give the tickets back: the code that processes each request does.
         """
         if self._timeout is None:
             return []
@@ -163,7 +163,7 @@ def fail(sink: Sink, error: BaseException) -> None:
 
 
 def describe(error: BaseException) -> tuple[str, str]:
-    """Return Triton's code for an error, and the message with the hint."""
+    """Return Triton's code for an error, and its message with the hint; an EngineError's hint is left out."""
     if isinstance(error, EngineError):
         return "INTERNAL", error.message
     if isinstance(error, CanvasError):

@@ -17,7 +17,7 @@ _OPTIONS = ("add_special_tokens", "add_generation_prompt", "spell")
 def tokenized(
     values: Mapping[str, Any], encoder: PromptEncoder, vocab_size: int, owner: str = ""
 ) -> Reply:
-    """Return the single reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
+    """Return the single reply to a request with `tokenize`: the prompt's tokens, and JSON that contains its text.
 
     The text includes special tokens. The option `spell` adds every token's text. If an input is wrong, raises
     CanvasError, which names it.

@@ -42,8 +42,9 @@ class Worker:
 
     `make` creates the generator. After a failed pass, all of its requests get an EngineError, and `make` is called
     again. Then a probe, a short request of the worker's own, tests the engines. If they work, the failure is counted
-    against the callers whose requests had just begun. `observe` is called around every step with the generator and the
-    number of requests in flight; `beat` is called whenever there is progress, and regularly while idle.
+    against the callers whose requests had no event before it. `observe` is called around every step with the
+    generator and the number of requests in flight; `beat` is called whenever there is progress, and regularly while
+    idle.
 
     If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
     """
@@ -58,8 +59,8 @@ class Worker:
         timeout: float | None = None,
         peers: Sequence[Worker] = (),
     ) -> None:
-        """max_tokens, timeout: see `Tickets`. peers: other workers. All share tickets and failure counts, and free
-        ones get requests that wait here."""
+        """max_tokens, timeout: see `Tickets`. peers: other workers, with which this one shares tickets and failure
+        counts. Requests that wait here move to those with a free place."""
         first = peers[0] if peers else None
         own = Tickets(MAX_WAITING, max_tokens, timeout)
         self.tickets: Tickets = first.tickets if first else own
@@ -88,7 +89,7 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        """Whether the batch has a place for one more request."""
+        """Whether the worker accepts requests, and its batch has a place for one more."""
         works = self._refusal is None and not self._closing
         return works and self.load < self._generator.max_batch
 
@@ -103,7 +104,7 @@ class Worker:
         return self.tickets.count_of(owner, self)
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
-        """Return a ticket for a request that arrived at `begin`, by default now. Call it before slow preparation.
+        """Return a ticket for a request that arrived at `begin`, by default now. Call this before slow preparation.
         Raises Overloaded if too many requests wait."""
         if self._refusal is not None:
             raise self._refusal
@@ -114,8 +115,8 @@ class Worker:
         return self.tickets.take(owner, sink, time.monotonic() if begin is None else begin)
 
     def submit(self, request: Request, ticket: Ticket) -> None:
-        """Queue a request. Its ticket is given back when the request ends. If it cannot be queued, gives the ticket
-        back and raises Overloaded. If the request can never run, its sink gets the error."""
+        """Queue a request, whose ticket is given back when it ends. If all requests together have too many tokens,
+        gives the ticket back and raises Overloaded. If the request is invalid or late, its sink gets the error."""
         try:
             ticket.check_late()
             self._generator.check(request)
@@ -304,8 +305,8 @@ class Worker:
         return [self._known.pop(id) for id in untouched]
 
     def _replace_generator(self, suspects: list[_Known]) -> None:
-        """Create a new generator. If the engines work, count the failure against the callers whose requests had just
-        begun."""
+        """Create a new generator. If the engines work, count the failure against the callers of `suspects` that have
+        had no event yet or, if there are none, of all `suspects`."""
         self._generator.abandon()
         self._generator = self._make()
         if self._probe():

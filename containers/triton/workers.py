@@ -20,9 +20,9 @@ class Workers:
     """Submits each request to a worker. Callers' limits apply to all workers together.
 
     Of the workers that have a free place, the one with the fewest requests gets a new request. If no worker has a free
-    place, the request waits at the worker with the fewest requests of its caller: turns that are fair on each GPU are
-    then fair on all. Waiting requests move to workers that have a free place; a request that has begun stays. A worker
-    that seems stuck gets no requests unless all workers seem stuck.
+    place, the request waits at the worker with the fewest requests of its caller. So if turns are fair on each GPU,
+    they are fair overall. Waiting requests move to workers that have a free place; a request that has begun stays. A
+    worker that seems stuck gets no requests unless all workers seem stuck.
     """
 
     def __init__(
