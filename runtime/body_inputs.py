@@ -12,8 +12,8 @@ from canvasrt.defaults import CALL_LENGTH, OCTET, octets
 from canvasrt.runtime.engine import Arrays, Segment
 
 MULTIPLE = 4
-# The capacity is the largest load times SLACK, plus SPARE. An overflow repeats a whole segment, which costs more than a
-# few empty slots.
+# The capacity (slots per expert) is SLACK times the busiest expert's tokens, plus SPARE. If one expert has too few
+# slots, the whole segment runs again, which costs more than a few empty slots.
 SLACK, SPARE = 1.15, 4
 
 
@@ -59,8 +59,8 @@ class Geometry:
 class Capacity:
     """The slots per expert in one body segment for one request, learned from the request's own passes.
 
-    Every request learns separately. Otherwise one request's history would change the shapes of another's passes, and so
-    the last bits of the other's results.
+    Every request learns separately. Otherwise one request's history would change the shapes of another request's
+    passes, and so the last bits of their results.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -73,7 +73,7 @@ class Capacity:
         return rounded(self._share * tokens, tokens)
 
     def record(self, load: int, tokens: int) -> None:
-        """Learn from a pass's largest load. The capacity rises immediately and falls slowly."""
+        """Learn from `load`, the tokens of a pass's busiest expert. The capacity rises immediately and falls slowly."""
         share = (load * SLACK + SPARE) / tokens
         falling = share if not self._seen else max(share, 0.75 * self._share + 0.25 * share)
         self._share, self._seen = min(1.0, falling), True

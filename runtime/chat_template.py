@@ -17,7 +17,7 @@ from jinja2.visitor import NodeTransformer
 
 from canvasrt.errors import CanvasError
 
-# Marks are surrogates. Valid text cannot contain any, so callers cannot forge marks.
+# Marks are surrogates, which valid text cannot contain, so callers cannot forge marks.
 _FIRST, _LAST = 0xD800, 0xDFFF
 _MOST_CUTS = 1 << 16  # maximum number of cuts in a text; every piece is encoded separately
 _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
@@ -44,7 +44,8 @@ class ControlTexts:
         return _HALF.sub(lambda found: self._plain.get(ord(found[0]), found[0]), text)
 
     def pieces(self, marked: str) -> list[str]:
-        """Split marked text inside every control token's spelling, unless the template wrote the whole token.
+        """Split marked text so that only control tokens that the template wrote stay whole: every other spelling of a
+        control token is cut in two.
 
         The concatenated pieces are the unmarked text. Raises CanvasError if there are too many pieces.
         """
@@ -138,8 +139,8 @@ def _written(value: Any) -> Any:
 
 
 class _MarkOwnText(NodeTransformer):
-    """Marks control tokens in a template's text. The template's string literals become `_OwnText`, because only at run
-    time is it known whether they are rendered or compared."""
+    """Marks control tokens in a template's text. The template's string literals become `_OwnText`, because whether they
+    are rendered or compared is only known at run time."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control
@@ -207,7 +208,7 @@ def _to_json(
 
 
 def _replace(text: Any, old: Any, new: Any, count: int = -1) -> str:
-    # Jinja's own filter would search for the marked text.
+    # Jinja's own filter would search for `old` as marked text, which callers' text cannot contain.
     return str(text).replace(old if isinstance(old, str) else str(old), str(new), count)
 
 

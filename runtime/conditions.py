@@ -23,8 +23,8 @@ class Conditions:
     seed: tokens that replace noise in a block's first canvas. pin: fixed tokens, in every step and in the answer.
     allow: the permitted tokens, ascending. least: minimum number of tokens before the end.
 
-    The answer ends neither before the last pin nor before `least`: at earlier positions, tokens that end the sequence
-    are not allowed, unless the position's `allow` lists them.
+    The answer ends neither before the last pin nor before position `least`: at earlier positions, a token that ends the
+    sequence is allowed only if the position's `allow` lists it.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Conditions:
         return bool(self.pin or self.allow or self.least)
 
     def check(self, config: ModelConfig, budget: int, room: int, ends: Sequence[int]) -> None:
-        """Raise CanvasError, which names the path of the mistake, for positions beyond the canvases, unknown tokens,
-        and contradictory conditions.
+        """Raise CanvasError for positions beyond the canvases, unknown tokens, and contradictory conditions. The error
+        names the path of the mistake.
 
         budget: maximum number of tokens of the answer. room: number of positions in all its canvases. ends: the tokens
         that end the sequence.
@@ -95,8 +95,8 @@ class Conditions:
     def allowed(
         self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """Return, for each restricted position of the canvas that starts at position `begin` of the answer, its allowed
-        tokens, int64 `[k]`."""
+        """Return the allowed tokens, int64 `[k]`, of a canvas's restricted positions, keyed by position on the canvas.
+        `begin` is the position in the answer at which the canvas starts."""
         last = max(max(self.pin, default=-1), self.least)
         others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
         found = {}
@@ -131,7 +131,7 @@ def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int
 
 
 def read_conditions(data: Any) -> Conditions:
-    """Parse conditions from JSON. Raises CanvasError, which names the path of the mistake, if they are invalid."""
+    """Parse conditions from JSON. Raises CanvasError if they are invalid; the error names the path of the mistake."""
     if not isinstance(data, Mapping):
         raise CanvasError("canvas is not an object", _EXAMPLE)
     for name in data:

@@ -14,8 +14,8 @@ from canvasrt.runtime.sampling_params import SamplingParams
 class EarlyStopping:
     """The rule of `early_stop` for one block, as in transformers' `StableAndConfidentStoppingCriteria`.
 
-    A block can end once its likeliest tokens equal those of the `stability_threshold` previous steps, and their mean
-    entropy is below `confidence_threshold`, in nats.
+    A block can end once its likeliest tokens equal those of the `stability_threshold` previous steps, and the mean
+    entropy of its positions is below `confidence_threshold`, in nats.
     """
 
     def __init__(self, params: SamplingParams, when_certain: bool = False) -> None:
@@ -33,7 +33,7 @@ class EarlyStopping:
     def stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
         """Apply one step; return whether the block can end after it.
 
-        argmax: int64 `[canvas]`. entropy: float32, only of the positions to consider.
+        argmax: int64 `[canvas]`. entropy: float32, only of the positions that the mean covers.
         """
         if not self._on:
             return False
@@ -50,9 +50,9 @@ class SettledPrefix:
     """The settled prefix of one block's canvas: tokens at its beginning that no later step changes.
 
     The sampler itself makes no token final: every step accepts a new set of positions, so any token can change until
-    the block's last step. With `settle_steps`, a position settles once all positions before it have settled, and for
-    this number of steps its likeliest token has stayed the same and its entropy has been below `confidence_threshold`.
-    Then that token is fixed.
+    the block's last step. If `settle_steps` is set, a position settles once all positions before it have settled and,
+    for `settle_steps` steps, its likeliest token has stayed the same and its entropy has been below
+    `confidence_threshold`. Then that token is fixed.
     """
 
     def __init__(self, params: SamplingParams) -> None:

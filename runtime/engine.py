@@ -108,8 +108,8 @@ class EngineCall:
     """One launch of an engine: its tensors' shapes and addresses, keyed by name.
 
     `dims` are the sizes that determine the shapes, named as in profiles. `repeats`: whether the same call is likely to
-    run again. `place`: the place in the batch whose captured graph runs the call; every place has one graph. None if
-    capturing the call would gain little.
+    run again. `place`: a place in the batch, or None if capturing the call as a CUDA graph would gain little. Every
+    place has one captured graph, that of its latest call.
     """
 
     dims: Mapping[str, int]

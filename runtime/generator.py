@@ -31,7 +31,7 @@ STATES: dict[type[Request], Any] = {
     DecisionRequest: DecisionState,
 }
 _SEARCH_WAIT = 0.004  # seconds to wait for a search when no pass can run
-_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can take the place
+_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can replace it
 
 
 class Generator:
@@ -93,8 +93,8 @@ class Generator:
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
-        """Of the requests that have had no pass, remove the one that would run next. Return its id; None if there is
-        none."""
+        """Among the waiting requests that have had no pass, remove the one that would run next. Return its id, or None
+        if no such request is waiting."""
         self._take_arrived()
         untouched = [each for each in self._waiting if not each.passes]
         if not untouched:
@@ -216,7 +216,7 @@ class Generator:
             self._running.remove(each)
 
     def _collect(self) -> list[Event]:
-        """Return the events of finished searches. Wait briefly if all running requests are searching."""
+        """Return the events of finished searches. If all running requests are searching, first wait briefly."""
         jobs = [each.job for each in [*self._running, *self._waiting] if each.searches]
         if jobs and all(each.searches for each in self._running):
             wait([job for job in jobs if job is not None], _SEARCH_WAIT, FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tables import Table, host_dtype
 
-# rows of the table to hold in memory at a time
+# maximum number of the embedding table's rows in memory at a time, in float32
 _ROWS = 1 << 15
 _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.weight")
 
@@ -45,7 +45,7 @@ class HostHead:
         """`table` is `[vocab_size, hidden_size]`; `weights` are the head's other weights, keyed by name."""
         self._eps = np.float32(config.rms_norm_eps)
         self._cap = np.float32(config.logit_softcap)
-        # The reference rounds the scale to the table's dtype.
+        # As in the reference, the scale is rounded to the table's dtype.
         self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
         self._weights = {name: np.asarray(each, np.float32) for name, each in weights.items()}
         self._table = table
@@ -91,9 +91,9 @@ class HostHead:
         step: int,
         listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return a score per token. Each also lists the log-probabilities of the `top` likeliest tokens at the
-        position or, if there are `listed` tokens, those of the token itself and of the listed ones. `hidden` is the
-        last layer's output at these positions, float32 `[n, hidden_size]`."""
+        """Return the score of each of `tokens`. `hidden` is the last layer's output at their positions, float32
+        `[n, hidden_size]`. A score also has the log-probabilities of the `top` likeliest tokens or, if `listed` is not
+        empty, those of the scored token and of the listed tokens."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, map(int, tokens), strict=True):

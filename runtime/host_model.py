@@ -25,7 +25,7 @@ from canvasrt.runtime.tables import Table, map_table
 
 @dataclass
 class HostRow:
-    """The state of one request: its KV cache, and the expert capacities learned so far."""
+    """The state of one request: its KV cache, the inputs of its passes, and the expert capacities learned so far."""
 
     cache: RequestCache
     canvas: CanvasFeeds
@@ -152,8 +152,8 @@ class HostModel(Model):
     ) -> Iterator[OutputT]:
         """Run passes concurrently if there are several workers. Passes share no state. Yields results in order.
 
-        The calling thread is one of the workers. If it only waited, waking it up at the end took a tenth of a small
-        model's time.
+        The calling thread is one of the workers. If it only waited for the others, waking it up at the end would take a
+        tenth of a small model's time.
         """
         if self._pool is None or count < 2:
             yield from map(run, batches)

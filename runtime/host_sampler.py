@@ -11,7 +11,7 @@ from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling_params import SamplingParams
 
-# Larger than the rounding errors of low-precision entropies.
+# Added to the bounds of `redrawn`; larger than the rounding errors of low-precision entropies.
 _MARGIN = 1e-3
 
 
@@ -60,7 +60,7 @@ def host_step(
 
 
 def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
-    """Return every array of several allowed tokens, and the positions that it applies to."""
+    """Return every array of more than one allowed token, with the positions that it applies to."""
     groups: dict[int, tuple[np.ndarray, list[int]]] = {}
     for position, tokens in allowed.items():
         if len(tokens) > 1:
@@ -97,12 +97,12 @@ def redrawn(
     temperature: np.float32,
     uniforms: np.ndarray,
 ) -> tuple[DenoiseOutput, np.ndarray, np.ndarray]:
-    """Redraw a step's accepted tokens, only from those that `candidates` returns. Return the step's output, the
-    positions `[n]` whose tokens changed, and their next hidden states `[n, hidden_size]`.
+    """Redraw a step's accepted positions from the tokens that `candidates` allows. Return the step's output, the
+    positions `[n]` whose tokens changed, and the next hidden states of these positions `[n, hidden_size]`.
 
     Acceptance and self-conditioning still use the whole distribution. The host scores only positions where the
-    restriction can matter: at entropy H the likeliest token has a probability of at least e⁻ᴴ, so a uniform between 1 −
-    e⁻ᴴ and e⁻ᴴ draws that token from any set of candidates.
+    restriction can matter. At entropy H, the likeliest token has a probability of at least e⁻ᴴ. So if
+    1 − e⁻ᴴ < uniform < e⁻ᴴ, that token is drawn from any set of candidates.
     """
     assert output.hidden is not None
     rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
@@ -126,8 +126,8 @@ def redrawn(
 def biased(
     logits: np.ndarray, params: SamplingParams, tokens: np.ndarray | None = None
 ) -> np.ndarray:
-    """Add `logit_bias` in place to raw logits `[n, k]`. Their columns are `tokens`, int64 `[k]` in ascending order, or
-    by default the whole vocabulary."""
+    """Add `logit_bias` to raw logits `[n, k]` in place; return them. Column i is the logit of `tokens[i]`, int64 `[k]`,
+    ascending; by default, the columns are the whole vocabulary."""
     if params.logit_bias:
         ids, values = (np.array(each) for each in zip(*params.logit_bias, strict=True))
         if tokens is not None:

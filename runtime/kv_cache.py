@@ -64,8 +64,8 @@ class RequestCache:
         return 2 * np.dtype(np.float32).itemsize * sum(sizes)
 
     def save(self, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return copies of every layer's keys and values of the last `count` tokens, or of all its tokens if the layer
-        keeps fewer: `[1, kv_heads, n, head_dim]`."""
+        """Return copies of every layer's keys and values of the last `count` tokens, `[1, kv_heads, n, head_dim]`. If a
+        layer keeps fewer tokens, all of them are copied."""
         saved = []
         for kind, keys, values in zip(self._kinds, self.keys, self.values, strict=True):
             kept = self.kept(kind)
@@ -76,7 +76,7 @@ class RequestCache:
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
         """Append copies that `save` returned. Together, the copies have `count` tokens."""
         for layer in range(len(self.keys)):
-            # Copies of a sliding layer can lack old tokens, but hold every token in the window.
+            # A sliding layer's copies can lack old tokens, but have every token in the window.
             keys, values = zip(*(each[layer] for each in saved), strict=True)
             self.append(layer, np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
         self.advance(count)
@@ -108,7 +108,7 @@ class CanvasFeeds:
         those that `Geometry` adds."""
         key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
-            # Keeps references to the caches, so that their ids are not reused.
+            # References to the caches keep their `id()`, which is part of the key, from being reused.
             self._key, self._caches = key, list(caches)
             self._feeds = {}  # free the old copies before making new ones
             begin = np.array([cache.length for cache in caches], np.int64)

@@ -39,7 +39,7 @@ class Model(ABC):
     # maximum number of requests per pass; None means no limit
     max_batch: int | None = None
     device_name = "cpu"
-    # The number of passes in a request's turn. A request whose turn is over can be parked.
+    # The number of passes in a request's turn. After its turn, a request can be parked to let another one run.
     quantum = 8
     # The number of denoising steps that take about as long as encoding `prefill_chunk` tokens.
     chunk_steps = 1
@@ -61,7 +61,7 @@ class Model(ABC):
         self.bundle = bundle
         self._table = table
         self.rows_apart = rows_apart
-        # The reference rounds the scale to the table's dtype.
+        # As in the reference, the scale is rounded to the table's dtype.
         self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
 
     @property
@@ -173,8 +173,8 @@ class Model(ABC):
         """Return the size of a saved chunk of `tokens` tokens, in bytes."""
 
     def save(self, row: Row, tokens: int) -> Saved:
-        """Save a copy of a request's last `tokens` tokens in the cache. The request's latest pass must have encoded
-        them."""
+        """Return a copy of the cached keys and values of a request's last `tokens` tokens. The request's latest pass
+        must have encoded these tokens."""
         encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
         return Saved(tokens, self._save(row, tokens), encode)
 

@@ -128,8 +128,8 @@ def choose_backend(
 
 
 def _compiled_kernels(manifest: Manifest, gpu: str) -> Path:
-    """Return the file, in the cache folder, of the kernels that TensorRT-RTX compiles for a bundle's engines. `gpu` is
-    the GPU's name."""
+    """Return the path of the cached kernels that TensorRT-RTX compiles for a bundle's engines. `gpu` is the GPU's
+    name."""
     engines = {
         entry["file"]: manifest.files[entry["file"]]["sha256"] for entry in manifest.segments
     }

@@ -23,15 +23,15 @@ class EncodeInput:
 
     row: Row
     tokens: np.ndarray  # int64 [n], n >= 1
-    # Every token's image number, or -1 for text: int64 [n]. None if there are no images.
+    # The number of the image that each token belongs to, or -1 for text: int64 [n]. None if all tokens are text.
     groups: np.ndarray | None = None
     features: np.ndarray | None = (
         None  # float32 [image tokens, hidden_size]; replaces image tokens' embeddings
     )
-    # A callback that receives the last layer's output, float32 [n, hidden_size], and returns whether the
-    # tokens stay in the cache.
+    # A callback that receives the last layer's output, float32 [n, hidden_size], and returns whether the tokens stay in
+    # the cache. If the model splits the tokens because they overload an expert, only the last part's output is passed.
     keep: Callable[[np.ndarray], bool] | None = None
-    whole: bool = False  # `keep` needs all tokens' outputs from one pass
+    whole: bool = False  # never split the tokens, because `keep` needs all outputs
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
 
 
 def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> list[int]:
-    """Replace every image token of a prompt with as many as its picture has soft tokens, and put these between the
-    tokens that begin and end an image.
+    """Repeat every image token of a prompt once per soft token of its picture, and put each run between the tokens that
+    begin and end an image.
 
     Raises CanvasError if the numbers of image tokens and pictures differ: some templates do not support images.
     """
@@ -143,7 +143,8 @@ def groups_of(
 ) -> np.ndarray:
     """Return every token's image number, or -1 for text: int64 `[tokens]`.
 
-    Raises CanvasError unless the prompt's runs of image tokens are as long as these pictures, in this order.
+    Raises CanvasError unless the prompt has one run of image tokens per picture, in order, and each run has as many
+    tokens as its picture has soft tokens.
     """
     groups = np.full(len(ids), -1, np.int64)
     if not pictures:
@@ -163,9 +164,9 @@ def groups_of(
 
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
-    """Return the size of a prompt's next chunk. `groups` are the image numbers of the tokens that remain. The chunk has
-    `size` tokens, unless that would cut an image. In that case the chunk includes the image if at most `most` tokens
-    result, and otherwise ends before the image. An image of more than `most` tokens is one chunk."""
+    """Return the size of a prompt's next chunk: `size`, unless that would cut an image. In that case the chunk includes
+    the image if the chunk then has at most `most` tokens, and otherwise ends before the image. An image of more than
+    `most` tokens is one chunk. `groups` are the image numbers of the prompt's remaining tokens."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])
@@ -176,8 +177,8 @@ def uncut(groups: np.ndarray, size: int, most: int) -> int:
 def see_groups(
     groups: np.ndarray, pictures: Sequence[Picture], see: Callable[[Picture], np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Return `groups`, the image numbers of tokens to encode, and these images' soft tokens. Returns None for both
-    if there are no images."""
+    """Return `groups` (the image numbers of the tokens to encode) and the soft tokens of these images, concatenated.
+    Both are None if no token belongs to an image."""
     seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
     return (groups, np.concatenate(seen)) if seen else (None, None)
 

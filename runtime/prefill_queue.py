@@ -60,15 +60,15 @@ class PrefillQueue:
 
     @property
     def sharing(self) -> tuple[bytes, int] | None:
-        """A key of the next chunk. If requests have equal keys, one of them can encode and score the chunk for all.
-        None if the request must encode the chunk itself."""
+        """The next chunk's key, or None if the request must encode the chunk itself. Of requests with equal keys, one
+        can encode and score the chunk for all."""
         if self.empty or not self.next.key or (self.next.keep and self._scores is None):
             return None
         return self.next.key, id(self._scores)
 
     def cacheable(self) -> list[Chunk]:
         """Return the chunks, from the next one on, that the prefix cache could hold. Stop before a chunk that has a
-        `keep` callback, unless its tokens' scores are known: the callback needs outputs, which the cache lacks."""
+        `keep` callback and is not scored yet: the callback needs outputs, which the cache lacks."""
         found: list[Chunk] = []
         end = self.begin
         for chunk in self._chunks[self._next :]:

@@ -14,7 +14,8 @@ from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # number of tokens in a prompt's first chunk
-# Names of callers without an API key begin with this. Every request of theirs has a new name, but all share one cache.
+# The names of callers without an API key begin with this. Each of their requests has a new name, but all of these
+# names share one cache.
 ANYBODY = "~"
 
 
@@ -43,9 +44,9 @@ def chunks_of(
 ) -> list[Chunk]:
     """Cut a prompt into chunks of at most `most` tokens.
 
-    Keys and values from different passes differ in the last bits. So chunks end at fixed positions,
-    independent of what follows: 128, 256, 512 and so on up to `most`, then every multiple of `most`. Prompts with the
-    same prefix then have the same chunks, and a saved chunk equals what the request's own pass would compute.
+    The last bits of keys and values depend on the pass's other tokens. So chunks end at fixed positions, independent of
+    the tokens after them: 128, 256, 512 and so on up to `most`, then every multiple of `most`. Prompts with the same
+    prefix then have the same chunks, and a saved chunk equals what the request's own pass would compute.
 
     An image's tokens attend to each other, so images are not cut (`pictures.uncut`). `groups` `[tokens]` holds every
     token's image number, or -1 for text; `digests` identify the images.
@@ -78,8 +79,8 @@ def _next_end(position: int, most: int) -> int:
 class PrefixCache:
     """Saved chunks of prompts. When memory is full, the least recently used are dropped first. Not thread-safe.
 
-    model: saves and restores chunks in its own memory. limit: maximum size of all chunks together, in bytes. A
-    device reserves this much memory at load, or less if it has less free.
+    model: saves and restores chunks in its own memory. limit: maximum size of all chunks together, in bytes. A device
+    reserves this memory at load; if less is free, the limit is lower.
     """
 
     def __init__(self, model: Model, limit: int) -> None:
@@ -92,7 +93,7 @@ class PrefixCache:
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
         """Append saved chunks to a request's cache: all of `chunks` before the first that is not saved for `owner`.
-        Return their number."""
+        Return the number of appended chunks."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:

@@ -72,7 +72,7 @@ class Request:
     ) -> None:
         """Raise CanvasError unless the prompt is valid and leaves room for `room` more tokens.
 
-        For error messages: `taken` describes these tokens, and `fitting` is the number of new tokens that would fit."""
+        For error messages: `taken` describes the `room` tokens, and `fitting` is how many new tokens would fit."""
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")
@@ -158,8 +158,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Settled:
-    """Tokens that became final before their block ended. They continue the tokens of the block's earlier Settled
-    events."""
+    """Tokens that became final before their block ended. They follow those of the block's earlier Settled events."""
 
     id: int
     block: int

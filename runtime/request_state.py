@@ -68,7 +68,7 @@ class RequestState(ABC):
         self.row = model.new_row()
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
         self.passes = self.turn = self.place = 0  # set by `Schedule`
-        self.next_encoding = 0  # no chunk is encoded before the generator's clock shows this
+        self.next_encoding = 0  # the generator's clock when the next chunk is due
         self.finished = self.cancelled = False
         # A search on another thread, whose result the next step needs.
         self.job: Future[Any] | None = None
@@ -96,7 +96,7 @@ class RequestState(ABC):
 
     @property
     def parks(self) -> bool:
-        """Whether the request can be parked: always, except while its tokens are encoded again after it was parked."""
+        """Whether the request can be parked. It cannot while its tokens are encoded again after it was parked."""
         return not self.queue.returning
 
     @property
@@ -190,8 +190,8 @@ class RequestState(ABC):
 
     @property
     def _outputs(self) -> Outputs:
-        """The outputs that a pass must return. If tokens are restricted or biased, which engines do not support, the
-        host samples from `hidden`."""
+        """The outputs that a pass must return. If tokens are restricted or biased, the host samples from `hidden`,
+        because engines support neither."""
         if self._params.logit_bias or self._allowed:
             return "hidden"
         return "both" if self._params.logprobs or self._params.on_host else "tokens"
@@ -220,7 +220,7 @@ class RequestState(ABC):
     # The methods below are the same for all subclasses, except for `_noise`.
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a step's uniform random numbers, and its random tokens, which are drawn from the allowed ones."""
+        """Return a step's uniform random numbers, and its random tokens, which are drawn from the allowed tokens."""
         size, block = self._model.config.vocab_size, len(self._steps)
         uniforms, tokens = step_noise(
             self._params.seed, block, step, self._length, size, self._attempt
@@ -261,8 +261,8 @@ class RequestState(ABC):
     def _scores_of(
         self, step: DenoiseOutput, begin: int, tokens: Sequence[int]
     ) -> list[TokenScore]:
-        """Return the log-probabilities, if requested, of `tokens`, which begin at position `begin` and become final in
-        this step."""
+        """Return the log-probabilities of `tokens`, which begin at position `begin` and become final in this step. The
+        list is empty if log-probabilities are not requested."""
         if not (self._params.logprobs and tokens):
             return []
         assert step.hidden is not None

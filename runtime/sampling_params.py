@@ -235,8 +235,8 @@ class SamplingParams:
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
-        """Return the length of a canvas. If `canvas_length` is -1, this is the smallest length that holds `tokens`, by
-        default `max_new_tokens`. Raises CanvasError for a length that the model does not support."""
+        """Return the length of a canvas. If `canvas_length` is -1, this is the smallest length of at least `tokens` (by
+        default `max_new_tokens`), or else the model's largest length. Raises CanvasError for an unsupported length."""
         sizes = canvas_sizes(config.canvas_length)
         if self.canvas_length == 0:
             return config.canvas_length
@@ -258,8 +258,8 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Reduce `max_new_tokens` to what fits `room` positions if it is a default, or if less than a canvas is
-        lacking. If not even one canvas of the default length fits, use the largest of `sizes` that fits."""
+        """Reduce `max_new_tokens` so that its canvases fit `room` positions, if it is a default or if they exceed
+        `room` by less than a canvas. If no canvas of the default length fits, use the largest of `sizes` that does."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
@@ -289,7 +289,7 @@ class SamplingParams:
         t_min).
 
         Computes the temperature with the reference's float32 operations in the same order, then multiplies it by
-        `temperature`. The minimum is COLDEST. As the temperature falls, the likeliest token's probability approaches 1.
+        `temperature`. The result is at least COLDEST, because with lower temperatures logits would overflow.
         """
         import numpy as np
 
@@ -312,7 +312,7 @@ class SamplingParams:
 
     @cached_property
     def on_host(self) -> tuple[str, ...]:
-        """The names of the parameters in use that engines do not support, so that the host applies them."""
+        """The names of the parameters in use that the host applies, because engines do not support them."""
         given = {
             "top_p": self.top_p < 1,
             "top_k": self.top_k > 0,
@@ -322,7 +322,7 @@ class SamplingParams:
         return tuple(name for name, used in given.items() if used)
 
     def check_fits(self, config: ModelConfig, labels: Mapping[str, str] | None = None) -> None:
-        """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or a token of `logit_bias` or
+        """Raise CanvasError if `max_new_tokens` exceeds the model's positions, or if a token of `logit_bias` or
         `logprob_token_ids` is not in the vocabulary."""
         biased = [token for token, _ in self.logit_bias]
         for name, tokens in (("logit_bias", biased), ("logprob_token_ids", self.logprob_token_ids)):

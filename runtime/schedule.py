@@ -32,9 +32,9 @@ class Schedule:
     """Weighted fair queueing (Demers, Keshav and Shenker 1989) over turns of at most `quantum` passes.
 
     The caller with the fewest turns so far comes first. A caller's requests run in order of arrival; a request whose
-    turn is used up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of
-    turns of a caller that was always active. This number grows with every turn. So a request waits for at most one turn
-    of every earlier request, whatever arrives later.
+    turn is used up goes to the end of the caller's queue. A caller that is new or was idle starts with as many turns as
+    if it had always been active. This number grows with every turn, so a request waits for at most one turn of every
+    earlier request, whatever arrives later.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -59,7 +59,7 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # Stays below the number of turns that the caller has now begun, so that a new caller goes first.
+        # `_now` stays below the number of turns that this caller has now begun, so that a new caller goes before it.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
@@ -82,7 +82,7 @@ class Schedule:
         return min(waiting, key=self._rank)
 
     def swap(self, waiting: Sequence[Each], running: Sequence[Each]) -> tuple[Each, Each] | None:
-        """Return a waiting request, and the running request to park for it. None if no request should be parked."""
+        """Return a waiting request, and the running request to park for it, or None if no request should be parked."""
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not waiting or not tired:
             return None

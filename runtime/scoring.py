@@ -40,7 +40,8 @@ class Scoring:
     - from the block's causal encoding pass, in which each token follows those before it; or
     - with `score_by_denoising`, from one more denoising pass over the finished block.
 
-    If no attempt reaches `redo_below`, the one with the highest score becomes the block.
+    A block is redone, at most `max_redos` times, while its score is below `redo_below`. If no attempt reaches
+    `redo_below`, the attempt with the highest score becomes the block.
     """
 
     def __init__(self, params: SamplingParams, model: Model) -> None:

@@ -76,7 +76,7 @@ def map_table(bundle: Bundle) -> Table:
 
 
 def host_dtype(name: str) -> np.dtype:
-    """Return the dtype called `name`: NumPy's or, for bfloat16, float8_e4m3fn and the like, that of ml_dtypes."""
+    """Return the dtype called `name`. NumPy lacks some, such as bfloat16 and float8_e4m3fn; ml_dtypes has them."""
     try:
         return np.dtype(name).newbyteorder("<")
     except TypeError:

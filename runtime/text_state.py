@@ -48,7 +48,8 @@ class TextState(RequestState):
         return self._decide()
 
     def _score_prompt(self, hidden: np.ndarray) -> bool:
-        """Score the prompt tokens that `hidden`, a chunk's output, predicts, unless another request has scored them."""
+        """Score the prompt tokens that a chunk's output, `hidden`, predicts, unless another request has scored them.
+        Return True: the chunk stays in the cache."""
         assert self._prompt_scores is not None
         first = self.queue.begin + 1
         if self.queue.is_scored(first + len(hidden) - 1):
@@ -58,7 +59,7 @@ class TextState(RequestState):
             rows = hidden[begin : begin + _SCORED]
             following = self.prompt[first + begin :][: len(rows)]
             found += self._token_scores(rows[: len(following)], following, 0)
-        # Not appended, because a request on another GPU may have scored the same tokens meanwhile.
+        # Assigned by position, because a request on another GPU may have scored the same tokens meanwhile.
         self._prompt_scores[first : first + len(found)] = found
         return True
 
@@ -101,8 +102,8 @@ class TextState(RequestState):
         return self._commit_block(attempt.block, attempt.canvas, encoded)
 
     def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:
-        """Return a block's tokens up to the end of sequence or the token limit, and the finish reason, which is None if
-        another block follows."""
+        """Return a block's tokens, up to the end of sequence or the token limit, and the finish reason. The reason is
+        None if another block follows."""
         room = self._params.max_new_tokens - len(self._tokens)
         tokens = canvas[:room].tolist()
         ends = np.flatnonzero(np.isin(canvas, self._params.eos_token_ids))

@@ -40,7 +40,7 @@ _BYTES = _byte_table()
 
 @contextlib.contextmanager
 def _readable(file: Path | None) -> Iterator[None]:
-    """Raise CanvasError, which names the file, for any error. The libraries' own errors do not name the file."""
+    """Turn any error into a CanvasError that names the file, because the libraries' own errors do not."""
     try:
         yield
     except Exception as error:  # tokenizers raises nothing more specific
@@ -146,7 +146,7 @@ class Tokenizer:
 
         The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` can
         begin with the control token of a thought or a call; further control tokens in `prefix` are encoded as text.
-        Raises CanvasError if the template lacks one of the `variables`, unless the variable's value is false or empty.
+        Raises CanvasError if the template lacks a variable whose value in `variables` is neither false nor empty.
         """
         self._check(messages, variables)
         check_characters(prefix)
@@ -221,7 +221,7 @@ class Tokenizer:
         return max(len(token.encode()) for token in self._core.get_vocab())
 
     def token_bytes(self, id: int) -> bytes:
-        """Return the bytes of a token's text: none for special, unused and unknown tokens."""
+        """Return the bytes of a token's text, which are empty for special, unused and unknown tokens."""
         token = self._core.id_to_token(id)
         if token is None or id in self._special_ids or _UNUSED.fullmatch(token):
             return b""

@@ -22,7 +22,7 @@ class Allowance:
     """A limit on the CPU time of the thread that calls `check`. The limit is also reached when `stopped` returns True.
 
     Waiting does not count, so a busy machine refuses no more work than an idle one. A thread that used up `eager`
-    seconds gives way to others: from then on it runs a quarter of the time.
+    seconds gives way to other threads: from then on it runs a quarter of the time.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Allowance:
     ) -> None:
         self._seconds, self._stopped, self._eager = seconds, stopped, eager
         self._begin: float | None = None
-        # The time at which `check` next reads the thread's clock, because reading it takes longer than many checks.
+        # `check` reads the thread's clock only after this time, because one reading takes longer than many checks.
         self._next = 0.0
 
     @property

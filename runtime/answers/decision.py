@@ -54,7 +54,7 @@ class Labels:
         return tuple(sorted(found, key=lambda fork: (len(fork.prefix), fork.prefix)))
 
     def allowed(self, prefix: TokenIds, offset: int) -> TokenIds:
-        """Return the tokens, ascending, that labels with this prefix have at `offset`."""
+        """Return, in ascending order, the tokens at index `offset` of the labels that begin with `prefix`."""
         fitting = (label for label in self.tokens if label[: len(prefix)] == prefix)
         return tuple(sorted({label[offset] for label in fitting}))
 
@@ -90,15 +90,15 @@ class Template:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds: the largest number of forks that the labels of any blank have. Every round takes one pass per sample and
-        step."""
+        """Number of rounds: the largest number of forks in any blank's labels. Every round takes one pass per sample
+        and step."""
         return max(len(blank.labels.forks) for blank in self.blanks)
 
 
 def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
     """Pad labels to equal length. If the lengths differ, append `end` to every label, then fill up with `filler`.
 
-    Raises CanvasError, which names `path`, for an empty label or two labels with the same tokens.
+    Raises CanvasError for an empty label, or for two labels with the same tokens. `path` is their path in the message.
     """
     seen: dict[TokenIds, int] = {}
     for number, label in enumerate(map(tuple, labels)):
@@ -122,8 +122,8 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 class DecisionRequest(Request):
     """A prompt, and the templates whose labels are read after it.
 
-    samples: number of noise samples; every sample reads all templates. params: only these apply: seed, temperatures,
-    entropy bound, and `max_denoising_steps`, which is the number of steps per canvas.
+    samples: number of noise samples; every sample reads all templates. params: only the seed, the temperatures, the
+    entropy bound, and `max_denoising_steps` (here the number of steps per canvas) apply.
     """
 
     templates: tuple[Template, ...]
@@ -208,8 +208,7 @@ class DecisionState(RequestState):
         return canvas
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        # All templates and rounds of a sample share their noise, so an answer does not depend on questions on other
-        # canvases.
+        # All canvases of a sample have the same noise, so an answer does not depend on the questions on other canvases.
         draw, template, _ = self._canvases[len(self._steps)]
         length, size = len(template.tokens), self._model.config.vocab_size
         return step_noise(self._params.seed, draw, step, length, size)

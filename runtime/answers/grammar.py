@@ -38,7 +38,8 @@ MAX_PATTERN_KEYS = 64  # maximum number of `patternProperties`, each of which ex
 # Limit on the least common multiple of a schema's `multipleOf` values, after their decimal points are removed. The
 # automaton has as many states.
 MAX_MULTIPLE = 10_000
-# Maximum tokens of a grammar's shortest answer. If it is longer, the grammar is treated as one without finite answers.
+# Maximum tokens of a grammar's shortest answer. A grammar whose shortest answer is longer is refused, like a grammar
+# without finite answers.
 MAX_SHORTEST = 2048
 MAX_SECONDS = 1.0  # maximum CPU time to find a grammar's shortest answer
 
@@ -101,7 +102,7 @@ class _Wrapped:
 class GrammarState:
     """A position in a grammar, after some tokens. Immutable except for `slow`: `advanced` returns a new state.
 
-    slow: whether a search under this grammar took long; only set on the grammar's first state.
+    slow: whether a search under this grammar took long; only set on the grammar's initial state.
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
@@ -187,8 +188,8 @@ class GrammarState:
         most: int,
         allowance: Allowance,
     ) -> list[int] | None:
-        """Extend `path` to an ending, and return it, or None if it needs more than `most` tokens. Add the indices of
-        free choices to `chosen`."""
+        """Extend `path` until the answer can end, and return it. Return None if that needs more than `most` tokens. Add
+        to `chosen` the indices of tokens that the grammar did not force."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         speller = Speller(self._vocabulary.spelling)
@@ -208,7 +209,7 @@ class GrammarState:
                 continue
             if len(path) >= most:
                 return None
-            # Tests single tokens, because computing all allowed tokens takes 30 ms for some grammars.
+            # The speller tests single tokens, because computing all allowed tokens takes 30 ms for some grammars.
             bad = wrong.get(tuple(path), set())
             token = speller.next(partial(_follows, matcher, bad, allowance))
             if token is None:
@@ -235,7 +236,8 @@ def _follows(matcher: Any, bad: Collection[int], allowance: Allowance, token: in
 
 
 def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> GrammarState:
-    """Return the initial state of the grammar `spec`, which has a `type` and may have `schema`, `regex` or `grammar`.
+    """Return the initial state of a grammar. `spec` has a `type` and the field that this type needs: `schema`, `regex`,
+    `grammar`, or none.
 
     Raises CanvasError, which names `path`, for a grammar that is wrong, too large, unsatisfiable or without finite
     answers.
@@ -285,7 +287,7 @@ def check_grammar(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
         raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
     path, source = _source(spec, path)
     _check_size(source, path, kind)
-    # The rewritten grammar has the same limit.
+    # Rewriting can make the grammar larger, so its size is checked again.
     if kind == "json_schema":
         source = without_unique(source, path)
     elif kind == "grammar":
@@ -335,7 +337,7 @@ def _check_schemas(source: Any, path: str) -> None:
 
 
 def _schemas_in(text: str) -> list[Any]:
-    """Return the JSON schemas in a Lark grammar. Skips unreadable schemas, about which llguidance complains."""
+    """Return the JSON schemas in a Lark grammar. Skips unreadable schemas, because llguidance refuses them anyway."""
     found, decoder = [], json.JSONDecoder()
     for match in re.finditer(r"%json\s*", text):
         with contextlib.suppress(ValueError, RecursionError):
@@ -344,7 +346,7 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number after removing its decimal point, or 1 for anything else, which llguidance refuses."""
+    """Return a number without its decimal point, or 1 for any other value, because llguidance refuses it anyway."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

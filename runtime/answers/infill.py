@@ -40,7 +40,7 @@ class Gap:
 def read_gaps(text: str) -> list[str | Gap]:
     """Return the texts and gaps of `The cat {4} on the {2-3} mat`.
 
-    Raises CanvasError if there is no gap or a gap has length zero.
+    Raises CanvasError if there is no gap, or if a gap has an invalid length or range.
     """
     parts: list[str | Gap] = []
     end = 0
@@ -92,7 +92,8 @@ def infill_request(
     tokenizer: Tokenizer,
     pictures: Sequence[Picture] = (),
 ) -> InfillRequest:
-    """Return the request that fills the gaps in `text`. Raises CanvasError if the text does not fit a canvas."""
+    """Return the request that fills the gaps in `text`. Raises CanvasError for invalid gaps, too many combinations of
+    gap lengths, or a text that does not fit a canvas."""
     most = model.canvas_length * (tokenizer.longest_token + _GAP_LENGTH)
     if len(text) > most:
         raise CanvasError(f"infill has {len(text)} characters", f"no canvas holds more than {most}")
@@ -216,7 +217,8 @@ class InfillState(RequestState):
         return [] if len(self._done) < len(self._canvases) else [self._finish("stop")]
 
     def _score(self, hidden: np.ndarray, tokens: np.ndarray) -> float:
-        """Return the mean log-probability of the gaps' tokens at temperature 1, in nats."""
+        """Return the mean log-probability of the gaps' tokens at temperature 1, in nats. Probabilities are relative to
+        the tokens that gaps can contain."""
         gaps, words = self._gaps, self._words
         logs = log_softmax(self._model.host_head.logits(hidden[gaps], words))
         columns = np.searchsorted(words, tokens[gaps])

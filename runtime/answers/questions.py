@@ -46,7 +46,7 @@ class Question:
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
         """Return the answer in the form of OpenAI's API, from probabilities `[samples, options]`.
 
-        Probabilities are means over the samples. Every `standard_error` belongs to the number before it. It is null
+        Probabilities are means over the samples. Every `standard_error` belongs to the number before it, and is null
         for a single sample.
         """
         mean = draws.mean(axis=0)

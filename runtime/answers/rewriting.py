@@ -30,7 +30,8 @@ def lark_of(text: str, path: str) -> str:
 
 
 def without_unique(schema: Any, path: str, root: Any = None, names: bool = False) -> Any:
-    """Return a schema in which every `uniqueItems` is replaced by an enum of all possible arrays.
+    """Return a schema in which every array with `uniqueItems` is replaced by an enum of all possible arrays. Arrays of
+    at most one element only lose the keyword.
 
     names: whether the keys of `schema` are names of properties or definitions, not keywords. Raises CanvasError, whose
     message begins with `path`, if the possible arrays are too many or unknown.

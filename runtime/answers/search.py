@@ -15,13 +15,13 @@ BEAM, CHOICES = 4, 4
 # vocabulary of 262,144 tokens.
 TOKEN_SECONDS = 0.01
 _TOP = 64  # number of likeliest tokens per position that are tried first
-# The search checks that the answer can still end once at most `near` tokens are left. The limits of `near`:
+# Once at most `near` tokens are left, the search checks that the answer can still end. The limits of `near`:
 _NEAR, _FARTHEST = 32, 192
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best string: its tokens, the allowed tokens at every position, and the grammar's state after it.
+    """The best string: its tokens, the allowed tokens at every position, and the grammar's state after the string.
 
     `ended`: whether the last token ends the answer. `tokens` contains no padding.
     """
@@ -37,7 +37,7 @@ class _Path:
     score: float
     tokens: tuple[int, ...]
     states: tuple[GrammarState, ...]
-    # Tokens that would end the answer; only known near the budget's end.
+    # Tokens after which the answer could end; None until at most `near` tokens are left.
     close: tuple[int, ...] | None = None
     ended: bool = False
 
@@ -62,7 +62,7 @@ def search(
 
     Args:
         scores: log-probabilities `[canvas, V]` of every token at every position. room: the number of tokens left for
-        the answer, including the one that ends the answer. near: with at most this many tokens left, check that the
+        the answer, including the token that ends it. near: once at most this many tokens are left, check that the
         answer can still end. end, pad: the token that ends the answer, and the padding token.
 
     Returns None if the answer cannot end within `room`. Every position adds to the allowance; raises SlowGrammarError
@@ -95,8 +95,8 @@ def _grown(
     pad: int,
     allowance: Allowance,
 ) -> list[tuple[float, _Path, int | None]]:
-    """Return the paths' continuations, best first: score, path, and next token. For a finished path, which continues
-    with padding, the token is None."""
+    """Return the paths' continuations, best first: score, path, and next token. The token is None for a finished path,
+    which continues with padding."""
     ways: list[tuple[float, _Path, int | None]] = []
     for path in paths:
         if path.ended:
@@ -118,7 +118,7 @@ def _grown(
 
 
 def _common(few: np.ndarray, many: np.ndarray) -> np.ndarray:
-    """Return, sorted, the tokens of `few` that are also in `many`, which must be sorted."""
+    """Return the tokens of `few` that are also in `many`, in ascending order. `many` must be ascending."""
     few = np.sort(few)
     return few[many.take(np.searchsorted(many, few), mode="clip") == few]
 
@@ -164,8 +164,8 @@ def _kept(
 def _close(
     state: GrammarState, before: tuple[int, ...], room: int, near: int, allowance: Allowance
 ) -> tuple[int, ...] | None:
-    """Return tokens that end the answer, or None if `room` exceeds `near` or no ending is found. `before` is the
-    ending that was found one token earlier."""
+    """Return tokens after which the answer can end, or None if `room` exceeds `near` or no such ending is found.
+    `before` is the ending that was found one token earlier."""
     if room > near:
         return None
     # Checking the previous ending takes a hundredth of the time of a new search.

@@ -13,7 +13,7 @@ _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
 # These characters come first, because formats such as dates, addresses and URLs need them.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # added to closing tokens' rank for each closing token so far in a row
+_PATIENCE = 0.5  # rank added to closing tokens per closing token chosen in a row
 _LETTERS = 3.0
 _WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
 
@@ -96,7 +96,7 @@ class Speller:
         self._last = self._bound
 
     def moved(self) -> None:
-        """Start over after the grammar forced tokens."""
+        """Reset counts after the grammar forced tokens."""
         self._free = _Used(len(self._rank))  # counts start over for every free text
         self._bound.closed = 0
 

@@ -191,7 +191,7 @@ class SortedEngine:
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
         """Yield a call's launches: those of the pieces and, between two pieces, those of a layer's kernels."""
         batch, length, _ = call.shapes["hidden"]
-        # Calls that differ only in expert slots are identical here, so they are captured once.
+        # Expert slots are left out of `dims`, so that calls that differ only in slots have the same key.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}
         for number, piece in enumerate(self._pieces):
             shapes, addresses = self._tensors(number, call)
@@ -237,7 +237,7 @@ class SortedEngine:
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
         taken = EXPERT_INPUT
         if layer.rounding:
-            # The quantized input shares the buffer of the result, which is written later.
+            # The quantized input is in the buffer of the experts' result, which is only written after the last read.
             taken, pointers = EXPERT_ROWS, [address(EXPERT_INPUT), address(EXPERT_ROWS)]
             grid = (-(-tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
             yield self._call(layer.rounding, grid, pointers, tokens, layer.input_scale)

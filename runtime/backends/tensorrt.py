@@ -139,9 +139,8 @@ class TensorRTBackend:
 
 
 class TensorRTEngine:
-    """One engine. Calls of one profile share an execution context, except for repeated calls: for these, every place in
-    the batch has a separate context, which replays the place's latest call as a CUDA graph. TensorRT-RTX captures the
-    graphs itself.
+    """One engine. Per profile, calls without a `place` share an execution context. Every place in the batch has its own
+    context, which replays the place's latest call as a CUDA graph. TensorRT-RTX captures the graphs itself.
     """
 
     def __init__(
@@ -159,8 +158,8 @@ class TensorRTEngine:
             (self.inputs if is_input else self.outputs)[tensor] = dtype
         self.activation_bytes = int(engine.device_memory_size_v2)
         self.captures_itself = hasattr(backend.module, "CudaGraphStrategy")
-        # Keyed by profile and place; a shared context's place is None. The value None marks a place whose context could
-        # not be created or refused a call.
+        # Keyed by profile and place; a shared context's place is None. A value of None means that the place's context
+        # could not be created, or that it refused a call.
         self._contexts: dict[tuple[int, int | None], _Context | None] = {}
 
     def prepare(self) -> None:
@@ -311,7 +310,7 @@ class _Context:
         return False
 
     def _capture(self) -> bool:
-        """Capture the latest call and queue it. Return False if that fails; then this context does not try again."""
+        """Capture the latest call and queue it. If that fails, return False; this context never tries again."""
         try:
             self._graph = self._device.capture(self.enqueue)
         except CanvasError as error:
@@ -324,7 +323,7 @@ class _Context:
         return True
 
     def _warn(self, why: str) -> None:
-        """Log only this context's first warning: calls that alternate would repeat it."""
+        """Log only this context's first warning, because alternating calls would repeat it."""
         if not self._warned:
             _log.warning("%s runs without a CUDA graph: %s", self._engine.name, why)
         self._warned = True

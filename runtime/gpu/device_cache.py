@@ -60,10 +60,10 @@ class Resident:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Addresses of one layer's keys and values, both `[slots, kv_heads, most, head_dim]`. `token`: size of one
-    token in one head, in bytes.
+    """Addresses of one layer's keys and values, both `[slots, kv_heads, most, head_dim]`. `token`: bytes per token and
+    head.
 
-    A request's part of a slot is `[kv_heads, width, head_dim]` and starts at the slot's beginning for every width.
+    A request fills its slot from the beginning, as `[kv_heads, width, head_dim]`. The rest of the slot is unused.
     """
 
     kind: str
@@ -89,8 +89,8 @@ class DeviceCache:
 
     In full layers every request has its own width, so that its passes do not depend on other requests. A slot's
     addresses never change. A sliding layer's part is a ring buffer of constant width. The order of cached tokens does
-    not matter, because every token has a position. Empty places have position −1. Memory is zeroed, because masked
-    tokens are still multiplied by zero, and zero times NaN is NaN.
+    not matter, because every token has a position. Empty places have position −1. Memory is zeroed at first, because
+    masked values are multiplied by zero, and zero times NaN is NaN.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class DeviceCache:
         self._rows[free] = weakref.ref(row)
 
     def release(self, row: DeviceRow) -> None:
-        """Free a request's slot and forget its contents."""
+        """Free a request's slot, and reset the request's state on the device."""
         if row.kv_slot is not None:
             self._rows[row.kv_slot] = None
         row.kv_slot, row.length, row.hidden = None, 0, None
@@ -178,8 +178,8 @@ class DeviceCache:
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int
     ) -> None:
-        """Append `count` tokens to one layer. Their keys and values are at the addresses `keys` and `values`, both
-        `[kv_heads, length, head_dim]`.
+        """Append `count` tokens to one layer. The tokens' keys and values are at the addresses `keys` and `values`,
+        both `[kv_heads, length, head_dim]`.
 
         Call `make_room` before the first layer, and update the row's `length` after the last.
         """
@@ -205,8 +205,8 @@ class DeviceCache:
         begin: int,
         count: int,
     ) -> None:
-        """Copy `count` of one layer's tokens, from position `begin` on, to the addresses `keys` and `values`, in the
-        layout of `append`. Tokens that are no longer cached are left out."""
+        """Copy one layer's keys and values of `count` tokens, from position `begin` on, to the addresses `keys` and
+        `values`, in the layout of `append`. Tokens that are no longer cached are left out."""
         cache = self._layers[layer]
         oldest = row.length - self._kept(cache.kind, row.length)
         for position, place, size in self._pieces(cache, max(begin, oldest), begin + count):
@@ -220,7 +220,7 @@ class DeviceCache:
                 )
 
     def keeps(self, layer: int, position: int, length: int) -> bool:
-        """Return whether a layer still has this position when `length` tokens are cached."""
+        """Return whether a layer still has the token at `position` when the request has `length` clean tokens."""
         return position >= length - self._kept(self._layers[layer].kind, length)
 
     @property
@@ -231,7 +231,7 @@ class DeviceCache:
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Split the tokens between two positions into runs that are contiguous in the cache. Yield each run's first
         position, its place in the cache, and its number of tokens."""
-        # The ring may be shorter than the layer's width, which is a multiple of 8.
+        # A sliding layer's ring can be shorter than its width, because the width is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
             place = self._place(cache.kind, begin)

@@ -29,7 +29,7 @@ from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
 _log = logging.getLogger(__name__)
-# How often a call runs until it is captured as a graph.
+# How often a call must run to be captured as a graph: the first run is not captured.
 _UNTIL_CAPTURED = 2
 
 
@@ -139,7 +139,7 @@ class DeviceModel(Model):
         self.workspace.inputs.upload()
         for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
             self._run(this, [capacity] * len(self.segments[:-1]))
-        # If the process is killed, the next start continues from here.
+        # If the process is killed, the next start need not compile these kernels again.
         self._backend.keep_compiled()
 
     def new_row(self) -> DeviceRow:
@@ -157,7 +157,7 @@ class DeviceModel(Model):
             hidden = self._fetch(row, hidden)
         loads = dict(row.loads)
         self.release(row)
-        # Loads are kept, so that the block continues later with the same shapes.
+        # `release` clears the loads. They are kept, so that the block continues later with the same shapes.
         row.loads |= loads
         return hidden, True
 
@@ -211,8 +211,8 @@ class DeviceModel(Model):
         return len(item.noise) == self.canvas_length
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
-        """Encode one request's tokens. If they overload an expert, encode them in halves or, if they cannot be split,
-        with more expert slots."""
+        """Encode one request's tokens. If they overload an expert, encode them in halves, or with more expert slots if
+        they cannot be split."""
         (item,) = batch
         # Parts of the tokens, each with a flag: whether to use a shape in which no expert can overflow.
         parts = [(item, False)]
@@ -225,7 +225,7 @@ class DeviceModel(Model):
             if middle == len(part.tokens):
                 raise too_full()
             if part.groups is not None or part.whole:
-                # Cannot be split: an image's tokens attend to each other, and a block's score needs one pass.
+                # This part cannot be split: an image's tokens attend to each other, and scores need one pass.
                 parts.insert(0, (part, True))
                 continue
             first = replace(part, tokens=part.tokens[:middle], keep=None)
@@ -234,7 +234,7 @@ class DeviceModel(Model):
     def _encode_once(self, item: EncodeInput, roomy: bool) -> bool:
         """Encode tokens in one pass. Return False, and leave the request unchanged, if they overload an expert."""
         row, count = item.row, len(item.tokens)
-        # The previous pass may have been wider because of other requests.
+        # A shared pass may have widened the request's caches.
         self._cache.make_room(row, self._cache.widths[-1] - row.length if roomy else 0)
         shape = self.shapes.without_overflow() if roomy else self.shapes.encode(count, row.width)
         this = replace(self._pass(shape, [row]), pictured=item.groups is not None)
@@ -316,7 +316,7 @@ class DeviceModel(Model):
                 raise too_full()
             self.counters.overflows += 1
             begin, load = over, int(self.workspace.load(over).max())
-            # Padding is routed in the same way in all segments, so later segments would overflow too.
+            # Padding is routed alike in all segments, so the segments after this one would overflow, too.
             for number in range(begin, len(capacities)):
                 row.overload(number, max(load, row.load(number)))
 

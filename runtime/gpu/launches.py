@@ -18,7 +18,7 @@ from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
 from canvasrt.runtime.passes import DenoiseInput
 
-# maximum number of cached calls
+# maximum number of EngineCall objects to keep
 _CALLS = 1024
 
 
@@ -48,8 +48,8 @@ class Pass:
 @dataclass(frozen=True)
 class OwnPasses:
     """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
-    `seconds`: durations of own passes, keyed by ascending width. Widths whose bits differ from a shared pass's are left
-    out. `shared`: a shared pass's duration."""
+    `seconds`: durations of own passes, keyed by ascending width, only for widths whose results have the same bits as
+    those of a shared pass. `shared`: a shared pass's duration."""
 
     widths: tuple[int, ...]
     seconds: Mapping[int, float] = field(default_factory=dict)
@@ -62,8 +62,8 @@ class OwnPasses:
         return next((width for width in self.seconds if width >= least), least)
 
     def pay(self, rows: Sequence[DeviceRow]) -> bool:
-        """Return whether own passes give the requests the same bits as a shared pass, in less time. A single request's
-        own pass is assumed to take less time."""
+        """Return whether own passes give the requests the same bits as a shared pass, in less time. For a single
+        request, the own pass is assumed to take less time."""
         total = sum(self.seconds.get(self.width(row), math.inf) for row in rows)
         return total < (self.shared if len(rows) > 1 else math.inf)
 
@@ -99,8 +99,7 @@ class Launches:
         self._space.segments[-1].engine.launch(call)
 
     def _place(self, this: Pass, capacity: int) -> int | None:
-        """Return the place whose captured graph a body's call uses. None for unusual shapes, for which capturing gains
-        little."""
+        """Return a body's `EngineCall.place`: None for unusual shapes, because capturing them would gain little."""
         usual = self.plan.shared() if this.batch > 1 else self.plan.denoise(this.width)
         shape = PassShape(this.phase, this.batch, this.length, capacity, this.width)
         return this.first if shape == usual else None

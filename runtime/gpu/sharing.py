@@ -25,8 +25,8 @@ _RUNS = 4  # timed runs; the fastest one counts
 class Evidence:
     """The test's result: whether requests share passes, how many results were compared, and the first difference.
 
-    shared_ms: duration of a full shared pass. own_ms: duration of a request's own pass, by width. Both are set only if
-    shared passes agree with each other.
+    shared_ms: duration of a full shared pass. own_ms: duration of a request's own pass, by width. The durations are set
+    only if shared passes agree with each other.
     """
 
     shared: bool
@@ -39,10 +39,10 @@ class Evidence:
 def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if sharing changes no bits of a request's results.
 
-    Compares a request's results in its own passes, of every width, with its results in shared passes: alone and
-    together with random requests, at every place, and under several expert loads. If all bits agree, every step can use
-    the faster kind of pass. If they did not, that choice would make tokens depend on timing. Also warms up all shapes
-    of the resulting plan. Call this only while no request is running."""
+    Compares a request's results in own passes of every width with its results in shared passes, alone and together with
+    random requests, at every place and under several expert loads. Only if all bits agree can every step use the faster
+    kind of pass: otherwise this choice would make tokens depend on timing. Also warms up all shapes of the resulting
+    plan. Call this only while no request is running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
@@ -89,8 +89,9 @@ class _Trial:
         self.compared, self.differs = 0, dict[int, str]()
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
-        """Compare the results of a canvas of up to `kind` distinct tokens after a prompt of `length` tokens, at each of
-        these places: in shared passes, alone and together with random requests, and in own passes."""
+        """Compare the results of one request, at each of these places: in a shared pass alone, in a shared pass with
+        random requests, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `kind`
+        distinct tokens."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
         for place in places:
@@ -165,9 +166,9 @@ class _Trial:
 
 
 def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
-    """Fill a request's caches. Only the beginning of the prompt, which cannot overflow an expert, is encoded; the
-    resulting keys and values are then appended until the cache is long enough. Encoding 262,144 tokens at every start
-    would take minutes."""
+    """Fill a request's caches to the length of `prompt`. Only the beginning of the prompt, which cannot overflow an
+    expert, is encoded; the resulting keys and values are appended again and again. Encoding 262,144 tokens at every
+    start would take minutes."""
     first = prompt[: min(ROOMY, model.prefill_chunk)]
     model.encode([EncodeInput(row, first)])
     length = model.shapes.encode(len(first), model.shapes.widths[0]).length

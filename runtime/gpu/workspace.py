@@ -15,7 +15,7 @@ from canvasrt.runtime.gpu.device_cache import DeviceCache, aligned
 
 
 class Transfer:
-    """Named arrays that lie in one block, on the device and on the host, so that one copy transfers all of them."""
+    """Named arrays in one block of device memory and one of host memory, so that one copy transfers all of them."""
 
     def __init__(self, device: Device, fields: Mapping[str, tuple[type, int]]) -> None:
         """Allocate both blocks. `fields`: every array's dtype and maximum number of elements."""
