@@ -66,7 +66,7 @@ class CalibrationNeeds:
 
 
 def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> CalibrationPrompts | None:
-    """Return the prompts of a build's calibration; None if the source is a mere description without files."""
+    """Return the prompts of a build's calibration; None if the source is only a model's description, without files."""
     if source.graphs is not None:
         manifest = source.graphs.manifest
         tokenizer = {Path(name).name: source.graphs.file(name) for name in manifest.tokenizer or ()}
@@ -127,8 +127,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head. `memory` and `stored` are its sizes in bytes, in memory and in the file; the other fields
-    count all weights, the experts' weights, and the weights that one token uses."""
+    """A layer or the head. `memory` and `stored` are its sizes in bytes, in memory and in the file. `numbers` counts
+    all weights, `experts` the experts' weights, and `active` the weights that one token uses."""
 
     memory: int
     stored: int

@@ -81,7 +81,7 @@ def check_source(target: Target, precision: Precision, source: Source) -> None:
 
 
 def _check_base(target: Target, graphs: Bundle) -> None:
-    """Raise CanvasError if the unquantized part is in fp32, since GPU engines need it in bf16."""
+    """Raise CanvasError if the target is a GPU and unquantized weights are not in bf16, which GPU engines need."""
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(
@@ -188,8 +188,8 @@ def requests_of(plan: Plan) -> str:
 
 
 def what_fits(plan: Plan, memory: int) -> str:
-    """Return a hint that lists options, each of which makes the plan fit in this many bytes. If there is none, the hint
-    names a combination of options, or else other targets."""
+    """Return a hint that lists options, each of which makes the plan fit in `memory` bytes. If no single option does,
+    the hint names a combination of options, or else other targets."""
     plan = replace(plan, target=replace(plan.target, memory=memory))
     others = [
         f"--target {target.name}"
@@ -212,8 +212,8 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 
 def _several_options(plan: Plan) -> list[str]:
-    """Return options under which one request fits: the first precision in which it fits at all, and the longest
-    context."""
+    """Return options under which a single request fits: the first precision in which any context fits, and the longest
+    such context."""
     for precision in (plan.precision, *_precisions(plan)):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:

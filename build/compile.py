@@ -1,8 +1,8 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
 A build takes more than twice its weights' memory, cannot be interrupted from Python, and can be killed when memory runs
-out. A child process can be killed at any time and then returns all of its memory; if it dies, that is an ordinary
-error.
+out. A child process can be killed at any time and then returns all of its memory; if it dies, the parent raises an
+ordinary error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Job:
 
 
 class Children:
-    """The running builder processes. `kill` ends them, and no new ones can be started after it."""
+    """The running builder processes. `kill` ends them and prevents new ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

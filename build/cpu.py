@@ -77,8 +77,8 @@ def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str
 def _rewrite(
     segments: list[dict[str, Any]], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rewrite the graphs for a CPU. Return all segments, including a new one that computes what only depends on
-    positions; and the changed files' names."""
+    """Rewrite the graphs for a CPU. Return all segments, including a new one for values that depend only on positions,
+    and the changed files' names."""
     require("onnx_ir", "export")
     from canvasrt.graphs.cpu import rewrite_graphs
 

@@ -19,8 +19,8 @@ FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 @dataclass(frozen=True)
 class Fit:
-    """A precision in which the released model fits a target, named as in `--precision`, and the memory that the model
-    takes."""
+    """A precision in which the released model fits a target, and the memory that the model then takes. `precision` is a
+    value of `--precision`."""
 
     precision: str
     memory: Estimate
@@ -37,9 +37,9 @@ class Fit:
 
 
 def released_fit(target: Target) -> Fit | None:
-    """Return the first of a target's precisions in which the released model fits; None if there is none.
+    """Return the first of a target's precisions in which the released model fits; None if it fits in none.
 
-    A CPU's memory is not known, so return the precision that takes the least memory.
+    For a CPU, whose memory is not known, return the precision that takes the least memory.
     """
     names = [target.default, *target.precisions[1:]]
     fits = [

@@ -40,8 +40,8 @@ class Estimate:
     """The memory that serving takes, in bytes.
 
     `code` is for the engines' kernels; `buffers` for inputs, outputs and hidden states; `contexts` for execution
-    contexts and captured graphs. On a CPU, `buffers` is the process itself, and bodies and head have separate
-    workspaces."""
+    contexts and captured graphs. On a CPU, `buffers` is what the process takes without a model, and `workspace` is the
+    sum for bodies and head."""
 
     weights: int
     code: int
@@ -130,7 +130,7 @@ class Weights:
         return round(count * _PLAIN_BYTES[self.base]) if plain else round(self.sizes()[TABLE])
 
     def _bytes(self, name: str, width: int) -> float:
-        """Return how many bytes each number of a weight takes, if its rows have `width` numbers."""
+        """Return how many bytes each number of a weight takes, if the weight's rows have `width` numbers."""
         format, plain = FORMATS.get(self.chosen.get(name, self.base)), _PLAIN_BYTES[self.base]
         if format is None:
             return plain
@@ -217,7 +217,7 @@ def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> i
     """Return the size in bytes of the buffers that runtime.gpu.workspace allocates.
 
     These are: hidden states of every engine, and two more per request; a pass's new keys and values; and a copy of one
-    slot's keys, needed when the slot's width changes. A cached number takes `number` bytes.
+    KV cache slot's keys, needed when the slot's width changes. A cached number takes `number` bytes.
     """
     model, encoded = weights.model, passes.lengths[-1]
     canvases = passes.batch * passes.canvas

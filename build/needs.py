@@ -46,7 +46,7 @@ class Needs:
         segments: for every segment, the memory of its builder.
         quantizing: the memory that writing graphs takes.
         graph_files, engine_files: for every segment, the size of its files on disk.
-        table: the embedding table in the head's graph; it stays on disk when the head's other weights are removed.
+        table: the size of the embedding table. The table stays on disk when the head's other weights are removed.
         workers: the largest number of builders that run at once.
     """
 

@@ -73,7 +73,7 @@ class Plan:
     @property
     def spends_graphs(self) -> bool:
         """Whether a segment's weights in graphs are removed from the cache once its engine is built. They are kept if
-        the engine only links to them, as plain engines for a CPU do."""
+        they are small, if the user asks for it, and if engines still need them: for links or sorted experts."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
@@ -144,8 +144,8 @@ class Plan:
 
     @cached_property
     def reading(self) -> PrefillPlan:
-        """How prompts are encoded. The first way that fits the target's memory is chosen: the default, shorter passes,
-        no images, or both. If none fits, the default is chosen."""
+        """How prompts are encoded. The first of these that fits the target's memory: the default, shorter passes, no
+        images, shorter passes without images. If none fits, the default."""
         model, limit = self.source.model, self.target.memory
         chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
         sights = (True, False) if model.vision else (False,)
@@ -223,7 +223,7 @@ class Plan:
         return calibration_needs(prompts, self.source.path, width)
 
     def existing(self) -> Bundle | None:
-        """Return the bundle at `out` if this build would write the same one; None if there is none.
+        """Return the bundle at `out` if this build would write the same one; None if `out` contains no bundle.
 
         Raises CanvasError if a different bundle is there.
         """
@@ -333,8 +333,8 @@ def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[st
 
 
 def shortened(plan: Plan) -> Plan:
-    """Return the plan with segments of `SHORT_SEGMENT` layers if building longer ones takes much memory, and the target
-    has room for short ones, which take slightly more memory to serve.
+    """Return the plan, with segments of `SHORT_SEGMENT` layers if longer ones take much memory to build and the target
+    has room for short ones. (These take slightly more memory to serve.)
 
     A target has room if its memory is unknown, or if short segments fill at most 95% of it and do not change how
     prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an export.
@@ -352,8 +352,8 @@ def shortened(plan: Plan) -> Plan:
 
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
-    """Give plans of one source the same segments if they have the same precision, so that they share graphs. If one target
-    has no room for short segments, all of these plans get long ones."""
+    """Cut the plans of one source and precision into the same segments, so that they share graphs. If one plan's target
+    has no room for short segments, all plans of its precision get long ones."""
     longest: dict[str, int] = {}
     for each in plans:
         kind = each.precision.text

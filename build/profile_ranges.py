@@ -43,7 +43,7 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter's name of the patch dimension is an expression.
+    # The runtime processes one image at a time. The exporter names the patch dimension by an expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
@@ -87,8 +87,8 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Return the ranges of the experts' dimensions. Every expert has `slots` rows; but if `tokens` is set, every expert
-    has all these tokens in the first product."""
+    """Return the ranges of the experts' dimensions. Every expert has `slots` rows. If `tokens` is set, the first
+    product instead has that many rows per expert: all tokens."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}

@@ -38,8 +38,8 @@ from canvasrt.types import Json
 
 @dataclass(frozen=True)
 class SegmentBuild:
-    """One engine to build. `weights` is the size of its weights in bytes, `formats` are their formats, `sizes` its
-    profiles, and `made_from` is everything that determines the engine."""
+    """One engine to build. `weights` is its weights' size in bytes, `formats` its weights' formats, `sizes` its
+    profiles, and `made_from` everything that determines the engine."""
 
     name: str
     graph: Path
@@ -232,7 +232,7 @@ def _timings(made_from: Json) -> Path:
 
 # During the build, a folder of this name contains the pieces' graphs.
 _PIECES = "pieces"
-# Activations are allowed to exceed the plan by this many bytes, because it does not count small tensors.
+# Activations are allowed to exceed the plan by this many bytes, because the plan does not count small tensors.
 _UNCOUNTED = 1 << 28
 
 

@@ -16,9 +16,9 @@ from canvasrt.export.onnx import OPSET
 def chain(layers: Sequence[ir.Model]) -> ir.Model:
     """Return one graph that runs the single-layer graphs one after another.
 
-    Inputs of the same name are merged, as are buffers. A layer's `hidden` is the previous layer's `hidden_out`. The
-    output `load` lists each layer's largest load. Each traced graph names its weights `layers.0.…`; those of layer k
-    are renamed to `layers.k.…`. Keys and values are ordered by layer.
+    Inputs and buffers of the same name are merged. A layer's `hidden` is the previous layer's `hidden_out`. The output
+    `load` lists each layer's largest load. Each traced graph names its weights `layers.0.…`; those of layer k are
+    renamed to `layers.k.…`. Keys and values are ordered by layer.
     """
     joined = layers[0].clone()
     graph = joined.graph
@@ -87,8 +87,8 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
 
 
 def _node_name(name: str, number: int) -> str:
-    """Return a node's name in the chain. The name starts with the name of the node's module. If the node is in no
-    module, as in masks, the name starts with `layer_<number>/`."""
+    """Return a node's name in the chain. For a node of a module, the name starts with the module's name,
+    `layers.<number>.…`; for any other node, with `layer_<number>/`."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

@@ -1,8 +1,8 @@
 """INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, including AWQ and GPTQ).
 
-A module's `weight_packed` consists of int32 words. Each word holds eight codes, the first in the lowest bits, and 8 is
-added to every code. XOR with 0x88 turns each byte of a word into a byte of the graph. `weight_scale` has one scale per
-group.
+A module's `weight_packed` consists of int32 words. Each word contains eight unsigned codes (signed code + 8), the first
+in the lowest bits. XOR with 0x88 turns each byte of a word into two signed codes, as the graph stores them.
+`weight_scale` has one scale per group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Int4Codes:
 
     weight: Weight
     form: Form
-    # In INT4, inputs have no scales that could be missing.
+    # No input scale can be missing, since inputs are not quantized.
     is_complete = True
 
     def pack(self, input_scale: float | None = None) -> Packed:
@@ -52,7 +52,7 @@ class Int4Codes:
 
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
         """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`,
-        by default to bfloat16, in which products are computed."""
+        by default bfloat16, the dtype of the products."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
@@ -63,7 +63,7 @@ class Int4Codes:
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table, which is plain in the checkpoint, but quantized in the graphs."""
+    """The embedding table, if the graphs quantize it although the checkpoint does not."""
 
     weight: Weight
     form: Form
@@ -116,8 +116,8 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if a row has too few
-    groups for a graph."""
+    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if a row would have
+    fewer groups than graphs allow."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:

@@ -211,8 +211,8 @@ def _write_host_head(
 ) -> dict[str, Any]:
     """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
-    Returns the manifest's entry: file, dtype, and the weights in file order. Weights that the checkpoint stores
-    quantized are left out of the file, since they are only needed for requests of more than one step.
+    Returns the manifest's entry: file, dtype, and the weights in file order. The table is left out, as are weights that
+    the checkpoint stores quantized (self-conditioning, which requests of one step do not need).
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

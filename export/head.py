@@ -97,11 +97,11 @@ def vocabulary_grid(size: int) -> tuple[int, int]:
 
 
 def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Draw one token per position, `[B, L]`, by inverse CDF: the first token whose cumulative mass exceeds the
-    position's number in `uniforms` times the total mass.
+    """Draw one token per position, `[B, L]`, by inverse CDF: the first token whose cumulative mass exceeds `uniforms` ×
+    total mass.
 
     `mass` `[B, L, V]`, of any dtype, need not be normalised; it is summed in float32. The vocabulary is divided into
-    rows. Sums first run over rows, then inside the row that holds the target, so no sum is as long as the vocabulary.
+    rows: sums of whole rows select a row, then sums inside it select the token. So no sum is as long as the vocabulary.
     """
     rows, columns = grid
     batch, length, _ = mass.shape
@@ -124,7 +124,7 @@ def accept(entropy: Tensor, bound: Tensor) -> Tensor:
 
     A position is accepted if the entropies of all more certain positions sum to at most `bound` `[B]`
     (`EntropyBoundSampler.accept_canvas`). So the most certain position is always accepted. `runtime/host_sampler.py`
-    applies the same rule if conditions restrict the tokens.
+    applies the same rule if a request restricts the tokens.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)
     kept = ordered.cumsum(dim=-1) - ordered <= bound[:, None]

@@ -81,8 +81,8 @@ class GatedMLP(nn.Module):
 def inverse_frequencies(layer: Layer) -> Tensor:
     """Return RoPE frequencies `[head_dim / 2]` in float32.
 
-    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs, a share of `rope_partial`,
-    rotate, but frequencies are spaced as if all pairs did
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs rotate, a fraction
+    `rope_partial` of all. Their frequencies are spaced as if all pairs rotated
     (`modeling_rope_utils._compute_proportional_rope_parameters`).
     """
     half = layer.head_dim // 2
@@ -160,8 +160,8 @@ class Attention(nn.Module):
         past_key: Tensor,
         past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map `x` `[1, B·L, D]` to the attention's output `[1, B·L, D]`, and this call's keys and values `[B, kv_heads,
-        L, head_dim]`."""
+        """Map `x` `[1, B·L, D]` to the attention's output `[1, B·L, D]`. Also return this call's keys and values `[B,
+        kv_heads, L, head_dim]`."""
         batch, _, length, _ = mask.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
         # Normalize queries, keys and values together: norms are per head, and only their weights differ.
@@ -194,14 +194,14 @@ def folded_attention(
 ) -> Tensor:
     """Attention in primitive operators. Cached and new keys are not joined, because that would copy the whole cache.
 
-    Each of these two sides gets its own softmax in float32, and the results are merged. All heads that share keys are
-    rows of one product, so keys are not repeated for every head. Only a few of these heads are processed at a time,
-    because the scores of all heads over a long context would take gigabytes.
+    Each side (cached keys or new keys) gets its own softmax in float32, and the two results are merged. All heads that
+    share keys are rows of one product, so keys are not repeated for every head. Only a few of these heads are processed
+    at a time, because the scores of all heads over a long context would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
-    # This is always zero, since no mask is positive; but builders do not know that, and so cannot remove it.
+    # Always zero, since no mask is positive. Builders do not know this, so they keep the addition of `zero` below.
     zero = (masks[-1][:, :, 0, 0, None, None, None] > 0).to(query.dtype)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
@@ -211,7 +211,7 @@ def folded_attention(
             # Adding this zero makes this part depend on the previous one. Otherwise TensorRT would compute all scores
             # at the same time.
             part = part + parts[-1][:, :, :1, :1, :1] * zero
-        # No size is −1, because TensorRT would then reserve memory for the product of all dynamic sizes.
+        # With a size of −1, TensorRT would reserve memory for the product of all dynamic sizes.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)

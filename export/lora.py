@@ -39,8 +39,7 @@ _UNSUPPORTED = {
     "trainable_token_indices": "trained tokens",
     "layer_replication": "replicated layers",
 }
-# Initialisations that change the base model's weights. When PEFT saves such adapters, it can convert them to plain
-# ones.
+# Initialisations of an adapter that change the base model's weights. (PEFT can save such an adapter as a plain LoRA.)
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLE = ("embed_tokens", "lm_head")
 # Prefixes of the text stack's names. Tools that do not distinguish encoder and decoder write `model.`.
@@ -223,8 +222,8 @@ def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> 
 def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
     """Return the batched expert weight that a LoRA changes.
 
-    PEFT wraps the parameters in the module's order, gate_up_proj first, so the wrapper of the last parameter is
-    outermost.
+    PEFT wraps gate_up_proj first, so the last parameter's wrapper is outermost. Each `.base_layer` in `module` leads
+    one wrapper further in.
     """
     names = {str(each).rpartition(".")[2] for each in config.get("target_parameters") or ()}
     both = [name for name in ("gate_up_proj", "down_proj") if name in names]

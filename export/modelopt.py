@@ -86,7 +86,7 @@ class StoredCodes:
         name = f"{_module(part)}.{kind}"
         codes = self.weight.checkpoint.read(name).view(torch.uint8).numpy()
         if kind == "weight_scale":
-            # Zero is 0x00, and negative numbers start at 0x80.
+            # In E4M3, 0x00 is zero, 0x7F is NaN, and higher codes are negative numbers.
             wrong = (codes == 0) | (codes >= _NAN)
             what = "block scales that are zero, negative or not finite"
         else:
@@ -103,9 +103,9 @@ class StoredCodes:
 def read_codes(weight: Weight) -> StoredCodes | None:
     """Return the codes that the checkpoint stores for a graph's weight; None if the weight is not quantized there.
 
-    Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not
-    finite, for shapes that disagree with the configuration, and for a weight whose parts have
-    several formats.
+    Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not finite, for shapes that
+    disagree with the configuration, and for a weight whose parts have several formats. `pack` and `wide` check the
+    values of codes and block scales.
     """
     held = weight.checkpoint
     formats = {part: _BY_DTYPE.get(held.dtype(part)) for part in weight.parts if part in held}

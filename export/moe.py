@@ -32,8 +32,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. The first
-        # score is the largest.
+        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. The first of
+        # the best scores is the largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)
@@ -129,8 +129,7 @@ def tokens_in_slots(queue: Tensor, slots: Tensor) -> Tensor:
 
 
 def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """Return, for every token, how many tokens, up to and including that one, are in each expert's queue, int32
-    `[T, E + 1]`.
+    """Return the experts' queues as running counts, int32 `[T, E + 1]`: how many of the tokens 0 … t are in each queue.
 
     Padding is in no expert's queue, but the last column counts all tokens, including padding. A token's place in a
     queue is its count minus 1.

@@ -134,7 +134,7 @@ def trace_layer(
 
 
 def _either_queue(model: ir.Model) -> None:
-    """Allow `gate_queues` to have only one element, so that all experts share one input. Torch cannot trace both sizes.
+    """Make the size of `gate_queues` dynamic: E, or 1 if all experts share one queue. Torch cannot trace both sizes.
 
     Shapes of intermediate values are removed, because they can depend on the traced size.
     """

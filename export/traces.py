@@ -28,7 +28,7 @@ def kept(
         inputs: example values, whose shapes and dtypes determine the graph.
         names: the names of the graph's inputs and outputs.
 
-    A damaged file is replaced by a new trace. If the cache cannot be written, nothing is kept.
+    A damaged file is replaced by a new trace. If the cache cannot be written, the trace is not saved.
     """
     made_from = {
         "module": _structure(module),

@@ -25,7 +25,7 @@ from canvasrt.export.layers import (
 
 
 class ClippedLinear(nn.Module):
-    """A projection. If the checkpoint has ranges for its input and output, both are clamped to them."""
+    """A projection. Its input and output are clamped to the checkpoint's ranges, if there are any."""
 
     input_min: Tensor
     input_max: Tensor

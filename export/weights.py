@@ -135,7 +135,7 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name and shape in the graph, and the checkpoint's tensors that are its parts.
+    """One weight of a graph: its name and shape there, and the checkpoint's tensors (`parts`) that form it.
 
     Parts are stacked along the first axis. If the checkpoint stores experts separately, the experts' matrices are the
     parts.
@@ -196,7 +196,7 @@ class Weight:
 
 
 def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list[Weight]:
-    """Return every weight of `module` in a fixed order. The checkpoint must match the module's shapes."""
+    """Return every weight of `module` in a fixed order. `Weight.check` and `Weight.read` check the shapes."""
     named = dict(module.named_parameters())
     assert named.keys() == sources.keys(), named.keys() ^ sources.keys()
     return [

@@ -18,8 +18,7 @@ from canvasrt.graphs.table import split_table
 
 
 def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[Path], Path]:
-    """Rewrite graph files. Nodes of `bodies`, which are some of these files, move to a new graph if they only depend on
-    positions.
+    """Rewrite graph files. Nodes that depend only on positions move from `bodies`, a subset of `files`, to a new graph.
 
     Weights stay in their files. Return the rewritten files and the new graph's file.
     """

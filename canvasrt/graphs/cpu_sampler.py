@@ -1,8 +1,8 @@
 """Rewrites the sampler for a CPU, so that it sweeps over the vocabulary fewer times.
 
 The exported form computes unnormalised probabilities, because they suit 16 bits. In float32, normalised probabilities
-need no separate sums, and ONNX Runtime's LogSoftmax processes rows in the cache. Softcap and temperature become one
-factor before the tanh, which multiplies hidden states, and one factor after it.
+need no separate sums, and ONNX Runtime's LogSoftmax processes rows in the CPU's cache. Softcap and temperature become
+one factor of the hidden states and one factor after the tanh.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _norm(graph: ir.Graph) -> ir.Node | None:
 
 
 def _chain(graph: ir.Graph) -> list[ir.Node] | None:
-    """Return the nodes that match `_CHAIN`; None if the graph has other nodes there, or if it quantizes the products'
+    """Return the nodes that match `_CHAIN`; None if the graph has other nodes there or quantizes the products'
     inputs."""
     exps = [node for node in graph if node.op_type == "Exp"]
     norm = _norm(graph)

@@ -122,8 +122,8 @@ def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
 def part(
     graph: ir.Graph, whole: ir.Value, name: str, shape: Sequence[int], first: int = 0
 ) -> ir.Value:
-    """Add an initializer that shares bytes of the initializer `whole`: those from index `first` of the first axis of
-    `whole` on."""
+    """Add an initializer that shares bytes of the initializer `whole`: those that begin at index `first` of its first
+    axis."""
     tensor = whole.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     row = tensor.nbytes // tensor.shape.numpy()[0]

@@ -59,8 +59,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. For each of their values that the body's remaining nodes
-        read, map it to the equal value in this graph, and return the mapping."""
+        """Add a body's nodes that depend on positions alone. Return a mapping: the values of these nodes that the
+        body's remaining nodes read → the equal values in this graph."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}
@@ -135,7 +135,7 @@ def _is_shared(value: ir.Value) -> bool:
 
 
 def _ask_positions_for_sizes(graph: ir.Graph) -> None:
-    """Read the number of cached tokens from their positions instead of from their keys or values."""
+    """Read the number of cached octets from the shape of their positions, not of their keys or values."""
     positions = {
         _size(value, 1): value
         for value in graph.inputs

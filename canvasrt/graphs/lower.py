@@ -56,8 +56,7 @@ def lower(
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, and its weight files next to `out` with the names that they have next to
-    `source`."""
+    """Write the graph file `source` as `out`, and its weight files, whose names do not change, next to `out`."""
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
@@ -122,7 +121,7 @@ class _Weight:
         return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
-        """Yield the plain weight's bytes, one matrix at a time: the weight has one per expert, or only one."""
+        """Yield the plain weight's bytes, one matrix at a time: those of all experts, or the only one."""
         rank = len(self.shape)
         codes = _codes_of(self.tensors[_VALUES])
         blocks = self.tensors.get(_BLOCK_SCALES)

@@ -1,4 +1,4 @@
-"""Builds functions inside a graph that round to quantized formats or unpack INT4, from standard operators."""
+"""Builds, from standard operators, a graph's functions that round to quantized formats or unpack INT4."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rewrites layers to fewer nodes for a CPU, because the overhead of nodes dominates a small model's time.
 
-ONNX Runtime merges nodes that have the same operator and the same inputs. So if all layers write their masks and sizes
-in the same way, these are computed once.
+ONNX Runtime merges nodes that have the same operator and the same inputs. So if all layers use equal nodes for their
+masks and sizes, these are computed once.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def simplify_layers(model: ir.Model) -> bool:
 
 
 def _share_lengths(graph: ir.Graph) -> None:
-    """Let all layers whose caches have the same symbolic shape read the number of cached tokens from the first of these
-    caches."""
+    """Let all layers whose caches have the same symbolic shape read this shape from the first of these caches."""
     first: dict[tuple[str, ...], ir.Value] = {}
     for value in graph.inputs:
         if not str(value.name).startswith(PAST):
@@ -65,8 +64,8 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase, `causal`, to one value per token before each layer selects a scalar of its own by the phase.
-    Then layers share everything except this selection."""
+    """Expand the phase, `causal`, to one value per token, by which each layer then selects its own scalar. So layers
+    share everything except this selection."""
     (causal,) = (value for value in graph.inputs if value.name == "causal")
     for choice in causal.consumers():
         if choice.op_type != "Where":
@@ -143,8 +142,8 @@ def _heads(turned: ir.Value) -> int | None:
 
 
 def _fold_scales(graph: ir.Graph) -> None:
-    """Multiply a product's weight by a scale instead of the product's input: ONNX Runtime scales the weight only once,
-    at load."""
+    """If a product's input is multiplied by a scale, multiply the product's weight instead: ONNX Runtime does this only
+    once, at load."""
     last = integers(graph, "last_axis", [-1])
     for node in reversed(list(graph)):
         if node.op_type != "Mul" or node.outputs[0].is_graph_output():
@@ -195,8 +194,7 @@ def _fuse(model: ir.Model) -> None:
 
 
 def _spelled_softmax(op: Any, x: ir.Value) -> ir.Value:
-    """Match a router's softmax over scores, the first of which is the largest. The graph adds up the exponentials in
-    two halves."""
+    """Match a router's softmax over scores in descending order. The graph adds up the exponentials in two halves."""
     powers = op.Exp(op.Sub(x, op.Slice(x, _allow_other_inputs=True)))
     halves = [
         op.ReduceSum(op.Slice(powers, _allow_other_inputs=True), _allow_other_inputs=True)
@@ -212,7 +210,7 @@ def _softmax(op: Any, x: ir.Value) -> ir.Value:
 def _looked_up_rows(
     op: Any, scale: ir.Value, index: ir.Value, axis: ir.Value, axes: ir.Value
 ) -> ir.Value:
-    """Match a lookup of the scales of a token's experts, in which every scale is a row of one number."""
+    """Match a lookup of the scales of a token's experts in a table that has one scale per row."""
     return op.Squeeze(op.Gather(op.Unsqueeze(scale, axis), index), axes)
 
 

@@ -1,8 +1,8 @@
 """Calibration: the model generates from real prompts while the largest activations are recorded.
 
-Prefill, commits and denoising at every noise level run as in serving, with self-conditioning and the runtime's
-generator. One layer is in memory at a time, so memory depends neither on the model's depth nor on the number of
-prompts.
+Prefill, the encoding of finished canvases, and denoising at every noise level run as in serving, with self-conditioning
+and the runtime's generator. One layer is in memory at a time, so memory depends neither on the model's depth nor on the
+number of prompts.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[
             left[generator.add(request)] = most_passes(request, generator.model.config)
         if not left:
             return steps
-        # Repeated sweeps take no time, so reporting them would make the estimate of the remaining time too short.
+        # Sweeps saved before an interruption take no time; if reported, they would make the estimated time too short.
         if not network.is_repeating:
             report("calibrating", done, work.passes)
         for event in generator.step():

@@ -11,7 +11,7 @@ Each `weight → Transpose → MatMul` becomes the following. T is the graph's d
   Cast(T)`, and the weight through `DequantizeLinear → Cast(T) → Transpose`. Its block scales are dequantized first, by
   the global scale.
 
-The MatMul follows and, if there are factors, a multiplication.
+Then comes the MatMul. If there are factors, they multiply its result.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _TENSORRT = "trt"
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     """Replace weights of `model` by quantized ones, in place. `forms`: initializer name → form.
 
-    A weight `w` is replaced by the initializers `w.values`, `w.scale`, `w.input_scale`, `w.block_scales` and
-    `w.factor`, as far as its form has them. These have no data yet (see `stored_parts`). If weights of one format share
-    an input, that input is quantized once, with the first weight's `input_scale`. If only the table's products are
-    quantized, they use `projection`, and the table is kept for lookups.
+    A weight `w` is replaced by initializers without data: those of `w.values`, `w.scale`, `w.input_scale`,
+    `w.block_scales` and `w.factor` that its form has. `stored_parts` yields the data. If weights of one format share an
+    input, that input is quantized once, with the first weight's `input_scale`. If only the table's products are
+    quantized, they use a quantized copy named `projection`, and the table is kept for lookups.
 
     Raises `CanvasError` for a name that is not the weight of exactly one matrix product, and for a wrong shape.
     """
@@ -157,8 +157,7 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
     """Load a graph. Return the graph, its weights in file order, and weight name → file for weights outside the graph's
     own weight file.
 
-    If any weight is in a file, the initializers inside the graph are constants instead of weights. They stay in the graph,
-    and are not returned.
+    If any weight is in a file, the initializers inside the graph are constants, which stay there and are not returned.
     """
     model = ir.load(source)
     own = source.with_suffix(".bin").name
@@ -170,8 +169,8 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
 
 
 def _place(value: ir.Value) -> tuple[str, int]:
-    """Return the file in which an initializer is stored, and its offset there. If that file is the graph itself, its
-    name is empty."""
+    """Return an initializer's file and its offset there. The file's name is empty if the graph itself stores the
+    data."""
     tensor = value.const_value
     return str(getattr(tensor, "location", "")), int(getattr(tensor, "offset", 0) or 0)
 
@@ -269,7 +268,7 @@ class _Product(Quantized):
         """Multiply the product by its scales per output. Return the result, and the value that it replaces.
 
         If the DequantizeLinear had these scales, TensorRT would write the product in float32. A reshape to heads is
-        moved before the multiplication, because it would prevent fusion between multiplication and norm.
+        moved before the multiplication: after it, the reshape would keep TensorRT from fusing multiplication and norm.
         """
         scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
         where, users = self.node, old.consumers()
@@ -317,7 +316,7 @@ class _Product(Quantized):
 
 
 def _last_size(node: ir.Node) -> int | None:
-    """Return the last size of a Reshape's result; None if it is not constant, or if the node is no Reshape."""
+    """Return the last size of a Reshape's result; None if that size is not constant, or for any other node."""
     shape = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] else None
     last = shape.inputs[-1] if shape is not None and shape.op_type == "Concat" else None
     size = None if last is None else ir.convenience.get_const_tensor(last)

@@ -29,8 +29,8 @@ from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import segments
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# How many tokens run through a layer together: so many that each expert gets many, but few enough to take at most a few
-# hundred MB.
+# How many tokens run through a layer together: enough for every expert to get many, but at most a few hundred MB of
+# activations.
 _TOGETHER = 4096
 
 
@@ -68,7 +68,7 @@ class StreamedNetwork:
         )
         self._encoding: list[Call] = []
         self._saved = saved
-        # The outputs of all sweeps so far, including those of an earlier start. Hidden states are left out.
+        # The outputs of all sweeps so far, including those before an interruption. Hidden states are left out.
         self._outputs: list[list[dict[str, Tensor]]] = []
         self._earlier: list[Any] = saved.state.get("outputs", [])
         self._rows: dict[int, CachedRow] = {}
@@ -81,7 +81,7 @@ class StreamedNetwork:
 
     @property
     def is_repeating(self) -> bool:
-        """Whether an earlier start has already done the next sweep."""
+        """Whether an interrupted calibration saved the outputs of the next sweep."""
         return self.sweeps < len(self._earlier)
 
     def check_canvas(self, length: int) -> None:
@@ -120,8 +120,8 @@ class StreamedNetwork:
         yield from self.denoise(list(inputs))
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Encode all waiting tokens and run one step of every request, in one sweep. If an earlier start saved this
-        sweep, return the saved outputs."""
+        """Encode all waiting tokens and run one step of every request, in one sweep. If an interrupted calibration
+        saved this sweep, return the saved outputs."""
         if self.is_repeating:
             outputs = self._again()
         else:
@@ -149,8 +149,8 @@ class StreamedNetwork:
         return outputs
 
     def _again(self) -> list[DenoiseOutput]:
-        """Return the outputs that an earlier start saved for this sweep. If this sweep is the last saved one, also
-        restore the state that the next sweep needs."""
+        """Return the outputs that an interrupted calibration saved for this sweep. If this sweep is the last saved one,
+        also restore the state that the next sweep needs."""
         found = [
             {name: each.numpy() for name, each in output.items()}
             for output in self._earlier[self.sweeps]

@@ -1,7 +1,7 @@
 """Float32 layers and head that record the inputs to their weight matrices.
 
-The modules are those that are traced to graphs, but experts run one after another, and attention runs one request after
-another.
+These are the modules that graphs are traced from, except that experts run one after another, and attention processes
+one request after another.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from canvasrt.export.segments import SegmentModule
 
 @dataclass
 class Observed:
-    """What has been recorded so far. `amax`: the largest magnitude of each weight's inputs, and, as `layers.<i>.key`
-    and `layers.<i>.value`, of cached numbers. `routed`: for each layer, the number of tokens per expert."""
+    """What has been recorded so far. `amax`: the largest magnitude of inputs, by the weight's name, and of cached
+    numbers, by `layers.<i>.key` or `layers.<i>.value`. `routed`: for each layer, the number of tokens per expert."""
 
     amax: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class Observed:
 
 @dataclass
 class CachedRow:
-    """A request's keys and values, float32 `[1, kv_heads, n, head_dim]` per layer. `length` is the number of its clean
-    tokens, even if sliding layers keep fewer."""
+    """A request's keys and values, float32 `[1, kv_heads, n, head_dim]` per layer. `length` is the request's number of
+    clean tokens, even if sliding layers keep fewer."""
 
     number: int
     caches: list[tuple[Tensor, Tensor]]
@@ -126,7 +126,7 @@ class ObservedPart:
             module._parameters[own] = nn.Parameter(place.view(shape), requires_grad=False)
 
     def _dtype(self, name: str, weights: WeightSource) -> torch.dtype:
-        """Return a weight's dtype in memory: float32, except that experts keep the stored dtype until each one runs."""
+        """Return a weight's dtype in memory: float32, except for experts, which are converted only when they run."""
         return weights.dtype if name.endswith((GATE_UP, DOWN)) else torch.float32
 
 

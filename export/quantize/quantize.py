@@ -218,8 +218,8 @@ def read_calibration(bundle: Bundle) -> dict[str, Any]:
 
 
 def _load_modelopt() -> None:
-    """Import ModelOpt, without warnings that do not matter here: ModelOpt warns about transformers' version, but loads
-    no models; torch warns about CUDA without a GPU, but no kernels are compiled.
+    """Import ModelOpt, without warnings that do not matter here: ModelOpt warns about transformers' version, which only
+    matters for loading models; torch warns about CUDA without a GPU, which only matters for compiling kernels.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():

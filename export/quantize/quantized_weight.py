@@ -1,4 +1,4 @@
-"""A graph's weight, which is replaced by its quantized form, and the parts of that form."""
+"""Base class of graph weights that are replaced by their quantized form, and the names of that form's parts."""
 
 from __future__ import annotations
 

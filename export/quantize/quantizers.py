@@ -190,7 +190,7 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Return codes `[out, in / 2]`, and one scale per block, float32 `[out, in / block]` that is exact in bfloat16.
+    """Return codes `[out, in / 2]` and scales, float32 `[out, in / block]`. The scales are exact in bfloat16.
 
     If `search` is true, a block's largest numbers saturate where that lowers the squared error.
     """
@@ -225,8 +225,8 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Return codes `[out, in]`, and scales, float32 `[out]` that are exact in bfloat16. `search` is ignored, because it
-    would gain nothing in 8 bits."""
+    """Return codes `[out, in]` and scales, float32 `[out]`. The scales are exact in bfloat16. `search` is ignored,
+    because with 8 bits a search gains nothing."""
     amax = weight.abs().amax(dim=-1)
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
     scale = (amax / FORMATS["int8"].largest).bfloat16().float()
@@ -253,8 +253,8 @@ def _round_up(scale: Tensor) -> Tensor:
 
 Search = Callable[[Tensor, Tensor], Tensor]
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-# For each format and method, how to find the largest magnitude to represent (None: it is the weight's), and how to
-# encode.
+# For each format and method: a function that finds the largest magnitude to represent (None: take the weight's own),
+# and a function that encodes.
 _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},

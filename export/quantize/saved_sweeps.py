@@ -1,4 +1,4 @@
-"""A calibration's progress on disk: a second start continues after the last saved sweep, with the same result."""
+"""A calibration's progress on disk, from which it continues after an interruption, with the same result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SavedSweeps:
     """One calibration's state in a folder: tensors of every sweep, and a file of keys and values per request."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Read the state of an earlier start. `state` is empty if there is none, if a file is missing or cut off, or if
-        that start ran on another device, where sums differ in their last bits."""
+        """Read the state of an interrupted calibration. `state` is empty if there is none, if a file is missing or cut
+        off, or if another device computed it, whose sums differ in their last bits."""
         self._folder, self._device = folder, device
         folder.mkdir(exist_ok=True)
         self._saved = time.monotonic()
@@ -34,7 +34,7 @@ class SavedSweeps:
             if state["device"] != device or state["sizes"] != sizes:
                 raise ValueError("another device's, or incomplete")
             self.state = state
-        except Exception:  # the state is missing, or damaged, and then any line above can fail
+        except Exception:  # no state, or one so damaged that any line above can fail
             (folder / _STATE).unlink(missing_ok=True)
         self._files: dict[int, str] = dict(self.state.get("files", {}))
         self._clean()
