@@ -33,15 +33,15 @@ _HOW_TO_MAKE = {
     "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
     "package": "`canvasrt package BUNDLE -o DIR` writes a package",
 }
-# The form of names and versions in a manifest. Only these texts of a manifest get into command lines, Dockerfiles and
-# requirements.
+# Names and versions in a manifest must have this form. They are the only texts of a manifest that get into command
+# lines, Dockerfiles and requirements.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 _REBUILD = "make it again with this version: `canvasrt build`, or `export` for graphs and `package` for packages"
 
 
 class _Record(dict[str, Any]):
-    """An object of a manifest. Reading a missing field raises CanvasError."""
+    """A JSON object in a manifest. Reading a missing field raises CanvasError."""
 
     file = Path(MANIFEST)
 
@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the canonical JSON without this field. It identifies the bundle's content."""
+        """The SHA-256 of the manifest's canonical JSON without this field. It identifies the bundle's content."""
         return self.data["digest"]
 
     @property
@@ -92,13 +92,13 @@ class Manifest:
 
     @property
     def segments(self) -> list[Json]:
-        """The network's parts: name, file, and the layers of a body segment."""
+        """One entry per segment of the network: its name, its file and, for a body segment, its layers."""
         return self.data["segments"]
 
     @property
     def embedding(self) -> Json:
-        """File, dtype and shape of the embedding table, and the location of the host's copy of the head's weights;
-        empty in a package."""
+        """The embedding table's file, dtype and shape, and the location of the host's copy of the head's weights, if
+        there is one. Empty in a package."""
         return self.data["embedding"] or {}
 
     @property
@@ -113,7 +113,7 @@ class Manifest:
 
     @property
     def passes(self) -> Json | None:
-        """The pass plan for a GPU (`canvasrt.pass_shapes.PassPlan`); None if the bundle has none."""
+        """The pass plan for a GPU (`canvasrt.pass_shapes.PassPlan`); None if the bundle has no plan."""
         return self.data.get("passes")
 
     @property
@@ -156,7 +156,7 @@ class Bundle:
         return self.path / name
 
     def unlisted(self) -> list[str]:
-        """Return the files in the folder that the manifest does not list. Nothing uses them."""
+        """Return the files that are in the folder, but not in the manifest. Nothing uses them."""
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 
@@ -189,8 +189,8 @@ def write_manifest(
 ) -> Manifest:
     """Describe every file under `folder` in its manifest.json.
 
-    packages: distributions whose versions affect the result. known: a verified bundle's `files` entries for files that
-    are linked unchanged. These files are not hashed again.
+    packages: distributions whose versions affect the result. known: `files` entries, by path, of files that were
+    verified or hashed before. These files are not hashed again.
     """
     if kind not in BUNDLE_KINDS:
         raise ValueError(f"kind {kind!r} is none of {BUNDLE_KINDS}")
@@ -219,7 +219,7 @@ def write_manifest(
     }
     if passes is not None:
         data["passes"] = dict(passes)
-    data = json.loads(canonical(data))  # normalized by JSON: lists for tuples, strings for keys
+    data = json.loads(canonical(data))  # as JSON is read: tuples become lists, keys strings
     data["digest"] = _digest(data)
     (folder / MANIFEST).write_text(canonical(data), encoding="utf-8")
     return Manifest(data)
@@ -234,8 +234,8 @@ def load_bundle(
 ) -> Bundle:
     """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
-    hasher: is called instead of `hash_files`. absent: returns the files that are allowed to be missing. Raises a
-    CanvasError that names the missing or differing file, or the expected kind.
+    hasher: replaces `hash_files`. absent: takes the bundle, and returns the files that are allowed to be missing.
+    Raises CanvasError, which names the missing or differing file, or the expected kind.
     """
     path = Path(path)
     manifest = _read_manifest(path)
@@ -257,7 +257,7 @@ def load_bundle(
 
 
 def _bundles_in(path: Path) -> str | None:
-    """Return a hint that names the bundles in a folder of builds for several targets; None if it has no bundles."""
+    """Return a hint that names the bundles in `path`, a folder of builds for several targets; None if it has none."""
     found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 
@@ -309,7 +309,7 @@ def _other_version(file: Path, what: str, schema: Any = BUNDLE_SCHEMA) -> Canvas
 
 
 def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError if a manifest, or a configuration in it, lacks a field or has an unknown one."""
+    """Raise CanvasError if a manifest, or a configuration in it, lacks a field or has an unknown field."""
     for record in (each for each in _parts(data) if isinstance(each, _Record)):
         vars(record)["file"] = file
     kinds: tuple[tuple[Mapping[str, Any], type], ...] = (
@@ -349,7 +349,7 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_files(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for a listed file outside the bundle, and TypeError if its hash or size has a wrong type."""
+    """Raise CanvasError for a listed file outside the bundle, and TypeError for a hash or size of a wrong type."""
     for name, entry in data["files"].items():
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:

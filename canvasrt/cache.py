@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, remove_stale, staging
 
-# The progress of interrupted work is kept up to this size in total. Work that runs now does not count.
+# For each kind of work: the maximum total size, in bytes, of the progress that is kept when work is interrupted.
 _KEPT_BYTES = 20 * 10**9
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
@@ -72,8 +72,8 @@ def code_hash(paths: Sequence[Path]) -> str:
 
 
 def versions(packages: tuple[str, ...], *stages: str) -> dict[str, Any]:
-    """Return the versions of distributions, and a hash of the sources of `stages` and of the sources that all stages
-    share. The hash is needed because our sources can change without a new version."""
+    """Return the versions of distributions, and a hash of the source code of `stages` and of the code that all stages
+    share. The hash is needed because our code can change without a new version."""
     found = {name: version for name in packages if (version := extras.version(name))}
     shared = Path(canvasrt.__file__).parent
     sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]
@@ -129,14 +129,14 @@ def load_checked(
 
 
 class EngineCache:
-    """A folder with one folder per engine, whose name is the SHA-256 of the engine's inputs."""
+    """A folder with one subfolder per engine, named by the SHA-256 of the engine's inputs."""
 
     def __init__(self) -> None:
         self.folder = cache_folder() / "engines"
 
     def find(self, made_from: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-        """Return the engine's file and its `sha256`, `bytes` and `facts`; None if it is missing or
-        damaged."""
+        """Return the engine's file and its `sha256`, `bytes` and `facts`; None if the engine or its kernel list is
+        missing or damaged."""
         folder = self.folder / key_of(made_from)
         try:
             entry = json.loads((folder / _ENTRY).read_text(encoding="utf-8"))["file"]
@@ -150,7 +150,7 @@ class EngineCache:
         return None
 
     def kernels(self, made_from: Mapping[str, Any]) -> Path | None:
-        """Return the file of a cached engine's kernel list; None if there is none."""
+        """Return the file of a cached engine's kernel list; None if the engine has no list."""
         file = self.folder / key_of(made_from) / _KERNELS
         return file if file.is_file() else None
 
@@ -196,8 +196,8 @@ def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Itera
     """Yield a folder that keeps the progress of long work, so that work with the same inputs resumes there.
 
     When the block ends without an exception, the folder is removed, except for the file `keep`. Folders of interrupted
-    work of the same kind stay, up to `_KEPT_BYTES` in total; the oldest is removed first. Another process with the same
-    inputs waits.
+    work of the same kind stay, up to `_KEPT_BYTES` in total; the oldest are removed first. While another process works
+    on the same inputs, this one waits.
     """
     own = unfinished_folder(kind, made_from)
     rooms = own.parent
@@ -235,7 +235,7 @@ def _remove_old(rooms: Iterable[Path]) -> None:
 
 def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> bool:
     """Put a piece of unfinished work into the folder `out`. If the piece does not exist yet, `write` writes it. Return
-    whether it existed."""
+    whether the piece existed."""
     kept = piece.is_dir()
     if not kept:
         with staging(piece) as folder:

@@ -20,7 +20,7 @@ from canvasrt.recipes.recipe import CalibrationSettings, Recipe
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.types import Json
 
-if TYPE_CHECKING:  # a build that is up to date needs neither
+if TYPE_CHECKING:  # imported where needed: a build that is up to date needs neither module
     from canvasrt.runtime.request import Request
     from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -101,7 +101,8 @@ class CalibrationPrompts:
         made_from: Mapping[str, Any],
         tokenizer: Mapping[str, Path],
     ) -> CalibrationPrompts:
-        """Return a recipe's prompts. Without a file, return canvasrt's own prompts for the checkpoint in `made_from`.
+        """Return the prompts of `file` with the calibration settings of `recipe`. If `file` is None, use canvasrt's own
+        prompts for the checkpoint in `made_from`.
 
         tokenizer: the tokenizer's files by name; empty if the model has none.
         """
@@ -111,7 +112,7 @@ class CalibrationPrompts:
         return cls(chosen, found, model, sampler, recipe.calibration, context)
 
     def check(self) -> Workload:
-        """Check all requests and return their work. Raises CanvasError, which names the file and an invalid line."""
+        """Check all requests and return their work. Raises CanvasError for an invalid line."""
         import numpy as np
 
         from canvasrt.runtime.prefix import chunks_of
@@ -227,8 +228,8 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """Return the key of a line's prompt, which says what kind of prompt it is, and the prompt. All other keys of
-        the line are ignored."""
+        """Return which of `PROMPT_KINDS` is a key of the line, and this key's value, the prompt. All other keys are
+        ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:
@@ -255,8 +256,8 @@ class CalibrationPrompts:
 
 
 def _most_sweeps(chains: Sequence[int], together: int) -> int:
-    """Return the total number of sweeps. `chains` has the number of sweeps per request. At most `together` requests run
-    at a time; when one ends, the next starts."""
+    """Return the number of sweeps for all requests. `chains` has each request's number of sweeps. Up to `together`
+    requests share each sweep; when a request ends, the next one starts."""
     ends = [0] * together
     for chain in chains:
         heapq.heappush(ends, heapq.heappop(ends) + chain)
@@ -294,15 +295,15 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}…"
 
 
-# The two kinds of unfinished work, and the file with a calibration's result. That file is kept: if graphs are made
-# again, even with a different number of layers per segment, the calibrated scales are the same.
+# The two kinds of unfinished work, and the file with a calibration's result. That file is kept when the work ends, so
+# that graphs made again get the same calibrated scales, even with a different number of layers per segment.
 CALIBRATIONS, QUANTIZATIONS = "calibrations", "quantizations"
 CALIBRATED = "calibrated.json"
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> Json:
-    """Return all inputs that determine a calibration. Together with the division into segments, they determine a
-    quantization. They identify interrupted work, so that it can be resumed."""
+    """Return all inputs that determine a calibration and, together with the division into segments, a quantization.
+    These inputs identify interrupted work that can be resumed."""
     return {
         **source,
         "recipe": recipe.to_json(),

@@ -177,7 +177,7 @@ def _bars(rate: bool) -> Iterator[Progress]:
     )
     tasks: dict[str, TaskID] = {}
     shown = 0.0
-    # One sweep of a calibration may take minutes.
+    # The speed is estimated over half an hour, because one sweep of a calibration can take minutes.
     with Bars(*columns, console=console(stderr=True), speed_estimate_period=1800) as bars:
 
         def show(what: str, done: int, total: int) -> None:

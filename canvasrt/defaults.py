@@ -8,8 +8,8 @@ ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.
 LAYERS_PER_SEGMENT = 6
-# The number of layers per segment if building a segment of six would take more than `MUCH_TO_BUILD` bytes of memory.
-# Small CI machines have less.
+# The number of layers per segment if building a segment of six would take more than `MUCH_TO_BUILD` bytes of memory,
+# which small CI machines do not have.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
 # The most tokens per row of an encoding pass, and the most tokens per image.
@@ -24,10 +24,10 @@ OCTET = 8
 # of a group at a time. Folding fewer heads at a time takes less memory, but copies the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
-# The name of a CPU bundle's segment that computes all values that only depend on positions.
+# The name of the segment in a CPU bundle that computes all values that depend only on positions.
 GEOMETRY = "geometry"
-# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime finds its memory plans
-# by the exclusive or of all input sizes. Sizes that occur an even number of times cancel out there, but `n` does not.
+# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime looks up memory plans
+# by the XOR of all input sizes, in which sizes that occur an even number of times cancel out. `n` does not cancel out.
 CALL_LENGTH = "call_length"
 # How a GPU runs experts: in slots inside an engine, or as our own kernels over sorted rows between engines.
 SLOTTED, SORTED = "slots", "sorted"
@@ -40,5 +40,5 @@ TABLE_PIECE_BYTES = 1 << 27
 
 
 def octets(tokens: int) -> int:
-    """Return how many groups of `OCTET` tokens hold this many tokens; at least 1, even for no tokens."""
+    """Return the number of groups of `OCTET` tokens that `tokens` tokens need; at least 1, even for 0 tokens."""
     return max(1, -(-tokens // OCTET))

@@ -16,7 +16,7 @@ UNLIMITED = 1 << 40
 
 
 class Profiles:
-    """The profiles of one engine, in build order. Without profiles, the engine takes any size."""
+    """The profiles of one engine, in build order. An engine without profiles accepts any size."""
 
     def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
         # A profile can also have a name, which is left out here.
@@ -54,7 +54,7 @@ class Profiles:
 
     def largest(self, name: str, dims: Mapping[str, int]) -> int:
         """Return the largest size of dimension `name` that a profile accepts together with the other sizes in `dims`;
-        0 if no profile accepts those."""
+        0 if no profile accepts the other sizes."""
         if not self._profiles:
             return UNLIMITED
         others = {key: size for key, size in dims.items() if key != name}
@@ -62,7 +62,7 @@ class Profiles:
         return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
 
     def smallest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if none does."""
+        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if there are none."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
 

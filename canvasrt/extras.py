@@ -10,7 +10,7 @@ from canvasrt.errors import CanvasError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import a module of an optional extra. Raises CanvasError, which says how to install it."""
+    """Import a module of an optional extra. If that fails, raises CanvasError, which says how to install the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -106,7 +106,8 @@ class NumberFormat:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude at scale 1. If block scales are encoded, too, it is multiplied by the largest block scale."""
+        """The largest magnitude at scale 1: the largest code, times the largest block scale if block scales are
+        encoded, too."""
         return self.codes.largest * (self.block_scales.largest if self.block_scales else 1)
 
     @property
@@ -117,8 +118,8 @@ class NumberFormat:
         return self.block_scales.bits if self.block_scales else 16
 
     def block(self, width: int) -> int | None:
-        """Return the block length for rows of `width`; None if no length divides them, or if the format has no
-        blocks."""
+        """Return the block length for rows of `width`; None if no length divides them into at least `least_blocks`
+        blocks, or if the format has no blocks."""
         fitting = (each for each in self.blocks if width % each == 0)
         return next((each for each in fitting if width // each >= self.least_blocks), None)
 
@@ -192,8 +193,8 @@ _TABLE = (
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
-    # −127 … 127, times a bfloat16 scale per token, for the embedding table, which the final projection, the soft
-    # embedding and the host read.
+    # −127 … 127, times a bfloat16 scale per token. This is for the embedding table, which the final projection, the
+    # soft embedding and the host read.
     NumberFormat(
         name="int8",
         codes=INT8,
@@ -224,7 +225,7 @@ def rounding_format(operator: str, dtype: str | None = None) -> NumberFormat | N
 
 
 def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the formats of products that a GPU of this compute capability multiplies."""
+    """Return the formats in which a GPU of this compute capability can multiply."""
     return tuple(
         each.name for each in _TABLE if capability >= each.capability and not each.of_table
     )
@@ -236,5 +237,5 @@ def most_demanding(names: set[str]) -> str:
 
 
 def weight_limits() -> dict[str | None, float]:
-    """Return the largest accepted relative error of a matrix, by format; None is for unquantized matrices."""
+    """Return format → the largest accepted relative error of a matrix. The key None is for unquantized matrices."""
     return {None: 0.005, **{name: each.weight_error for name, each in FORMATS.items()}}

@@ -17,8 +17,8 @@ from canvasrt.progress import listener
 
 # Smaller files are always hashed, because that is as fast as looking up a cached hash.
 LARGE_FILE = 1 << 24
-# A file's hash is cached only if its last change is this many nanoseconds ago. Until then, the file may change again
-# with the same timestamps.
+# A file's hash is cached only if the file last changed more than this many nanoseconds ago. Until then, it could change
+# again without a new timestamp.
 _SETTLED = 2 * 10**9
 _MOST = 4096
 _CHUNK = 1 << 22
@@ -36,7 +36,7 @@ DIFFERS = "differs from the manifest (SHA-256)"
 
 
 def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
-    """Return the SHA-256 of files under `root`, by name. Hashes several files concurrently.
+    """Return name → SHA-256 for the files `names` under `root`. Hashes several files concurrently.
 
     If `doing` describes the work, the hashed bytes are reported as its progress.
     """
@@ -72,7 +72,7 @@ class HashMemo:
         self._known = _read(file)
 
     def hash_files(self, root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
-        """Return the SHA-256 of files under `root`, by name, like the function `hash_files`."""
+        """Return the same as the function `hash_files`, but reuse cached hashes."""
         names = list(names)
         stamps = {name: _stamp(root / name) for name in names}
         keys = {name: _key(stamp) for name, stamp in stamps.items()}

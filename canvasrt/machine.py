@@ -91,7 +91,8 @@ def _listed() -> tuple[Gpu, ...]:
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi's table. A GPU with unified memory, shown as [N/A], gets the host's memory."""
+    """Parse one line of nvidia-smi's table; None if the line describes no GPU. For a GPU with unified memory, whose
+    size is shown as [N/A], use the host's memory."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None

@@ -44,7 +44,7 @@ GAUGES = {
 
 
 def readings() -> dict[str, dict[str, float]]:
-    """Return the available gauges by the GPU's UUID; empty if there are no GPUs."""
+    """Return each GPU's available gauges by name, keyed by the GPU's UUID; empty if there are no GPUs."""
     nvml, found = _library(), {}
     for gpu in machine.gpus() if nvml else ():
         values = {}

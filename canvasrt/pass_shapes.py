@@ -17,11 +17,11 @@ SLOT_UNIT = 16
 # If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer, and
 # larger blocks would have more empty rows.
 BLOCK_ROWS = 16
-# The graph dimensions of experts with slots.
+# Dimensions that a graph has only if its experts have slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
 # Numbers of tokens per encoding pass. In passes of up to `ROOMY` tokens, every expert has a row for every token.
 LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
-# Cache widths, in tokens, are a multiple of this, so that every request's part starts at an aligned address.
+# Cache widths, in tokens, are a multiple of this, so that each request's part of the cache has an aligned address.
 UNIT = 64
 # The maximum number of cache widths of a full layer, and the smallest width in tokens.
 WIDTHS, FIRST_WIDTH = 5, 2048
@@ -121,7 +121,7 @@ class PassPlan:
     def encode(self, tokens: int, width: int) -> PassShape:
         """Return the shape of the pass that encodes one request's `tokens`.
 
-        Large widths have fewer lengths: there, padding is cheap in comparison with reading the cached tokens.
+        Large widths have fewer lengths, because reading many cached tokens takes far longer than computing padding.
         """
         length = round_up(tokens, self.lengths)
         if width > self.widths[0]:
@@ -130,12 +130,12 @@ class PassPlan:
         return PassShape(ENCODE, 1, length, rows, width)
 
     def without_overflow(self) -> PassShape:
-        """Return the shape of the encoding pass in which no expert can overflow. There is only one, with the largest
-        width, because such passes are rare."""
+        """Return the shape of the encoding pass in which no expert can overflow. There is only one such shape, with the
+        largest width, because such passes are rare."""
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
     def denoise(self, width: int, load: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `load`: the most tokens that any expert got so far."""
+        """Return the shape of one request's denoising pass. `load`: the most rows that an expert is known to need."""
         rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
@@ -239,8 +239,8 @@ def encode_capacity(model: ModelConfig, length: int) -> int:
 def capacities(model: ModelConfig) -> tuple[int, ...]:
     """Return the possible numbers of rows per expert of a pass over one request's canvas, ascending.
 
-    The first suffices if routing is near-uniform. The second suffices if half of the tokens, such as padding, have the
-    same experts, and the last even if all tokens have the same.
+    The first suffices if routing is near-uniform, and the second if half of the tokens, such as padding, have the same
+    experts. The last suffices even if all tokens have the same experts.
     """
     tokens = model.canvas_length
     middle = tokens // 2 + usual_capacity(model, tokens // 2)

@@ -50,8 +50,8 @@ def build_bundle(
 
 
 def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
-    """Build all plans, which `plan_all` has checked and which must have the same source. Graphs that several plans need
-    are exported and quantized once.
+    """Build plans that `plan_all` returned for one source. Graphs that several plans need are exported and quantized
+    once.
 
     The disks are checked before the first byte is written.
     """
@@ -107,7 +107,7 @@ def plan_all(
 def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     """Return the graph bundle for a plan's engines: from the cache, or exported and quantized now.
 
-    Weights can be missing from it if the engines of all `plans` that use these weights are in the cache.
+    A file of weights may be missing from the bundle if all that `plans` would build from it is in the cache.
     """
     cache, recipe = GraphCache(), plan.precision.recipe
     same = [each for each in plans if each.precision.text == plan.precision.text]

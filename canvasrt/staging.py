@@ -29,7 +29,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 def staging(out: Path | str) -> Iterator[Path]:
     """Yield a folder that is renamed to `out` when the `with` block ends without an exception.
 
-    After an exception, an interrupt or SIGTERM, the folder is removed. Folders that killed processes left behind are
+    After an exception, an interrupt or SIGTERM, the folder is removed. Folders left behind by killed processes are
     removed, too.
     Raises CanvasError if `out` is not empty, or if the disk is full.
     """
@@ -58,7 +58,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                # A parent that already contains a result, this one or another process's, stays.
+                # A parent that already contains this result, or another process's, is not empty, so it stays.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
@@ -84,8 +84,8 @@ def check_output(out: Path | str) -> None:
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
     """Return whether an exception or one of its causes means that the disk or a quota is full.
 
-    Some writers (numpy, Rust extensions) report it without an errno. So this also looks at messages and, if `folder` is
-    given, at the free space on its disk.
+    Some writers (numpy, Rust extensions) report a full disk without an errno. Therefore, messages are checked, too, and
+    so is the free space on the disk of `folder`, if it is given.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -224,7 +224,7 @@ def _is_locked(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Convert signals that would kill the process to an exception, unless they have a handler."""
+    """While the block runs, let signals without a handler raise an exception instead of killing the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

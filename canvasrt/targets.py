@@ -61,7 +61,7 @@ class Target:
 
     @property
     def capability_text(self) -> str:
-        """The capabilities, for example `12.0` or `8.6, 8.9`, or `-` for a CPU."""
+        """The capabilities as text, such as `12.0` or `8.6, 8.9`; `-` for a CPU."""
         return ", ".join(f"{major}.{minor}" for major, minor in self.capabilities) or "-"
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Target:
         return data
 
 
-# Stands for a CPU's capability, because a CPU runs every format.
+# A CPU counts as having this compute capability, which is high enough for every format.
 _ANY = (99, 0)
 _RTX: BuilderName = "tensorrt-rtx"
 _TRT: BuilderName = "tensorrt"
@@ -132,7 +132,7 @@ def find_target(name: str) -> Target:
 
 
 def parse_targets(names: str) -> tuple[Target, ...]:
-    """Parse `cpu,rtx-5090` into targets, without duplicates, in that order."""
+    """Parse names such as `cpu,rtx-5090` into targets, in the same order and without duplicates."""
     found = [find_target(name) for name in names.split(",") if name.strip()]
     if not found:
         raise UsageError("no target was named", f"give one of {', '.join(_BY_NAME)}")
@@ -140,7 +140,7 @@ def parse_targets(names: str) -> tuple[Target, ...]:
 
 
 def check_precision(target: Target, precision: str | None) -> str:
-    """Return the precision of a build; for None, the target's first precision. If the target does not support it, raise
+    """Return `precision`, or the target's default if it is None. If the target does not support `precision`, raise
     UsageError, which lists the valid precisions."""
     if precision is None:
         return target.precisions[0]

@@ -29,7 +29,7 @@ _UNSUPPORTED_HINT = "canvasrt supports the architecture of google/diffusiongemma
 
 @dataclass(frozen=True)
 class Layer:
-    """The attention of one layer. `rope_partial` is the share of the head that RoPE rotates."""
+    """The attention of one layer. `rope_partial` is the fraction of a head's dimensions that RoPE rotates."""
 
     kind: Literal["sliding", "full"]
     head_dim: int
@@ -138,7 +138,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
         vocab_size=text.size("vocab_size"),
         num_attention_heads=text.size("num_attention_heads"),
         layers=_layers(text),
-        # With a window of one token, the reference's cache drops no tokens, and the reference then fails.
+        # With a window of one token, the reference fails, because its cache drops no tokens.
         sliding_window=text.size("sliding_window", 512, least=2),
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         logit_softcap=text.number("final_logit_softcapping", 30.0),
@@ -157,7 +157,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
 
 
 def _check_preprocessing(folder: Path, vision: Json) -> None:
-    """Raise CanvasError unless the checkpoint expects images that are prepared as in `runtime/pictures.py`."""
+    """Raise CanvasError if the checkpoint expects images to be prepared differently than in `runtime/pictures.py`."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         if not (folder / name).exists():
             continue
@@ -345,7 +345,7 @@ class _Fields:
         return value
 
     def only(self, name: str, default: object, *others: object) -> None:
-        """Raise CanvasError unless the field is missing, has the reference's `default`, or is one of `others`."""
+        """Accept the reference's `default`, `others`, and a missing field. Raise CanvasError for any other value."""
         value = self.data.get(name, default)
         if value not in (default, *others):
             raise CanvasError(f"{self.where}: {name} {value!r} is not supported", _UNSUPPORTED_HINT)

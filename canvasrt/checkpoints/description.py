@@ -48,7 +48,7 @@ class Description:
             )
 
     def hashed(self, hasher: Callable[..., dict[str, str]] = hash_files) -> Description:
-        """Return a copy of this description that has the hashes of all files that affect a bundle."""
+        """Return a copy of this description with the hashes of all files that affect a bundle."""
         return replace(self, hashes=fingerprint(self.folder, hasher))
 
 

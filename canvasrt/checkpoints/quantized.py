@@ -25,9 +25,9 @@ INT4_GROUPS = (16, 32, 64, 128, 256)
 INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 )
-# Tensors that can accompany INT4 weights, but that our graphs do not support, and what they contain.
+# Unsupported tensors that a checkpoint can have next to INT4 weights → what they contain.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
-_INPUTS = ("tensor", "token")  # an input has one scale per tensor or per token
+_INPUTS = ("tensor", "token")  # the strategies for inputs: one scale per tensor or per token
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
@@ -117,7 +117,7 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     made = Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
-    # Configurations do not always mention these tensors.
+    # Also look for unsupported tensors, because configurations do not always mention them.
     for name in () if format.rounds_inputs else sorted(tensor_names(file.parent)):
         if what := _INT4_EXTRAS.get(name.rpartition(".")[2]):
             raise CanvasError(

@@ -33,7 +33,8 @@ HEAD_NORMS = {"norm": "norm", "signal_norm": "self_conditioning.pre_norm"}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight's shape `[out, in]` or `[E, out, in]`, and the tensors that are stacked along its first axis."""
+    """A weight's shape, `[out, in]` or `[E, out, in]`, and the checkpoint's tensors that form it, stacked along the
+    first axis."""
 
     shape: tuple[int, ...]
     tensors: tuple[str, ...]
@@ -45,7 +46,7 @@ class Matrix:
 
     @property
     def width(self) -> int:
-        """The width of the weight's input."""
+        """The number of inputs, the last axis."""
         return self.shape[-1]
 
 
@@ -101,7 +102,7 @@ def initializer_name(name: str) -> str:
 
 
 def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return global name → initializer's name, for those of `names` that belong to the segment of `entry`."""
+    """Return global name → initializer's name, for those of `names` that are in the segment that `entry` describes."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}
@@ -116,7 +117,7 @@ def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
 
 
 def global_name(segment: str, layers: Sequence[int], name: str) -> str:
-    """Return an initializer's global name: the inverse of `local_names`. The segment has these `layers`."""
+    """Return an initializer's global name: the inverse of `local_names`. `layers` are the segment's layers."""
     name = name.removesuffix(".weight")
     if not layers:
         return name if segment == "head" else f"{segment}.{name}"

@@ -75,8 +75,8 @@ class Transformers:
 
 
 class Clock:
-    """Times a model's denoising steps, and its blocks: transformers sends each block here, as to a streamer. Disables
-    early stop.
+    """Times a model's denoising steps and its blocks, which transformers sends here as to a streamer. Disables early
+    stop.
 
     `wait` returns once the device has finished its work.
     """

@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments without any `--debug` before `--`, and whether there was such a `--debug`."""
+    """Remove each `--debug` that precedes `--`. Return the remaining arguments, and whether any was removed."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end

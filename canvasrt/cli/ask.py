@@ -116,7 +116,7 @@ def _check_layout(layout: str | None) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the fields in a file of questions. A list in the file becomes the field `questions`."""
+    """Return the fields in a file of questions. If the file is a list, return it as the field `questions`."""
     from canvasrt.recipes.fields import read_yaml
 
     data = read_yaml(file, "give a YAML file of questions")

@@ -78,8 +78,8 @@ def _show_plans(plans: Sequence[Plan]) -> None:
 
 
 def _why_not(plan: Plan) -> tuple[str | None, str | None]:
-    """Return why the plan would be refused (None if it would not be) and a hint. If this machine can build the engines
-    but has too little memory to run them, the hint says what would fit."""
+    """Return two texts, each of which can be None: why the plan would be refused, and a hint. If this machine can build
+    the engines but has too little memory to run them, the hint says what would fit."""
     from canvasrt.build.checks import check_plan, check_space, what_fits
     from canvasrt.errors import CanvasError
     from canvasrt.machine import memory_bytes

@@ -76,7 +76,7 @@ def chat(
         inputs = {**sampling, "messages": json.dumps(messages)}
         try:
             answer = _draw(client, inputs) if drawn else _print(client, inputs)
-        # Both have closed the connection, so the server stops generating.
+        # Either exception closes the connection, so the server stops generating.
         except (CanvasError, KeyboardInterrupt) as error:
             if not sys.stdin.isatty():
                 raise

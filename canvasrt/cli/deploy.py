@@ -37,7 +37,7 @@ Timeout = Annotated[
         help="Time limit for the container to become ready.",
     ),
 ]
-# The help's text for default values that depend on the container's name, and on who can reach it.
+# The help's text for defaults that depend on the container's name, and apply only if the server listens on loopback.
 _SERVER_DEFAULTS = {
     name: f"{text}, on loopback"
     for name, variable in SERVER_VARIABLES.items()

@@ -104,7 +104,7 @@ def _plans() -> list[dict[str, Any]]:
 
 
 def _caches() -> dict[str, dict[str, Any]]:
-    """Return, for each cache folder, the sizes of its compiled kernels' files and its disk's free space, in bytes."""
+    """Return, in bytes, the free disk space of each cache folder, and the size of each file of compiled kernels."""
     from canvasrt.cache import cache_folder
 
     # The cache folder of a container, which `serve` passes to the model.

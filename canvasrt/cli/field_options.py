@@ -27,9 +27,9 @@ def with_fields(
 ) -> Callable[[Command], Command]:
     """Replace an argument of a command by options, one for each dataclass field that has a help text.
 
-    The command receives an instance of the dataclass. If `unset` is true, it receives a mapping from option names to
-    values, in which absent options are None; only then can there be several dataclasses. `only` selects fields by name.
-    `shown` overrides the defaults that the help shows.
+    The command receives an instance of the dataclass or, if `unset` is true, a mapping from option names to values, in
+    which absent options are None. Several dataclasses require `unset`. `only` selects fields by name. `shown` overrides
+    the defaults that the help shows.
     """
     found = {
         option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))
@@ -121,8 +121,8 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
-    """Return the type of an option's value, and whether the value can be None. The type of a list that is written as
-    one text is str."""
+    """Return the type of an option's value, and whether the value can be None. If the option's `read` parses a list
+    from one text, the type is str."""
     found = get_type_hints(kind, include_extras=True)[field.name]
     is_optional = get_origin(found) in (Union, types.UnionType)
     if is_optional:

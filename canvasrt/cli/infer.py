@@ -101,7 +101,7 @@ def _inputs(prompt: PromptInput) -> dict[str, Any]:
 
 
 def _check(protocol: str, stream: bool, drafts: bool) -> None:
-    """Raise UsageError for an unknown protocol, or one that cannot stream."""
+    """Raise UsageError for an unknown protocol, and for --stream or --drafts over a protocol that cannot stream."""
     if protocol not in PROTOCOLS:
         raise UsageError(f"unknown protocol {protocol!r}", f"give one of {', '.join(PROTOCOLS)}")
     if (stream or drafts) and protocol == "http":

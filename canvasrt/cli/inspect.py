@@ -114,7 +114,7 @@ def _render(console: Any, bundle: Bundle) -> None:
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, but only the name of the recipe. `--json` shows the content of the recipe."""
+    """Return the options with the recipe's name instead of its content, which `--json` shows."""
     recipe = options.get("recipe")
     return {**options, "recipe": recipe["name"]} if isinstance(recipe, dict) else options
 

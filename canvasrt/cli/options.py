@@ -30,7 +30,7 @@ def argument(metavar: str, help: str) -> Any:
 
 
 def option(flags: str, metavar: str, help: str, **more: Any) -> Any:
-    """Return an option. Commas separate `flags`. The help does not show the default, unless `more` asks for it."""
+    """Return an option. Commas separate `flags`. The help shows the default only if `more` asks for it."""
     more = {"show_default": False, **more}
     return typer.Option(*flags.split(", "), metavar=metavar, help=help, **more)
 
@@ -251,5 +251,5 @@ def is_url(subject: str) -> bool:
 
 
 def as_url(address: str) -> str:
-    """Return an address that `is_url` accepts as a URL. If the address has no scheme, the scheme is http."""
+    """Return the URL of an address for which `is_url` is true. If the address has no scheme, `http://` is added."""
     return address if "://" in address else f"http://{address}"

@@ -71,7 +71,7 @@ def read_prompt(
 ) -> PromptInput:
     """Return the prompt from a command's arguments. If `text` is `-`, it is read from stdin.
 
-    Raises UsageError unless there is exactly one prompt and it is not empty.
+    Raises UsageError for no prompt, for an empty prompt, and for arguments that exclude each other.
     """
     if ids is not None:
         if text is not None or system is not None or raw:

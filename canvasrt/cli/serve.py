@@ -78,7 +78,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, with an absent `--json` as None like other absent options."""
+    """Return the options. An absent `--json` becomes None, like other absent options."""
     return {**options, "as_json": options.get("as_json") or None}
 
 

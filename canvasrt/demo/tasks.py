@@ -39,7 +39,7 @@ class Task(ABC):
 
     @abstractmethod
     def answer(self, prompt: str, rng: random.Random) -> str:
-        """Return a right answer; a random one if a question has several."""
+        """Return the right answer, or a random right answer if the question has several."""
 
     def all_prompts(self) -> Iterator[str] | None:
         """Return every prompt of the task, or None if there are too many to list."""
@@ -226,7 +226,7 @@ TASKS: dict[str, Task] = {
 
 
 def questions(task: str, split: Split = "held-out") -> list[str]:
-    """Return the prompts of a split: all of them if the task can list them, else 500, always the same."""
+    """Return the prompts of a split: all prompts if the task can list them, otherwise 500 prompts, always the same."""
     chosen = TASKS[task]
     prompts = chosen.all_prompts()
     if prompts is not None:
@@ -239,7 +239,7 @@ def questions(task: str, split: Split = "held-out") -> list[str]:
 
 
 def task_of(prompt: str) -> Task:
-    """Return the task that a prompt belongs to. Raises ValueError if there is none."""
+    """Return the task that a prompt belongs to. Raises ValueError if no task has such prompts."""
     for task in TASKS.values():
         if task.pattern.fullmatch(prompt):
             return task

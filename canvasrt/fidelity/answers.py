@@ -58,8 +58,8 @@ def compare_pace(model: Model, reference: ReferenceModel, prompts: PromptSet) ->
 
 
 def marks(right: Sequence[tuple[bool, bool]]) -> Json:
-    """Return each side's share of right answers, from 0 to 1, and the loss. Intervals are 95%: Wilson's for each side,
-    a paired one for the loss.
+    """Return each side's share of right answers, from 0 to 1, and the loss, with 95% intervals: Wilson's for each side,
+    and a paired interval for the loss.
 
     right: for each question, whether the bundle's answer is right, and whether the reference's answer is.
     """

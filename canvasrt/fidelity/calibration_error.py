@@ -80,9 +80,9 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
-    """Return the mean and the 95th percentile, over simulated answers, of the calibration error that perfect
-    probabilities would show by chance. Only questions that have one right option, which `firm` marks, contribute to
-    this error."""
+    """Return the calibration error that perfect probabilities would show by chance: its mean and 95th percentile over
+    simulated answers. Only answers to questions that have one right option, which `firm` marks, are simulated; other
+    questions add no error."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):

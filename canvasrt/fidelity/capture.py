@@ -34,7 +34,7 @@ class CapturedPass:
     out: np.ndarray = field(default_factory=lambda: np.empty(0))  # output of the last layer
     past_keys: list[np.ndarray] = field(default_factory=list)  # [1, kv_heads, kept, head_dim]
     past_values: list[np.ndarray] = field(default_factory=list)
-    keys: list[np.ndarray] = field(default_factory=list)  # of this pass's own tokens
+    keys: list[np.ndarray] = field(default_factory=list)  # only of this pass's tokens
     values: list[np.ndarray] = field(default_factory=list)
     routed: list[Routed] = field(default_factory=list)
 

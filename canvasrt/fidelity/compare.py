@@ -26,9 +26,9 @@ COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
 # For this many prompts, up to four passes are captured: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
-# A bound below zero accepts no token, so the head's next canvas is the noise that the head was given.
+# With an entropy bound below zero, the head accepts no token, so its next canvas is the noise that it was given.
 NOTHING = -1.0
-# The number of positions whose logits are converted to float64 at a time. For the released model, these take 32 MB.
+# The number of positions whose logits are converted to float64 at a time: 32 MB of logits for the released model.
 _POSITIONS = 16
 
 

@@ -58,7 +58,7 @@ class LimitCheck:
 
 
 def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
-    """Return a bundle's limits: the limits in the recipe of its options or, without a recipe, the limits for its
+    """Return the limits of a bundle with these options: the recipe's limits or, without a recipe, the limits for the
     precision."""
     recipe = options.get("recipe")
     if recipe:

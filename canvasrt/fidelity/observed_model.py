@@ -68,7 +68,7 @@ class ObservingBackend(OrtBackend):
         )
 
     def _take(self, open_it: Callable[[], OrtSegment], segment: OnDemand) -> OrtSegment:
-        """Close the open segment, and open another one."""
+        """Close the open segment, if there is one, and open `segment`."""
         if self._current is not None:
             self._current.close()
         self._current = segment
@@ -165,7 +165,7 @@ def with_logits(model: ir.Model) -> ir.Model:
 
 
 def _source(value: ir.Value | None) -> str | None:
-    """Return the name of the graph input that a value is, or from which the value was reshaped."""
+    """Return the name of the graph input from which a value was reshaped; the value's own name if it is an input."""
     while value is not None and (node := value.producer()) is not None and node.inputs:
         value = node.inputs[0]
     return value.name if value is not None else None

@@ -39,7 +39,7 @@ class ReferenceRow:
 
 
 class ReferenceModel:
-    """A model for `canvasrt.runtime.generator` whose network transformers computes.
+    """A model for `canvasrt.runtime.generator`. transformers computes its network.
 
     Where other models pass hidden states from step to step, this one passes the canvas, int64 `[canvas]`.
     """
@@ -121,8 +121,8 @@ class ReferenceModel:
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """Run one denoising step of each request; return the outputs in order. Caches do not change."""
-        # Rows of equal length form a batch, which needs no padding. If a row's canvas is not the one that its last step
-        # returned, then a new block begins.
+        # Rows of equal length form a batch, which needs no padding. A row begins a new block if its canvas is not the
+        # canvas that its last step returned.
         alike: dict[tuple[int, bool], list[int]] = {}
         for index, each in enumerate(inputs):
             row: Any = each.row

@@ -65,8 +65,7 @@ def streamed_module(path: Path) -> Any:
 
 
 def read_wide(checkpoint: Checkpoint, name: str, wide: Tensor) -> None:
-    """Read a parameter of transformers' model into the float32 tensor `wide`, from any form that the checkpoint
-    stores."""
+    """Read a parameter of transformers' model, plain or quantized in the checkpoint, into the float32 tensor `wide`."""
     shape, flat, first = wide.shape, wide.view(-1), 0
     for part in wide_rows(checkpoint, (name,), tuple(shape)):
         flat[first : first + part.numel()] = part.reshape(-1)
@@ -128,7 +127,7 @@ def _stream(
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter. The new one can have another device or size."""
+    """Replace a parameter. The new parameter can have another device or size."""
     owner, _, last = name.rpartition(".")
     parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
     module.get_submodule(owner)._parameters[last] = parameter

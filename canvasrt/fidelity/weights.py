@@ -52,7 +52,7 @@ def weight_errors(
             matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
     matrices += _table(bundle, checkpoint)
     if "checkpoint_quantization" not in bundle.manifest.options:
-        # A weight that was dequantized and quantized again has different codes.
+        # Weights that were quantized in the checkpoint were dequantized. Quantizing them again gives different codes.
         matrices = [each | {"kept": False} for each in matrices]
     report("comparing weights", len(config.layers), len(config.layers))
     return matrices, experts
@@ -210,7 +210,7 @@ def _pairs(
 def _experts(
     graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[CapturedPass]
 ) -> tuple[list[Json], dict[str, RelativeError]]:
-    """Return each expert's errors in a layer, and the errors of each expert matrix over all experts."""
+    """Return the errors of each expert in a layer, and the errors of `gate_up` and `down` over all experts."""
     stored = f"{DECODER}.layers.{layer}.experts"
     both = [
         _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])

@@ -10,8 +10,8 @@ from canvasrt.errors import CanvasError, UsageError
 def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None:
     """Check the option for calibration prompts.
 
-    Raises UsageError for a file if `is_calibrated` is false; the message says that `what` needs no calibration. Raises
-    CanvasError if the file does not exist.
+    Raises UsageError if there is a file although `is_calibrated` is false; the message says that `what` needs no
+    calibration. Raises CanvasError if the file does not exist.
     """
     if file is None:
         return

@@ -35,7 +35,7 @@ class Choice:
 
     Attributes:
         format: a name in the table of number formats.
-        weights: whether a matrix has one scale in all, or one per output. Formats with blocks ignore this.
+        weights: whether there is one scale per matrix, or one per output. Formats with blocks ignore this.
         method: how scales are chosen.
     """
 
@@ -128,9 +128,8 @@ class Recipe:
     def formats(self, config: ModelConfig) -> dict[str, Choice]:
         """Return global name → choice for every quantized weight, in the model's order.
 
-        If several rules match, the last one applies; exclusions override rules. Raises CanvasError for a pattern that
-        matches no weight, for a weight that has no quantized form or that the format does not support, and if no weight
-        would be quantized.
+        If several rules match, the last one applies; exclusions override rules. Raises CanvasError if a pattern matches
+        no weight, if a weight cannot be quantized as its rule demands, or if no weight would be quantized.
         """
         widths = quantizable(config)
         everything = [*widths, *_unquantizable(config)]

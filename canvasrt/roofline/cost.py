@@ -29,7 +29,7 @@ BITS = {each.builder: each.bits for each in ALL_CODES.values()} | {
     "Int32": 32,
     "Int64": 64,
 }
-# dtype → format in which its product runs. If two operands have different dtypes, the wider dtype counts, because the
+# dtype of operands → format in which their product runs. If the dtypes differ, the wider dtype counts, because the
 # other operand is converted first.
 _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.rates} | {
     "BFloat16": "bf16",
@@ -51,8 +51,8 @@ _HOST = ("shape_call", "allocate", "deallocate")
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes moved, and operations in `format`, a key of a GPU's rates. `is_product`: whether it is a matrix product or
-    attention."""
+    """Bytes moved, and operations in `format`, a key of a GPU's rates. `is_product`: whether the kernel is a matrix
+    product or attention."""
 
     moved: float
     operations: float
@@ -172,7 +172,7 @@ def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter writes only its updates: its largest input apart from the tensor that it updates.
+            # A scatter writes only its updates. These are its largest input, apart from the tensor that it updates.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

@@ -19,8 +19,8 @@ class Operand(IntEnum):
     MASK = 3
 
 
-# The builder's order of operands: first if heads share keys, then if each head has its own. Shared keys are `[batch,
-# heads, keys, width]`. Otherwise keys are transposed, and batch and heads are one axis.
+# The builder's orders of operands: `_SHARED` if heads share keys, `_OWN` if each head has its own keys. Shared keys are
+# `[batch, heads, keys, width]`. Otherwise, keys are transposed, and batch and heads are one axis.
 _SHARED = (Operand.KEYS, Operand.VALUES, Operand.QUERIES, Operand.MASK)
 _OWN = (Operand.QUERIES, Operand.KEYS, Operand.MASK, Operand.VALUES)
 

@@ -46,7 +46,7 @@ def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     if product or "Exp" in step_names(kernel):
         # A layer's kernel remains that layer's even if masks, which belong to no layer, are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
-    # In a tie, masks lose first, then norms; the rest is arbitrary.
+    # The place with the most nodes wins. In a tie, norms win over masks, and every other part wins over norms.
     losers = (MASKS, NORMS)
     number, part = max(
         found,

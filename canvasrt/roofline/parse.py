@@ -27,7 +27,7 @@ _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile, unless it is the first, and numbers that Myelin, TensorRT's compiler, adds.
+# Suffixes of names: the profile's number, which the first profile lacks, and numbers of Myelin, TensorRT's compiler.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 
@@ -47,7 +47,7 @@ class KernelTensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. `nodes` are the names of the graph's nodes that it computes; `tactic` is Myelin's name for it."""
+    """One kernel. `nodes`: names of the graph nodes that it computes. `tactic`: Myelin's name of the kernel."""
 
     name: str
     kind: str
@@ -75,8 +75,8 @@ def parse(message: str) -> list[list[Kernel]]:
     """
     lines = [line for line in message.split("\n\n")[0].splitlines() if line.startswith("Name: ")]
     read = [_kernel(line) for line in lines]
-    # Only kernels that are named after graph nodes state their profile. Every other kernel has the same Myelin number
-    # as one of these.
+    # Only kernels that are named after graph nodes state their profile. Every other kernel shares its Myelin number
+    # with such a kernel, and so has the same profile.
     known = {
         name: profile
         for kernel, profile in read

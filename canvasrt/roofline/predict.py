@@ -34,7 +34,8 @@ PREDICTED_STEPS = 16
 
 @dataclass(frozen=True)
 class CallSizes:
-    """A call's sizes: `batch` requests of `length` tokens after `context` cached ones; `capacity` slots per expert."""
+    """A call's sizes: `batch` requests of `length` tokens after `context` cached tokens, with `capacity` slots per
+    expert."""
 
     batch: int
     length: int
@@ -102,7 +103,7 @@ class Predictor:
     """Predicts passes from the kernel lists of a bundle's engines, which it reads once."""
 
     def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
-        """Read the lists. Raises CanvasError if an engine has none.
+        """Read the lists. Raises CanvasError if an engine has no list.
 
         `repeat` maps a layer's index to how often that layer's kernels count, so that few layers can represent many.
         The key None is for a body segment's kernels outside of layers.
@@ -152,7 +153,8 @@ class Predictor:
         return PREDICTED_STEPS * denoised + batch * encoded
 
     def check_capacity(self, batch: int, capacity: int) -> None:
-        """Raise UsageError unless `capacity` slots per expert hold a pass's tokens and the engines accept that many.
+        """Raise UsageError if experts have no slots, or if `capacity` slots per expert are too few for a pass's tokens,
+        more than its tokens, or more than the engines accept.
 
         `denoise` checks whether the engines accept the batch.
         """
@@ -248,7 +250,7 @@ def weight_bytes(rows: Sequence[TimedKernel]) -> float:
         count = sum(volume(each.dims, {}) * BITS[each.dtype] / 8 for each in row.kernel.constants)
         matrix = weight(row.kernel)
         if row.segment == "head" and matrix is not None:
-            # Self-conditioning multiplies by the same table as the projection, which transposes it.
+            # Self-conditioning and the projection multiply by the same table, one of them by its transpose.
             tables[tuple(sorted(map(str, matrix.dims)))] = count
         else:
             total += count

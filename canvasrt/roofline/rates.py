@@ -169,8 +169,8 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a
     matrix product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. If the file has
-    no time for a launch, the guess stays. Raises CanvasError for a file without rates, and UsageError for rates of
-    another GPU in the table. Rates of a GPU that is not in the table are accepted.
+    no time for a launch, the guessed time is used. Raises CanvasError for a file without rates, and UsageError for
+    rates of another GPU in the table. Rates of a GPU that is not in the table are accepted.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

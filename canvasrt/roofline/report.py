@@ -173,7 +173,7 @@ def _row(row: TimedKernel) -> Json:
 def _growth(
     predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int, int | None]]
 ) -> list[Json]:
-    """Return denoising passes at these sizes, without those that fit no profile or whose batch would be padded."""
+    """Return denoising passes at these sizes, except sizes that fit no profile and batches that would be padded."""
     found = []
     for batch, context, capacity in sizes:
         try:

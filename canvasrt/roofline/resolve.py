@@ -105,8 +105,8 @@ class _Resolver:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return how many elements a kernel reads of each tensor that only its gathers and slices read. The keys are the
-    tensors' names."""
+    """For each tensor that only a kernel's gathers and slices read, return how many of its elements they read. The keys
+    are the tensors' names."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
@@ -183,7 +183,7 @@ def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _squeezed(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match a candidate with the same axes, except that either may have more axes of size 1."""
+    """Match a candidate that has the same axes, apart from axes of size 1."""
     found = _same_axes(_without_ones(wanted), _without_ones(candidate))
     if found is None:
         return None
@@ -216,7 +216,7 @@ def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _split(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match a candidate whose first size splits into several, such as heads as an axis of their own."""
+    """Match a candidate whose first axis is several axes in `wanted`, such as heads and their width."""
     size = candidate[0] if candidate else 1
     if not isinstance(size, int) or not isinstance(wanted[0], int) or wanted[0] < 2:
         return None

@@ -134,9 +134,9 @@ def _sample(
 
 
 def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
-    """Return the sum of products of distinct `dims` whose values are `sizes` at all combinations of `_LOW` and `_HIGH`,
-    listed with the last dimension changing fastest. Return UNKNOWN if the sum is not `check` when all dimensions are
-    `_CHECK`."""
+    """Return the sum of products of distinct `dims` that has the values `sizes` at all combinations of `_LOW` and
+    `_HIGH`. In `sizes`, the last dimension changes fastest. Return UNKNOWN if a coefficient is negative, or if the sum
+    is not `check` when all dimensions are `_CHECK`."""
     terms = {
         tuple(dim for dim, is_factor in zip(dims, chosen, strict=True) if is_factor): factor
         for chosen, factor in _coefficients(list(sizes), len(dims)).items()

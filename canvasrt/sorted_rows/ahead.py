@@ -72,8 +72,8 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     )
     major, minor = capability
     target = backends.GPUTarget("cuda", 10 * major + minor, 32)
-    # The product with unquantized down weights gets one more stage: with `_STAGES`, it spills a register on compute
-    # capabilities 8.6 and 8.9.
+    # The product with unquantized down weights gets one more pipeline stage, because with `_STAGES` stages, it spills a
+    # register on compute capabilities 8.6 and 8.9.
     more = form.function == DOWN_KERNEL and form.format is None
     options = {"num_warps": _WARPS, "num_stages": _STAGES + more}
     with triton.knobs.compilation.scope(), triton.knobs.cache.scope():

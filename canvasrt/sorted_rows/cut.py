@@ -32,8 +32,8 @@ class _Cut:
     """The names of the values at one layer's experts.
 
     own: the experts' input `[T, D]`; scale: the scale of this input if it is in FP8, else None; index: each token's
-    experts, int64 `[T, K]`; shares: these experts' weights, float32 `[T, K]`; rows: the experts' output `[K, T, D]`;
-    carried: the values `[1, T, D]` that the next piece also needs.
+    experts, int64 `[T, K]`; shares: the routing weights of these experts, float32 `[T, K]`; rows: the experts' output
+    `[K, T, D]`; carried: the values `[1, T, D]` that the next piece also needs.
     """
 
     own: str
@@ -45,11 +45,12 @@ class _Cut:
 
 
 def cut_body(model: ir.Model) -> list[ir.Model]:
-    """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
+    """Return the pieces of a body graph: one more than the graph has layers. Weights stay in their files.
 
     Each piece keeps the graph's inputs that it needs and the outputs that it computes, except slots and `load`. At the
-    cuts, tokens have two axes, B and L. `own` (the experts' input) and carried values are `[B, L, D]`, `shares` is float32
-    `[B, L, K]`, `index` is int32 `[B, L, K]`, and `expert_rows` is `[K, B, L, D]`. For FP8 experts, `own` is in E4M3.
+    cuts, tokens have two axes, B and L. `own` (the experts' input) and carried values are `[B, L, D]`. `shares` is
+    float32 `[B, L, K]`, `index` is int32 `[B, L, K]`, and `expert_rows` is `[K, B, L, D]`. For FP8 experts, `own` is
+    in E4M3.
 
     Raises CanvasError for a graph whose experts do not have the exported form.
     """
@@ -122,7 +123,7 @@ def _crossing(
 ) -> list[str]:
     """Return the names of the values of a stage that nodes of the next stage read, except the values in `experts`."""
     found: dict[str, None] = {}
-    # The experts' nodes lead only to the experts' rows, which are inputs now, and to `load`.
+    # Nodes inside the experts are not in `wanted`, because they lead only to the experts' rows and to `load`.
     wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
     for node in graph:
         if node not in wanted or all(stages.get(value) != stage + 1 for value in node.outputs):
@@ -136,7 +137,7 @@ def _crossing(
 
 
 def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that compute `values`, but not nodes that are only needed for the values in `given`."""
+    """Return the nodes that are needed to compute `values` if the values in `given` are known."""
     todo, found = list(values), set[ir.Node]()
     while todo:
         value = todo.pop()

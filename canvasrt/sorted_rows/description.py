@@ -22,10 +22,10 @@ PROGRAM_OUTPUTS = 64
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Formats whose products take quantized rows.
 ROUNDED = ("fp8", "nvfp4")
-# Values between pieces: the experts' input, the chosen experts, and the result: one row per token and chosen expert.
+# Values between pieces: the experts' input, the chosen experts, and the result, with a row per token and chosen expert.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
-# Values that a piece passes to the next one: the weights of a token's experts, and two values with the shape of hidden
-# states.
+# Values that a piece passes to the next piece: the routing weights of a token's experts, and two values with the shape
+# of hidden states.
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
 # The suffix of SHARES and CARRIED in the names of a piece's outputs.
 OUT = "_out"
@@ -78,7 +78,7 @@ class KernelForm:
     """One kernel to compile.
 
     Attributes:
-        function: its name in `triton_kernels`.
+        function: the kernel's name in `triton_kernels`.
         sizes: the experts' sizes.
         dtype: NumPy's name for the activations' dtype outside the experts.
         format: the weights' number format; None for unquantized weights, in the activations' dtype.
@@ -155,7 +155,7 @@ class SortedLayer:
     """One layer's experts.
 
     Attributes:
-        rounding: the kernel that quantizes tokens to the first product's format, if the piece before does not do so.
+        rounding: the kernel that quantizes the first product's inputs; None if they need no kernel.
         input_scale, inner_scale: the scale of the first and second product's inputs; 1 if they are not quantized.
     """
 
@@ -171,7 +171,7 @@ class SortedSegment:
     """A body segment as pieces, between which kernels compute the experts.
 
     Attributes:
-        pieces: file and SHA-256 of the engines, of which there is one more than layers.
+        pieces: file and SHA-256 of each piece's engine. There is one more piece than layers.
         weights: the file of all layers' stacks, in order.
         kernels: images by kernel name and compute capability, such as `8.9`.
         tile: the numbers of rows and outputs per program for which kernels were compiled.

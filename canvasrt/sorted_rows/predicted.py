@@ -17,7 +17,7 @@ from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, 
 BLOCKED_ROWS, ROUTED_ROWS, TOKENS = "sorted_rows", "routed_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
 _INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")
-# Cached keys and values are recognized by name.
+# Names of cached keys and values start with one of these.
 _CACHED = ("past_key_", "past_value_")
 
 

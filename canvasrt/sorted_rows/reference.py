@@ -64,7 +64,7 @@ def results(x: Floats, gate_up: Floats, down: Floats, form: KernelForm, scale: f
 
 
 class Trial:
-    """Random tokens and experts for a layer's kernels: `x` and `index` are their inputs."""
+    """Random tokens and experts to test a layer's kernels, whose inputs are `x` and `index`."""
 
     def __init__(self, segment: SortedSegment, layer: SortedLayer, weights: Bytes) -> None:
         """`weights`: the bytes of the segment's file of weights."""
@@ -86,7 +86,7 @@ class Trial:
             self.x = self._taken.astype(ml_dtypes.float8_e4m3fn)
 
     def error(self, found: np.ndarray) -> float:
-        """Return the larger deviation of two experts. The first has many rows, while the second can have few.
+        """Return the larger of two experts' deviations. The first expert has many rows, the second may have few.
 
         found: the kernels' results `[K, T, D]`.
         """

@@ -39,7 +39,7 @@ class GraphExperts:
         self.forms = [self._layer_forms(number) for number in range(self._count)]
 
     def write(self, file: BinaryIO) -> list[SortedLayer]:
-        """Write all weights to `file`. Return their locations."""
+        """Write all weights to `file`. Return the layers' descriptions, which locate the weights."""
         layers = []
         for number, (first, second) in enumerate(self.forms):
             gate_up = self._write(f"layers.{number}.{GATE_UP}", first, file)

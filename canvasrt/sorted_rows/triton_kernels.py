@@ -67,8 +67,8 @@ def _codes(packed, dtype: tl.constexpr):
     """Return the signed codes in the low and in the high four bits of bytes."""
     low, high = packed & 15, packed >> 4
     if dtype == tl.bfloat16:
-        # A code plus 8, in the low bits of the bfloat16 number 128, gives 128 to 143. Converting integers would take
-        # four times as long.
+        # The XOR puts `code + 8` into the low bits of 128 in bfloat16. This gives the numbers 128 to 143. Converting
+        # integers would take four times as long.
         offset: tl.constexpr = 136.0
         low = (low.to(tl.uint16) ^ 0x4308).to(tl.bfloat16, bitcast=True) - offset
         high = (high.to(tl.uint16) ^ 0x4308).to(tl.bfloat16, bitcast=True) - offset
@@ -83,8 +83,8 @@ def _add_int4(
     total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT: tl.constexpr, SCALED: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add the inputs' products with one unit of INT4 weights to `total`. The low four bits of the unit's bytes are its
-    first half, and the high four bits are its second half."""
+    """Add the inputs' products with one unit of INT4 weights to `total`. The unit's first half is in the low four bits
+    of its bytes, and its second half in the high four bits."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
     packed = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=fits[:, None], other=0)
@@ -195,7 +195,7 @@ def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def _store_nvfp4(
     to, rows, row, live, first, x, whole, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH
 ):
-    """Write some columns of some rows in NVFP4. In the buffer, all `rows` rows' codes precede all blocks' scales."""
+    """Write some columns of some rows in NVFP4. In the buffer, the codes of all `rows` rows precede all scales."""
     codes, scales = _to_nvfp4(x, whole, ROWS, UNIT)
     row = row[:, None].to(tl.int64)
     column = first // 2 + tl.arange(0, UNIT // 2)
@@ -207,8 +207,8 @@ def _store_nvfp4(
 
 @triton.jit
 def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr):
-    """Round `x` `[T, D]` to NVFP4; `scale` is the scale of all of `x`. Program (b, n) rounds BLOCK rows, and in them
-    OUT columns from n · OUT on.
+    """Round `x` `[T, D]` to NVFP4; `scale` is the scale of all of `x`. Program (b, n) rounds OUT columns, from n · OUT
+    on, of BLOCK rows, from b · BLOCK on.
 
     codes: two per byte, `[T, D / 2]`, followed by the blocks' scales in E4M3, `[T, D / 16]`.
     """
@@ -286,7 +286,7 @@ def gate_up(
                 part = tl.load(source + column, mask=live[:, None] & (column < D), other=0.0)
                 gate = _add_wide(gate, part, values, gates, fits, column, D)
                 up = _add_wide(up, part, values, ups, fits, column, D)
-        if FORM >= _FP8:  # NVFP4, too
+        if FORM >= _FP8:  # FP8 and NVFP4
             gate *= tl.load(scales + gates, mask=fits, other=0)
             up *= tl.load(scales + ups, mask=fits, other=0)
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -335,7 +335,7 @@ def down(
                 column = first + tl.arange(0, UNIT)
                 part = tl.load(source + column, mask=live[:, None] & (column < F), other=0.0)
                 total = _add_wide(total, part, values, outs, fits, column, F)
-        if FORM >= _FP8:  # NVFP4, too
+        if FORM >= _FP8:  # FP8 and NVFP4
             total *= tl.load(scales + outs, mask=fits, other=0)
         to = rows + row[:, None].to(tl.int64) * D + output
         _store(to, total, live[:, None] & fits, NEXT, unused)
