@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache_keys import lowered_from
+from canvasrt.build.graph_keys import lowered_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import kept_piece, unfinished, unfinished_folder

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from canvasrt.build.experts import SLOTS, Experts
+from canvasrt.build.expert_forms import SLOTS, Experts
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, matrices
 from canvasrt.defaults import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build.calibration import CalibrationNeeds
-from canvasrt.build.experts import Experts
+from canvasrt.build.expert_forms import Experts
 from canvasrt.build.memory import ENGINE_CODE, Weights
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, matrices
 from canvasrt.errors import CanvasError

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from canvasrt import extras
 from canvasrt.build.calibration import CalibrationNeeds, calibration_needs, prompts_of
-from canvasrt.build.experts import SLOTS, Experts, find_experts
+from canvasrt.build.expert_forms import SLOTS, Experts, find_experts
 from canvasrt.build.memory import Estimate, Weights, estimate
 from canvasrt.build.needs import Needs, builder_needs, builders_at_once, host_needs
 from canvasrt.build.options import (

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.cache_keys import exported_from, lowered_from, quantized_from
 from canvasrt.build.calibration import prompts_of
+from canvasrt.build.graph_keys import exported_from, lowered_from, quantized_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import GraphCache, key_of, unfinished_folder

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.cache_keys import exported_from, exported_precision, quantized_from
 from canvasrt.build.checks import check_plan, check_space
+from canvasrt.build.graph_keys import exported_from, exported_precision, quantized_from
 from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
 from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import choose_precisions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from canvasrt.build.experts import SLOTS, find_experts
+from canvasrt.build.expert_forms import SLOTS, find_experts
 from canvasrt.build.memory import Estimate, Weights, estimate
 from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.experts import find_experts
+from canvasrt.build.expert_forms import find_experts
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import made_by

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from canvasrt.build import plan as planning
-from canvasrt.build.cache_keys import quantized_from
+from canvasrt.build.graph_keys import quantized_from
 from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle
 from canvasrt.graphs import lowbits

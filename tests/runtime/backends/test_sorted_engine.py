@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canvasrt.build.experts import find_experts
+from canvasrt.build.expert_forms import find_experts
 from canvasrt.build.memory import context_count
 from canvasrt.bundle import MANIFEST, Bundle, _digest, load_bundle
 from canvasrt.defaults import SORTED

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canvasrt.build.experts import SLOTS
+from canvasrt.build.expert_forms import SLOTS
 from canvasrt.build.memory import context_count
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.package.sizes import sizes_of

@@ -1,6 +1,6 @@
 """The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, which run over
 sorted rows, between two engines of each layer. A build selects a form by name, and all code that differs between forms
-is here."""
+is here. `canvasrt/pass_shapes.py` has the numbers of slots."""
 
 from __future__ import annotations
 
