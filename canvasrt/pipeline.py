@@ -107,7 +107,7 @@ def plan_all(
 def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     """Return the graph bundle for a plan's engines: from the cache, or exported and quantized now.
 
-    A file of weights may be missing from the bundle if all that `plans` would build from it is in the cache.
+    The bundle can lack a file of weights if everything that `plans` build from that file is already in the cache.
     """
     cache, recipe = GraphCache(), plan.precision.recipe
     same = [each for each in plans if each.precision.text == plan.precision.text]

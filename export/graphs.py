@@ -212,7 +212,8 @@ def _write_host_head(
     """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
     Returns the manifest's entry: file, dtype, and the weights in file order. The table is left out, as are weights that
-    the checkpoint stores quantized (self-conditioning, which requests of one step do not need).
+    the checkpoint stores quantized, such as those of self-conditioning. The host then cannot compute self-conditioning,
+    which only requests of several steps need.
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

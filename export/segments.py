@@ -64,8 +64,8 @@ def segments(
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     dtype: torch.dtype = torch.float32,
 ) -> list[SegmentModule]:
-    """Return the model's graphs: bodies in the order of their layers, head, vision tower. `dtype` is the dtype of
-    weights and hidden states."""
+    """Return the model's graphs: first the bodies in the order of their layers, then the head, then the vision tower if
+    there is one. `dtype` is the dtype of weights and hidden states."""
     cut: list[SegmentModule] = []
     count = len(config.layers)
     with _default_dtype(dtype):

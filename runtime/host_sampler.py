@@ -11,7 +11,7 @@ from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling_params import SamplingParams
 
-# Added to the bounds of `redrawn`; larger than the rounding errors of low-precision entropies.
+# `redrawn` widens its ranges of uniform numbers by this. It is larger than rounding errors of low-precision entropies.
 _MARGIN = 1e-3
 
 

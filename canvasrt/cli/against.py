@@ -45,7 +45,7 @@ class Transformers:
         params = requests[0].params
         if params.early_stop:
             raise ValueError(
-                "without this option, both sides would take different numbers of steps"
+                "requests must have early_stop=False: otherwise, the two sides could take different numbers of steps"
             )
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=params.max_new_tokens,

@@ -135,7 +135,8 @@ def _is_shared(value: ir.Value) -> bool:
 
 
 def _ask_positions_for_sizes(graph: ir.Graph) -> None:
-    """Read the number of cached octets from the shape of their positions, not of their keys or values."""
+    """Make the graph take the number of cached octets from the shape of the positions' input, instead of from those of
+    the keys' and values' inputs."""
     positions = {
         _size(value, 1): value
         for value in graph.inputs

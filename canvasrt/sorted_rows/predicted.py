@@ -32,7 +32,7 @@ def join_lists(
     layers: Sequence[Sequence[KernelForm]],
     instructions: Mapping[str, str],
 ) -> dict[str, list[Kernel]]:
-    """Return the kernels by profile: the pieces' kernels, and between two pieces our kernels for a layer's experts.
+    """Return each profile's kernels in the order in which they run. Between two pieces, our kernels run a layer's experts.
 
     layers: our kernels for each layer, in order. instructions: their tensor-core instructions, by kernel name.
     """

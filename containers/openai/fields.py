@@ -189,8 +189,8 @@ class Ignored(list[str]):
 def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None:
     """Ignore an unsupported field. If `table` does not accept its value, add a warning to `ignored`.
 
-    Instead of the warning, raises ApiError if `ignored` is None. If the field is in `table`, the error is also raised
-    if `ignored` is not lenient.
+    Raises ApiError instead of adding a warning if `ignored` is None, or if the field is in `table` and
+    `ignored.lenient` is false.
     """
     name = re.sub(r"\[\d+\]", "", path)
     if name not in table:

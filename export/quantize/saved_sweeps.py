@@ -13,7 +13,7 @@ import torch
 from canvasrt.errors import CanvasError
 from canvasrt.staging import is_disk_full, sync
 
-# Seconds between saves. A small model's sweeps take less time than saving them.
+# At least this many seconds pass between saves, because saving a small model's sweep takes longer than running it.
 SAVE_EVERY = 10.0
 _STATE = "state.pt"
 

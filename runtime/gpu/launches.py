@@ -62,8 +62,8 @@ class OwnPasses:
         return next((width for width in self.seconds if width >= least), least)
 
     def pay(self, rows: Sequence[DeviceRow]) -> bool:
-        """Return whether own passes give the requests the same bits as a shared pass, in less time. For a single
-        request, the own pass is assumed to take less time."""
+        """Return whether own passes give the requests the same bits as a shared pass, in less time. A single
+        request's own pass is assumed to take less time."""
         total = sum(self.seconds.get(self.width(row), math.inf) for row in rows)
         return total < (self.shared if len(rows) > 1 else math.inf)
 

@@ -70,7 +70,8 @@ def prove(model: DeviceModel) -> Evidence:
 
 
 def digest(model: DeviceModel) -> str:
-    """Return a hash of fixed requests' results in passes of every kind. Call this only while no request is running."""
+    """Return a hash of one request's results: in its own pass at every width and, if requests can share passes, in a
+    shared pass with others. The requests never change. Call this only while no request is running."""
     kept, trial = model.own_passes, _Trial(model)
     given = trial.requests({})
     ways = [*model.shapes.widths, *([0] if model.shapes.shares else [])]
