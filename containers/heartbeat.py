@@ -39,7 +39,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now. If a task is still running, report progress only until it began, at `since`."""
+        """Report progress until now or, if a task that began at `since` is still running, only until `since`."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 

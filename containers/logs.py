@@ -43,8 +43,8 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def note(self, reason: str, message: str) -> None:
-        """Log the message, unless one with the same reason was logged in the last minute. Add how many
-        with this reason were left out since the last one was logged. The number of reasons must be small."""
+        """Log the message, unless a message with the same reason was logged in the last minute. The line also says how
+        many such messages were left out since the previous line. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1

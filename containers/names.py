@@ -21,7 +21,7 @@ PACKAGE = f"{ROOT}/package"
 
 # Path of a file. Once it exists, the models inside Triton refuse requests.
 STOPPING_VARIABLE = "CANVASRT_STOPPING"
-# Paths of the decoupled model's heartbeat, and of the file in which it says why it exits.
+# Paths of two files that the decoupled model writes: its heartbeat, and the reason why it exits.
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Path of the file where the decoupled model writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"

@@ -250,8 +250,8 @@ class TritonAnswer:
 
 @dataclass(frozen=True)
 class StreamEvent(TritonAnswer):
-    """One event of a stream. In the last event, `text` and `token_ids` hold the whole answer; in a draft, the draft; in
-    other events, what the event adds to the answer. `canvas` is JSON; it is empty except in drafts."""
+    """One event of a stream. In the last event, `text` and `token_ids` hold the whole answer; in a draft event, the
+    draft; in other events, what the event adds to the answer. `canvas` is JSON; it is empty except in drafts."""
 
     event: str
     block: int

@@ -51,7 +51,7 @@ class WrittenImage:
 
     @property
     def other_bytes(self) -> int:
-        """Total size in bytes of what else was added to the base: code and its dependencies."""
+        """Total size in bytes of everything else that was added to the base: code and its dependencies."""
         return self.image.added_bytes - self.engine_bytes
 
 

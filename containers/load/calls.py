@@ -139,7 +139,7 @@ class LoadConnection:
 
 
 def first_model(url: str, key: str = "") -> str:
-    """Return the name of the first model that a server lists. Raises CanvasError if the server lists none."""
+    """Return the name of the first model that a server lists. Raises CanvasError if that fails."""
     try:
         reply = LoadConnection(Endpoint(url, "", key, _LIST_TIMEOUT))._ask("GET", "models")
         if reply.status != 200:

@@ -30,7 +30,7 @@ COMPARED = {
 class Load:
     """Says how sessions start: `concurrency` at a time, or on average `rate` per second at random times.
 
-    Even with a `rate`, at most `concurrency` run at a time; a session's wait for its turn counts as latency.
+    Even with a `rate`, at most `concurrency` run at a time. If this delays a session, the delay counts as latency.
     """
 
     concurrency: int = 1

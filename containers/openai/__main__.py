@@ -69,7 +69,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH)
-    # Unbuffered: while a thread waits in a buffered read, it holds the buffer's lock, which can abort Python's exit.
+    # Unbuffered: a thread that waits in a buffered read holds the buffer's lock, and Python can then abort at exit.
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)

@@ -107,8 +107,8 @@ def messages_generation(body: MessagesRequest) -> Generation:
 
 
 def count(body: MessagesRequest) -> Generation:
-    """Return the generation that only encodes the prompt, to count its tokens. Raises ApiError for a wrong field and
-    for images, whose token counts depend on their sizes."""
+    """Return the generation that only encodes the prompt, to count its tokens. Raises ApiError for a wrong field, and
+    for any image, because an image's number of tokens depends on its size."""
     asked = messages_generation(body)
     try:
         check_sampling(asked.options, asked.names)

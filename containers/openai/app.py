@@ -94,7 +94,7 @@ class Front:
             self._fetcher.close()
 
     async def refusal(self) -> ApiError | None:
-        """Return the error for a request that arrives now; None if this process and Triton can accept it."""
+        """Return the error with which a request is refused now, or None if this process and Triton accept requests."""
         refusal = self._state.refusal()
         if refusal is None and not await self._upstream.is_ready():
             return unavailable("The model is not ready.", "model_not_ready")

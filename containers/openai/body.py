@@ -45,7 +45,7 @@ MAX_PARTS = 8192
 # because their validation stops at the first error.
 _LONG, MAX_MEMBERS, _DEPTH = 65_536, 8192, 4
 _ROUNDS = 4  # maximum validations of a body: each can reveal further unknown fields
-# The sampler's parameters, except two for which OpenAI's API has its own parameters.
+# The sampler's parameters, without the two for which OpenAI's API has its own fields.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
 
 

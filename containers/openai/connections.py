@@ -67,7 +67,7 @@ class Places:
     open: int = 0
     held: int = 0  # bytes of all unfinished bodies
     reserved: set[tuple[str, int] | None] = field(default_factory=set)
-    # Connections that wait for their callers. The first one has been idle longest.
+    # Connections that wait for their callers, in the order in which `enter` closes them.
     idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     turns: Turns = field(default_factory=Turns)
     closed: Seldom = field(default_factory=lambda: Seldom(log, logging.INFO))
@@ -77,8 +77,8 @@ class Places:
         return Connection(self, **given)
 
     def enter(self, connection: Connection) -> None:
-        """Admit a new connection. At the limit, first close the connection that has been idle longest. If none is idle,
-        admit at most `RESERVED` connections beyond the limit."""
+        """Admit a new connection. At the limit, first close the first connection in `idle`. If `idle` is empty, admit
+        at most `RESERVED` connections beyond the limit."""
         if self.open >= self.limit and self.idle:
             next(iter(self.idle)).drop("it was idle and another caller needs a connection")
         self.open += 1

@@ -124,7 +124,7 @@ def _known(given: Any, path: str, body: Ask) -> Any:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Convert the field `input`, a string or a list of messages, tool calls and tool outputs, to a chat."""
+    """Convert the field `input` to a chat. It is a string, or a list of messages, tool calls and tool outputs."""
     check_parts(given if isinstance(given, list) else (), "input")
     try:
         if isinstance(given, str):

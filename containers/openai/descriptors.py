@@ -11,7 +11,7 @@ from canvasrt.containers.logs import Seldom
 
 log = logging.getLogger(__name__)
 
-# Descriptors for everything except counted connections, such as accepted connections that are not counted yet.
+# Descriptors kept for other uses than counted connections, such as connections accepted but not counted yet.
 _SPARE = 512
 # asyncio's message when it cannot accept a connection. asyncio then waits a second.
 _NO_MORE = "socket.accept() out of system resource"

@@ -153,7 +153,7 @@ class Usage:
         """Count one answer. `prompt` is the index of the prompt that it answers."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
-        # One answer encodes the prompt, and the others find it in the prefix cache. So the smallest count is right.
+        # The first answer encodes the prompt, and the others find it in the prefix cache. So the minimum is right.
         known = self._cached.get(prompt, final.cached_tokens)
         self._cached[prompt] = min(known, final.cached_tokens)
         self.completion_tokens += len(final.token_ids)
@@ -339,8 +339,8 @@ class Run:
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:
-    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`, so
-    `own_parts` adds it."""
+    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`, so that
+    becomes `length`, and `own_parts` adds the true reason."""
     if final.finish_reason == "grammar":
         return "length"
     return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason

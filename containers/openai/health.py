@@ -50,7 +50,7 @@ class ServerState:
             self.in_flight -= 1
 
     def refusal(self) -> ApiError | None:
-        """Return the error for a request that arrives now; None if this process can accept it."""
+        """Return the error with which a request is refused now, or None if this process accepts requests."""
         if self.phase == "serving":
             return None
         seconds, message = _WAIT[self.phase]
@@ -63,7 +63,7 @@ class ServerState:
 def add_health(
     app: FastAPI, state: ServerState, refusal: Callable[[], Awaitable[ApiError | None]]
 ) -> None:
-    """Add the routes. `refusal` returns the error for a request that arrives now; None if it can be accepted."""
+    """Add the routes. `refusal` returns the error with which a request is refused now, or None."""
 
     # The names under which vLLM and SageMaker expect `/v1/health/ready`.
     @app.post("/ping", include_in_schema=False)

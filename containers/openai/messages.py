@@ -38,7 +38,7 @@ class Chat(NamedTuple):
 @dataclass
 class _Found:
     """The state while messages are read. `images` holds the images found so far. `ignored` holds warnings about ignored
-    fields; None if unknown fields are refused. The arguments of further tool calls may have `values` JSON values."""
+    fields; None if unknown fields are refused. `values`: how many more JSON values tool calls may contain in total."""
 
     images: list[tuple[bytes, str]]
     ignored: Ignored | None

@@ -1,9 +1,9 @@
 """Decides which web pages can call the server: those of the allowed origins (CORS).
 
 If a server on loopback needs no API keys, any web page that a user opens could post to it. Two checks prevent that.
-A page's post must be JSON, which browsers only let pages of allowed origins post. And Host must be an allowed name,
-because a page can make its own host name resolve to loopback. Clients that are not browsers can omit the content type;
-their requests have neither Origin nor Sec-Fetch-Site.
+A page's post must be JSON, because browsers let only pages of allowed origins post JSON. And Host must be an allowed
+name, because a page can make its own host name resolve to loopback. Clients that are not browsers can omit the content
+type; their requests have neither Origin nor Sec-Fetch-Site.
 """
 
 from __future__ import annotations

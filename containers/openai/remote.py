@@ -182,7 +182,7 @@ class Fetcher:
         return kind(parts.hostname, port, address), path
 
     def _checked(self, host: str, port: int) -> str:
-        """Return one of a host's addresses. Raises Refused unless all of the addresses are allowed."""
+        """Return one of a host's addresses. Raises Refused if there is none, or if any of them is not allowed."""
         try:
             addresses = self._resolve(host, port)
         except (OSError, UnicodeError) as error:
@@ -229,7 +229,9 @@ def _body(reply: http.client.HTTPResponse, deadline: float, budget: ImageBudget)
         budget.take(len(chunk))
         if len(data) > MAX_IMAGE_BYTES:
             raise Refused(f"it is larger than {MAX_IMAGE_BYTES // 2**20} MiB")
-    _left(deadline)  # raises if `watch` aborted the connection, which looks like a normal end
+    _left(
+        deadline
+    )  # raises if `watch` aborted the connection, because that looks like the file's end
     return bytes(data)
 
 

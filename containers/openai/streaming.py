@@ -43,7 +43,7 @@ async def _disconnected(receive: Receive) -> None:
 async def streamed(
     receive: Receive, chunks: AsyncGenerator[bytes, None], media_type: str
 ) -> Response:
-    """Return a streamed reply. Waits for the first chunk, so that an error before that gets its own HTTP status."""
+    """Return a streamed reply. Waits for the first chunk, so that an earlier error can set the HTTP status."""
     first = await unless_disconnected(receive, anext(chunks))  # type: ignore[arg-type]
     return _Stream(first, chunks, media_type)
 

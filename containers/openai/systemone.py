@@ -66,8 +66,8 @@ class SystemOneReply(Reply):
         }
 
     def named(self, error: ApiError) -> ApiError:
-        """Replace the model's names in an error with System One's: a question's number with its name, and `choices` and
-        `levels` with `criteria`."""
+        """Replace the model's names in an error with System One's: a question's number becomes the question's name, and
+        `choices` and `levels` become `criteria`."""
         names = list(self.body.questions)
 
         def name(match: re.Match[str]) -> str:

@@ -56,7 +56,7 @@ class _Reader:
         self.place = 0
         self._unclosed: set[str] = (
             set()
-        )  # quote characters that end no string in the rest of the text
+        )  # quote characters for which the rest of the text has no closing quote
 
     def skip(self) -> None:
         match = _SPACE.match(self.text, self.place)

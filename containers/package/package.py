@@ -270,10 +270,11 @@ def _write_manifest(
     described: Mapping[str, Bundle] | None = None,
     known: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write the package's manifest: the engines' manifest with the files' new paths.
+    """Write the manifest of a package or its image: the engines' manifest with the files' new paths.
 
-    If there are several bundles, their manifests have the details. `placed` are the bundles in the package, and
-    `described` the bundles to describe, which differ if engines are mounted. `known` are entries of files.
+    If there are several bundles, their manifests have the details. `placed`: the bundles whose files are listed.
+    `described`: the bundles to describe, by default `placed`; they differ if an image lacks its engines.
+    `known`: the entries of all files, by default those of `placed`.
     """
     described = described or placed
     first = next(iter(described.values())).manifest

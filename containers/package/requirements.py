@@ -47,7 +47,7 @@ _OF_BUILDER = {
     "tensorrt": ("tensorrt-cu13-bindings",),
 }
 _PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9A-Za-z][0-9A-Za-z.+!_-]* (?:[0-9a-f]{64})?")
-# Distribution → one that can be installed here instead, since both provide the same module.
+# Distribution → another distribution of the same module, which can be installed here instead.
 _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 

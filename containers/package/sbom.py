@@ -93,7 +93,7 @@ def _library(pin: Pin) -> Any:
 
 
 def _licenses(text: str) -> list[Any]:
-    """Return a licence as an SPDX expression if it is one, else as a name."""
+    """Return a licence as an SPDX expression if `text` is an expression, otherwise as a name."""
     if not text:
         return []
     try:

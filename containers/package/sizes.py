@@ -74,8 +74,8 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     weights = _weights(manifest, on_cpu)
     total = sum(weights.segments().values())
     need = _serving_memory(manifest, on_cpu, max_batch)
-    # Each further GPU loads the engines, which are hashed only once, and runs every pass. It finds compiled kernels and
-    # built engines in the cache, since all GPUs have the same name.
+    # Each further GPU loads the engines, which are hashed only once, and warms up. It finds compiled kernels and built
+    # engines in the cache, since all GPUs have the same name.
     plan, layers = _passes(manifest, max_batch).sharing(), len(manifest.model.layers)
     further = 0.0 if on_cpu else total / _READ + layers * _warm_up(plan)
     startup = _START + (2 * total / _READ if on_cpu else total / _READ + further)

@@ -1,5 +1,5 @@
-"""Chooses a server's GPUs: the first that fits, or the one that `--device` names, or with `--devices all` the first and
-all others of its name.
+"""Chooses a server's GPUs: the first GPU that fits, or the GPU that `--device` names. With `--devices all`, all
+fitting GPUs with the name of the first one are chosen.
 
 CUDA_VISIBLE_DEVICES lists the UUIDs of the chosen GPUs, because CUDA has its own numbers for GPUs: the fastest is 0.
 """

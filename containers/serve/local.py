@@ -51,7 +51,8 @@ def plan_local(name: Path, cache: Path | None = None) -> Local:
 
 
 def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
-    """Return the target of this machine's GPU and an empty string; or `cpu` and why no GPU's target was chosen."""
+    """Return the target of the largest GPU that has a usable one, and an empty string. If no GPU has one, return `cpu`
+    and the reasons."""
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):

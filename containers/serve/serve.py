@@ -65,7 +65,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         settings.ports.held(settings.triton_host, settings.front.host) as ports,
         stop_request() as stop,
         ServerOutput(settings, stream) as output,
-        # The folder of Triton's sockets. Callers reach Triton through the front end, unless a proxy guards it.
+        # The folder of Triton's sockets. Callers reach Triton through the front end, unless a proxy guards Triton.
         tempfile.TemporaryDirectory(prefix=run_name(), dir=_short_folder()) as folder,
     ):
         sockets = None if settings.triton_behind_proxy else Path(folder)

@@ -88,7 +88,7 @@ class Server:
         cache: canvasrt's cache folder, if not the default. options: further options of tritonserver. ready_timeout:
         seconds for loading the models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only
         CUDA's first GPU does. sockets: a folder. If given, Triton's HTTP and gRPC servers listen on Unix sockets in it,
-        and the front end listens on the ports of both.
+        and the front end listens on their ports instead.
         """
         self.repository = repository
         self.host = host
@@ -224,7 +224,7 @@ class Server:
         self, interrupted: threading.Event | None, meanwhile: Callable[[], None]
     ) -> None:
         deadline = time.monotonic() + self._ready_timeout
-        whole = time.monotonic()  # the last time at which no model's process was dead
+        whole = time.monotonic()  # the last time at which no child process was dead
         while not (interrupted and interrupted.is_set()):
             self.check_alive()
             meanwhile()
@@ -388,7 +388,7 @@ class Server:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
-    """Wait for the process to exit. Return whether it exited in time and without an error, so that its models have
+    """Wait for the process to exit. Return whether it exited in time and without an error; then its models have
     ended, too."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:

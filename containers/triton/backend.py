@@ -104,8 +104,8 @@ class StreamModel:
             return make
 
         sys.setswitchinterval(_SWITCH)
-        # Slow requests are prepared on threads, so that others need not wait. Those that only tokenize have a separate
-        # thread.
+        # Slow requests are prepared on threads, so that other requests need not wait. Those that only tokenize share a
+        # separate thread.
         self._preparing, self._tokenizing = Preparing(), Preparing(threads=1)
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)

@@ -43,10 +43,10 @@ _TRITON_PARAMETERS = (
 
 
 def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
-    """Raise CanvasError for an unknown parameter.
+    """Raise CanvasError for an unknown parameter, and for a number from the front end that is not an integer.
 
-    The `generate` endpoints convert unknown JSON fields to parameters, so a misspelled option would be ignored
-    silently.
+    The `generate` endpoints convert unknown JSON fields to parameters. Without this check, a misspelled option would be
+    ignored silently.
     """
     for name in (ANSWERS, ARRIVED):
         if not isinstance(value := parameters.get(name, 0), int):
@@ -72,7 +72,7 @@ def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: int) -> None:
-    """Raise CanvasError if a tensor, which is not decoded yet, has a wrong shape or too many elements."""
+    """Raise CanvasError if a tensor has a wrong shape or too many elements. Checks this before tensors are decoded."""
     sizes: dict[str, int] = {}
     for name, tensor in INPUTS.items():
         if name in shapes:

@@ -9,7 +9,7 @@ from typing import Any
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.passes import Counters
 
-INTERVAL = 0.25  # seconds between updates of counters: each is a call to the server's process
+INTERVAL = 0.25  # seconds between updates of counters, because an update calls the server's process
 GAUGES = {
     "requests_in_flight": "Requests running or waiting",
     # Triton forwards requests immediately, so its own pending count is always 0.

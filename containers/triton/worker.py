@@ -40,11 +40,11 @@ _STOPPING = ("the server is stopping", "send the request to another server")
 class Worker:
     """Runs a generator on a separate thread.
 
-    `make` creates the generator. After a failed pass, all of its requests get an EngineError, and `make` is called
-    again. Then a probe, a short request of the worker's own, tests the engines. If they work, the failure is counted
-    against the callers whose requests had no event before it. `observe` is called around every step with the
-    generator and the number of requests in flight; `beat` is called whenever there is progress, and regularly while
-    idle.
+    `make` creates the generator. After a failed pass, all requests that have been in a pass get an EngineError, and
+    `make` is called again. Then a probe, a short request of the worker's own, tests the engines. If they work, the
+    failure is counted against callers, as `_replace_generator` describes. `observe` is called around every step with
+    the generator and the number of requests in flight; `beat` is called whenever there is progress, and regularly
+    while idle.
 
     If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
     """
@@ -60,7 +60,7 @@ class Worker:
         peers: Sequence[Worker] = (),
     ) -> None:
         """max_tokens, timeout: see `Tickets`. peers: other workers, with which this one shares tickets and failure
-        counts. Requests that wait here move to those with a free place."""
+        counts. Requests that wait here move to peers that have a free place."""
         first = peers[0] if peers else None
         own = Tickets(MAX_WAITING, max_tokens, timeout)
         self.tickets: Tickets = first.tickets if first else own
@@ -105,7 +105,7 @@ class Worker:
 
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
         """Return a ticket for a request that arrived at `begin`, by default now. Call this before slow preparation.
-        Raises Overloaded if too many requests wait."""
+        Raises Overloaded if the worker cannot accept the request now."""
         if self._refusal is not None:
             raise self._refusal
         if self._limiter.refuses(owner):
@@ -136,7 +136,7 @@ class Worker:
     def _queue(self, known: _Known) -> None:
         known.ticket.worker = self
         self._arrived.put(known)
-        # The worker may have stopped since the ticket was taken. Then the request must be failed here.
+        # If the worker has stopped since the ticket was taken, only this call can still fail the request.
         if self._refusal is not None or self._closing:
             self._fail_arrived(self._refusal or Overloaded(*_STOPPING))
 
@@ -305,8 +305,8 @@ class Worker:
         return [self._known.pop(id) for id in untouched]
 
     def _replace_generator(self, suspects: list[_Known]) -> None:
-        """Create a new generator. If the engines work, count the failure against the callers of `suspects` that have
-        had no event yet or, if there are none, of all `suspects`."""
+        """Create a new generator. If the engines work, count the failure against the callers of the `suspects` that
+        have had no event yet or, if all have had events, against the callers of all `suspects`."""
         self._generator.abandon()
         self._generator = self._make()
         if self._probe():
