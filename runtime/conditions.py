@@ -23,8 +23,8 @@ class Conditions:
     seed: tokens that replace noise in a block's first canvas. pin: fixed tokens, in every step and in the answer.
     allow: the permitted tokens, ascending. least: minimum number of tokens before the end.
 
-    The answer ends neither before the last pin nor before position `least`: at earlier positions, a token that ends the
-    sequence is allowed only if the position's `allow` lists it.
+    Before the last pin and before position `least`, tokens that end the sequence are ruled out, except at positions
+    whose `pin` or `allow` contains them.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class Conditions:
     def allowed(
         self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """Return the allowed tokens, int64 `[k]`, of a canvas's restricted positions, keyed by position on the canvas.
-        `begin` is the position in the answer at which the canvas starts."""
+        """Return, for each restricted position of a canvas, its allowed tokens, int64 `[k]`. Keys count from the
+        canvas's first position. `begin` is the position in the answer at which the canvas starts."""
         last = max(max(self.pin, default=-1), self.least)
         others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
         found = {}

@@ -50,9 +50,9 @@ class SettledPrefix:
     """The settled prefix of one block's canvas: tokens at its beginning that no later step changes.
 
     The sampler itself makes no token final: every step accepts a new set of positions, so any token can change until
-    the block's last step. If `settle_steps` is set, a position settles once all positions before it have settled and,
-    for `settle_steps` steps, its likeliest token has stayed the same and its entropy has been below
-    `confidence_threshold`. Then that token is fixed.
+    the block's last step. If `settle_steps` is set, a position settles after that many consecutive steps with an
+    unchanged likeliest token and an entropy below `confidence_threshold`, but not before all earlier positions have
+    settled. Its likeliest token is then fixed.
     """
 
     def __init__(self, params: SamplingParams) -> None:

@@ -31,7 +31,7 @@ STATES: dict[type[Request], Any] = {
     DecisionRequest: DecisionState,
 }
 _SEARCH_WAIT = 0.004  # seconds to wait for a search when no pass can run
-_SEARCH_TURN = 0.5  # seconds after which a search ends its request's turn, so that another request can replace it
+_SEARCH_TURN = 0.5  # seconds of searching after which a request's turn ends, to let others run
 
 
 class Generator:

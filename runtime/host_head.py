@@ -13,7 +13,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tables import Table, host_dtype
 
-# maximum number of the embedding table's rows in memory at a time, in float32
+# maximum number of rows of the embedding table to convert to float32 at a time
 _ROWS = 1 << 15
 _SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.weight")
 
@@ -71,7 +71,7 @@ class HostHead:
         return cls(bundle.manifest.model, weights, table)
 
     def logits(self, hidden: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
-        """Return the soft-capped logits, float32 `[n, k]`, of `tokens`, int64 `[k]`, or by default of all tokens.
+        """Return the soft-capped logits, float32 `[n, k]`, of `tokens`, int64 `[k]`; by default, the whole vocabulary.
 
         `hidden` is the last layer's output, float32 `[n, hidden_size]`.
         """

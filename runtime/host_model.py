@@ -153,7 +153,7 @@ class HostModel(Model):
         """Run passes concurrently if there are several workers. Passes share no state. Yields results in order.
 
         The calling thread is one of the workers. If it only waited for the others, waking it up at the end would take a
-        tenth of a small model's time.
+        tenth of the time of a small model's pass.
         """
         if self._pool is None or count < 2:
             yield from map(run, batches)

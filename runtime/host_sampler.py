@@ -11,7 +11,7 @@ from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling_params import SamplingParams
 
-# `redrawn` widens its ranges of uniform numbers by this. It is larger than rounding errors of low-precision entropies.
+# `redrawn` widens its ranges of uniform numbers by this margin, to cover rounding errors of low-precision entropies.
 _MARGIN = 1e-3
 
 
@@ -156,7 +156,7 @@ def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         reached = before >= params.top_p * ordered.sum(axis=-1, keepdims=True)
         reached[:, 0] = False
         np.put_along_axis(mass, order, np.where(reached, 0, ordered), -1)
-    # `min_p` is relative to the likeliest token, whose mass is 1.
+    # `min_p` is relative to the likeliest token's probability, and `mass` is scaled so that this token has 1.
     return (mass > 0) & (mass >= params.min_p)
 
 

@@ -108,7 +108,7 @@ class CanvasFeeds:
         those that `Geometry` adds."""
         key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
-            # References to the caches keep their `id()`, which is part of the key, from being reused.
+            # Keep the caches alive: the key contains their `id()`, which Python could otherwise reuse.
             self._key, self._caches = key, list(caches)
             self._feeds = {}  # free the old copies before making new ones
             begin = np.array([cache.length for cache in caches], np.int64)

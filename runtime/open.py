@@ -34,7 +34,7 @@ def open_model(
     - check: verify the files' hashes first.
     - backend: replaces the backend that `device` selects.
     - device: `cpu` or `cuda`; None selects the device that the bundle was built for.
-    - share_passes: let requests share passes on a GPU. Every pass then has the shape of a full batch.
+    - share_passes: let requests share passes on a GPU. Denoising passes then have the shape of a full batch.
     - max_context: maximum number of tokens of a request: prompt plus answer; None means the bundle's limit.
     - gpu: the number of the GPU among those that CUDA_VISIBLE_DEVICES names.
 

@@ -164,9 +164,9 @@ def groups_of(
 
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
-    """Return the size of a prompt's next chunk: `size`, unless that would cut an image. In that case the chunk includes
-    the image if the chunk then has at most `most` tokens, and otherwise ends before the image. An image of more than
-    `most` tokens is one chunk. `groups` are the image numbers of the prompt's remaining tokens."""
+    """Return the size of a prompt's next chunk: `size` if that cuts no image. Otherwise the chunk ends after the image
+    if the chunk then has at most `most` tokens, or else before the image. An image of more than `most` tokens is one
+    chunk. `groups` are the image numbers of the prompt's remaining tokens."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])

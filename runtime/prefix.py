@@ -34,8 +34,8 @@ class Chunk(NamedTuple):
 
 
 def share_of(owner: str) -> str:
-    """Return the name under which a caller's prompts are cached. Callers with different keys cannot probe each other's
-    prompts."""
+    """Return the name under which a caller's prompts are cached. Callers with different API keys cannot probe each
+    other's prompts."""
     return "" if owner.startswith(ANYBODY) else owner
 
 

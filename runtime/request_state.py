@@ -96,7 +96,7 @@ class RequestState(ABC):
 
     @property
     def parks(self) -> bool:
-        """Whether the request can be parked. It cannot while its tokens are encoded again after it was parked."""
+        """Whether the request can be parked: not while its tokens are encoded again after an earlier parking."""
         return not self.queue.returning
 
     @property

@@ -20,7 +20,7 @@ from canvasrt.pass_shapes import canvas_sizes
 if TYPE_CHECKING:
     import numpy as np
 
-# Logits that are divided by a much lower temperature overflow, which makes the entropy NaN.
+# Logits divided by a temperature far below this one overflow, which makes the entropy NaN.
 COLDEST = 1e-6
 MAX_BIAS = 100  # as in OpenAI's API; exceeds the difference of any two soft-capped logits
 MAX_SCORE = 1000  # nats; no log-probability is below -MAX_SCORE, because logits are soft-capped
@@ -258,8 +258,8 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Reduce `max_new_tokens` so that its canvases fit `room` positions, if it is a default or if they exceed
-        `room` by less than a canvas. If no canvas of the default length fits, use the largest of `sizes` that does."""
+        """Reduce `max_new_tokens` to fit `room` positions if it is a default, or if its canvases exceed `room` by less
+        than a canvas. If no canvas of the default length fits, use the largest length in `sizes` that fits."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:

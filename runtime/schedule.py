@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 class Scheduled(Protocol):
     """A request. passes: number of passes so far. turn: passes since its turn began; a long pass counts several times.
-    place: orders the requests of one caller."""
+    place: sort key among the requests of one caller."""
 
     owner: str
     passes: int
@@ -33,8 +33,8 @@ class Schedule:
 
     The caller with the fewest turns so far comes first. A caller's requests run in order of arrival; a request whose
     turn is used up goes to the end of the caller's queue. A caller that is new or was idle starts with as many turns as
-    if it had always been active. This number grows with every turn, so a request waits for at most one turn of every
-    earlier request, whatever arrives later.
+    if it had always been active. That starting number grows with every turn of any caller, so a request waits for at
+    most one turn of every earlier request, whatever arrives later.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -59,7 +59,7 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # `_now` stays below the number of turns that this caller has now begun, so that a new caller goes before it.
+        # Keep `_now`, where new callers start, below this caller's new number of turns, so that they go first.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
@@ -82,7 +82,7 @@ class Schedule:
         return min(waiting, key=self._rank)
 
     def swap(self, waiting: Sequence[Each], running: Sequence[Each]) -> tuple[Each, Each] | None:
-        """Return a waiting request, and the running request to park for it, or None if no request should be parked."""
+        """Return a waiting request, and the running request to park for it. Return None if none should be parked."""
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not waiting or not tired:
             return None

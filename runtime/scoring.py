@@ -54,7 +54,7 @@ class Scoring:
         self._before = self._after = np.empty((0, 0), np.float32)
 
     def watch(self, hidden: np.ndarray) -> bool:
-        """Store the encoder's output at the last token. This is the `watch` callback of `PrefillQueue`."""
+        """Store the encoder's output at a chunk's last token. This is the `watch` callback of `PrefillQueue`."""
         self._before = hidden[-1:].copy()
         return True
 

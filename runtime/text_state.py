@@ -59,7 +59,7 @@ class TextState(RequestState):
             rows = hidden[begin : begin + _SCORED]
             following = self.prompt[first + begin :][: len(rows)]
             found += self._token_scores(rows[: len(following)], following, 0)
-        # Assigned by position, because a request on another GPU may have scored the same tokens meanwhile.
+        # Assign by position instead of appending: a request on another GPU may have added the same scores meanwhile.
         self._prompt_scores[first : first + len(found)] = found
         return True
 

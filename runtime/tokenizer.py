@@ -146,7 +146,7 @@ class Tokenizer:
 
         The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` can
         begin with the control token of a thought or a call; further control tokens in `prefix` are encoded as text.
-        Raises CanvasError if the template lacks a variable whose value in `variables` is neither false nor empty.
+        Raises CanvasError for a variable that the template does not use, if its value is neither false nor empty.
         """
         self._check(messages, variables)
         check_characters(prefix)
@@ -264,7 +264,7 @@ class StreamDecoder:
         # The tokens of the last complete piece, which are decoded again as context, and the tokens after it.
         self._before: list[int] = []
         self._open: list[int] = []
-        self._given = 0  # number of characters that were already returned for the open tokens
+        self._given = 0  # number of characters of `_open` that were already returned
         self._tail = ""  # the last characters, in which a control token's spelling may begin
 
     def put(self, ids: Sequence[int], final: bool = False) -> str:

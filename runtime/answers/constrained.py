@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 # Searches run on separate threads, so that one request's grammar does not delay other requests' steps. Grammars that
 # proved to be slow share one separate thread, which yields to all other threads.
 _QUICK, _SLOW = Searchers(2), Searchers(1)
-# Limits in CPU seconds, to which TOKEN_SECONDS per token are added: of one search before it counts as slow, and of all
-# searches of a request together.
+# Limits in CPU seconds, to which every token adds TOKEN_SECONDS. A search that exceeds QUICK_SECONDS counts as slow.
+# SEARCH_SECONDS limits all searches of a request together.
 QUICK_SECONDS, SEARCH_SECONDS = 0.2, 5.0
 
 

@@ -122,8 +122,8 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 class DecisionRequest(Request):
     """A prompt, and the templates whose labels are read after it.
 
-    samples: number of noise samples; every sample reads all templates. params: only the seed, the temperatures, the
-    entropy bound, and `max_denoising_steps` (here the number of steps per canvas) apply.
+    samples: number of noise samples; every sample reads all templates. Of `params`, only the seed, the temperatures,
+    the entropy bound and `max_denoising_steps` (here the number of steps per canvas) apply.
     """
 
     templates: tuple[Template, ...]

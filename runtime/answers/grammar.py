@@ -35,8 +35,8 @@ LIMITS = {
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # total bytes of the regular expressions in a schema; their cost is quadratic
 MAX_PATTERN_KEYS = 64  # maximum number of `patternProperties`, each of which excludes all others
-# Limit on the least common multiple of a schema's `multipleOf` values, after their decimal points are removed. The
-# automaton has as many states.
+# Limit on the least common multiple of a schema's `multipleOf` values, after their decimal points are removed.
+# llguidance's automaton has as many states as this multiple.
 MAX_MULTIPLE = 10_000
 # Maximum tokens of a grammar's shortest answer. A grammar whose shortest answer is longer is refused, like a grammar
 # without finite answers.
@@ -236,8 +236,8 @@ def _follows(matcher: Any, bad: Collection[int], allowance: Allowance, token: in
 
 
 def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> GrammarState:
-    """Return the initial state of a grammar. `spec` has a `type` and the field that this type needs: `schema`, `regex`,
-    `grammar`, or none.
+    """Return the initial state of a grammar. `spec` has a `type` and, unless that is `json_object`, the field that the
+    type needs: `schema`, `regex` or `grammar`.
 
     Raises CanvasError, which names `path`, for a grammar that is wrong, too large, unsatisfiable or without finite
     answers.
@@ -346,7 +346,7 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point, or 1 for any other value, because llguidance refuses it anyway."""
+    """Return a number without its decimal point. For any other value, which llguidance refuses anyway, return 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

@@ -243,7 +243,7 @@ def _template(
     filler: int,
     model: Model,
 ) -> Template:
-    """Return a template of `parts`: each is a question's number, the tokens before its label, and its labels."""
+    """Return a template of `parts`. Every part is a question's number, the tokens before its label, and its labels."""
     tokens: list[int] = []
     blanks = []
     for question, lead, labels in parts:

@@ -34,7 +34,7 @@ class Searchers:
         self._running: list[_Job] = []
 
     def submit(self, owner: str, work: Callable[[], Any]) -> Future[Any]:
-        """Run `work` once its caller's turn has come."""
+        """Queue `work`, to run when it is the turn of its caller, `owner`. Return the future result."""
         job = _Job(owner, work)
         with self._lock:
             self._schedule.join(job, [*self._waiting, *self._running])

@@ -13,7 +13,7 @@ _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
 # These characters come first, because formats such as dates, addresses and URLs need them.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # rank added to closing tokens per closing token chosen in a row
+_PATIENCE = 0.5  # every closing token chosen in a row raises the rank of closing tokens by this
 _LETTERS = 3.0
 _WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
 
@@ -101,7 +101,7 @@ class Speller:
         self._bound.closed = 0
 
     def next(self, allows: Callable[[int], bool]) -> int | None:
-        """Return the first allowed token; None if no token of the spelling is allowed."""
+        """Return the first allowed token, or None if no token of the spelling is allowed."""
         rank, used = self._rank, self._bound
         if all(map(allows, self._probes)):
             # In free text, brackets close nothing.

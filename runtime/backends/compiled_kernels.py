@@ -12,8 +12,8 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial-"
-# Seconds since a file's last change after which it is removed: LEFT for partial files, which another server may still
-# be writing; UNUSED for files of engines or GPUs that no server has used since.
+# A file is removed when it was last written or used this many seconds ago: LEFT for partial files, which another
+# server may still be writing; UNUSED for all other files.
 LEFT, UNUSED = 600, 30 * 86400
 
 

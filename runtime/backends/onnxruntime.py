@@ -32,8 +32,9 @@ def available_cores() -> int:
 class OrtBackend:
     """ONNX Runtime sessions on a CPU.
 
-    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. From SMALL_PASS on, all
-    threads work on the same matrix product; below it, every thread runs a different request's pass.
+    threads: CPU threads in total; None uses every available core. work: multiply-adds per pass. If
+    `work` is less than SMALL_PASS, every thread runs a different request's pass. Otherwise all threads work on the same
+    matrix product.
     """
 
     rows_apart = True

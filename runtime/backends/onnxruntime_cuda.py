@@ -59,7 +59,7 @@ class OrtCudaBackend:
     """ONNX Runtime sessions on one stream of the GPU. A heavy operator that cannot run on the GPU is an error."""
 
     def __init__(self, rows_apart: bool = True, max_batch: int = MAX_BATCH) -> None:
-        """Open the GPU. Reserve memory for `max_batch` requests.
+        """Open the GPU. Models will allocate memory for `max_batch` requests.
 
         Passes are not captured as CUDA graphs: ONNX Runtime computes shapes on the CPU, and therefore refuses capture.
 

@@ -68,7 +68,7 @@ class SharedBuffers:
         self._kernels: dict[tuple[Path, str], int] = {}
         self.checked: set[tuple[str | None, ...]] = (
             set()
-        )  # for every layer checked so far, its kernels
+        )  # the kernels of every layer checked so far
 
     def reserve(self, needed: Mapping[str, int]) -> None:
         """Plan memory for a segment's buffers. `needed` maps their names to sizes in bytes."""
@@ -237,7 +237,7 @@ class SortedEngine:
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
         taken = EXPERT_INPUT
         if layer.rounding:
-            # The quantized input is in the buffer of the experts' result, which is only written after the last read.
+            # The quantized input shares the experts' result buffer, which is written only after the input's last read.
             taken, pointers = EXPERT_ROWS, [address(EXPERT_INPUT), address(EXPERT_ROWS)]
             grid = (-(-tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
             yield self._call(layer.rounding, grid, pointers, tokens, layer.input_scale)

@@ -231,7 +231,7 @@ class DeviceCache:
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Split the tokens between two positions into runs that are contiguous in the cache. Yield each run's first
         position, its place in the cache, and its number of tokens."""
-        # A sliding layer's ring can be shorter than its width, because the width is a multiple of 8.
+        # A sliding layer's ring can be shorter than the layer's width, which is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
             place = self._place(cache.kind, begin)

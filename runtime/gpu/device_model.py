@@ -157,7 +157,7 @@ class DeviceModel(Model):
             hidden = self._fetch(row, hidden)
         loads = dict(row.loads)
         self.release(row)
-        # `release` clears the loads. They are kept, so that the block continues later with the same shapes.
+        # `release` cleared the loads. Restore them, so that the block continues later with the same shapes.
         row.loads |= loads
         return hidden, True
 
@@ -258,7 +258,7 @@ class DeviceModel(Model):
         return True
 
     def append(self, row: DeviceRow, length: int, count: int) -> None:
-        """Add to a request's caches the first `count` tokens of the latest encoding pass, which had `length`
+        """Append the first `count` tokens of the latest encoding pass to a request's caches. The pass had `length`
         positions."""
         self._cache.make_room(row, count)
         for layer in range(len(self.config.layers)):

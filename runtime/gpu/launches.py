@@ -48,7 +48,7 @@ class Pass:
 @dataclass(frozen=True)
 class OwnPasses:
     """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
-    `seconds`: durations of own passes, keyed by ascending width, only for widths whose results have the same bits as
+    `seconds`: durations of own passes, keyed by ascending width. It lacks widths whose results differ in any bit from
     those of a shared pass. `shared`: a shared pass's duration."""
 
     widths: tuple[int, ...]

@@ -39,9 +39,9 @@ class Evidence:
 def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if sharing changes no bits of a request's results.
 
-    Compares a request's results in own passes of every width with its results in shared passes, alone and together with
-    random requests, at every place and under several expert loads. Only if all bits agree can every step use the faster
-    kind of pass: otherwise this choice would make tokens depend on timing. Also warms up all shapes of the resulting
+    Runs a request in own passes of every width and in shared passes, alone and together with random requests, at every
+    place and under several expert loads. Only if all results have the same bits can every step use the faster kind of
+    pass: otherwise this choice would make tokens depend on timing. Also warms up all shapes of the resulting
     plan. Call this only while no request is running."""
     model.share_passes(True)
     widths = model.shapes.widths
@@ -71,7 +71,7 @@ def prove(model: DeviceModel) -> Evidence:
 
 def digest(model: DeviceModel) -> str:
     """Return a hash of one request's results: in its own pass at every width and, if requests can share passes, in a
-    shared pass with others. The requests never change. Call this only while no request is running."""
+    shared pass with others. Every call uses the same requests. Call this only while no request is running."""
     kept, trial = model.own_passes, _Trial(model)
     given = trial.requests({})
     ways = [*model.shapes.widths, *([0] if model.shapes.shares else [])]

@@ -113,7 +113,7 @@ class Workspace:
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
-        # The numbers of the experts' queues, and that of the queue of all tokens.
+        # Numbers of queues of tokens: every expert has a queue, and the last queue contains all tokens.
         self.queues = constant(device, np.arange(config.num_experts, dtype=np.int64))
         self.all_tokens = constant(device, np.array([config.num_experts], np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
