@@ -76,7 +76,7 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
         )
     if source.checkpoint is None:
         return None
-    # The hashes only matter for the bundled checkpoints, which are small and have their own prompts.
+    # Hashes are only needed to recognize the bundled checkpoints, which are small and have their own prompts.
     size = sum(each.stat().st_size for each in source.checkpoint.folder.glob("*.safetensors"))
     made_from = {"files": fingerprint(source.checkpoint.folder)} if size < _SMALL else {}
     return CalibrationPrompts.of(
@@ -90,8 +90,8 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
 
 
 def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -> CalibrationNeeds:
-    """Return what a calibration needs if each stored weight takes `width` bytes. Raises CanvasError for unusable
-    prompts."""
+    """Return what a calibration needs if weights are stored with `width` bytes per number. Raises CanvasError for
+    unusable prompts."""
     work, model = prompts.check(), prompts.config
     layers = [_layer(model, index, width) for index in range(len(model.layers))]
     head = _Part.of({name: each.size for name, each in head_matrices(model).items()}, 1, width)

@@ -104,7 +104,7 @@ def check_extras(plan: Plan) -> None:
         require("torch", "export")
     if plan.source.graphs is None or plan.quantizes or plan.target.capability is None:
         require("onnx", "export")
-    if plan.quantizes and not is_installed("modelopt"):  # importing it takes seconds
+    if plan.quantizes and not is_installed("modelopt"):  # an import would take seconds
         raise CanvasError("modelopt is not installed", "run `pip install 'canvasrt[export]'`")
     for module, extra in plan.experts.modules:
         require(module, extra)

@@ -38,9 +38,9 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 
 @dataclass(frozen=True)
 class Job:
-    """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of all `capabilities`;
-    if this is empty, it is built for this machine's GPU. `timing` is the timing cache's file, which is created if
-    missing.
+    """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine is built for GPUs of all
+    `capabilities`, or, if there are none, for this machine's GPU. `timing` is the timing cache's file, which is created
+    if missing.
     """
 
     module: str

@@ -49,8 +49,8 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the weight files that a build need not read, since an interrupted build has already lowered the graphs
-    that use them."""
+    """Return the weight files that a build does not have to read, because an interrupted build has already lowered
+    the graphs that use them."""
     room = unfinished_folder(*lowered_from(graphs))
     files = [Path(each["file"]) for each in graphs.manifest.segments]
     return {str(each.with_suffix(".bin")) for each in files if (room / each.stem).is_dir()}

@@ -1,6 +1,6 @@
-"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, which run over
-sorted rows, between two engines of each layer. A build selects a form by name, and all code that differs between forms
-is here. `canvasrt/pass_shapes.py` has the numbers of slots."""
+"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, which run between
+two engines of each layer, over rows sorted by expert. A build selects a form by name, and all code that differs between
+forms is here. `canvasrt/pass_shapes.py` chooses the numbers of slots."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Slots:
         """Raise CanvasError for a target, weight format or row length that this form does not support."""
 
     def passes(self, passes: PassPlan) -> PassPlan:
-        """Return a pass plan that was made for slots, adapted to this form."""
+        """Return `passes`, which was planned for experts with slots, adapted to this form."""
         return passes
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
@@ -59,7 +59,7 @@ class Slots:
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
         """Return the number of execution contexts of all body segments. Every engine has one context per profile, one
-        per place in the batch, and, if there are several places, one for shared passes."""
+        per place in the batch, and, if `batch` is above 1, one for shared passes."""
         return bodies * (2 + 2 * (batch > 1) + batch)
 
     def buffers(self, model: ModelConfig, passes: PassPlan, element: int) -> int:

@@ -54,7 +54,7 @@ def released_fit(target: Target) -> Fit | None:
 def released_memory(
     precision: Precision, target: Target, max_context: int, max_batch: int
 ) -> tuple[PrefillPlan, Estimate]:
-    """Return how engines built from the released model encode prompts, and how much memory serving them takes."""
+    """Return the prefill plan of engines for the released model, and the memory that serving takes."""
     source = Source(Path("released"), released_model(), {})
     made = shortened(Plan(source, target, precision, max_context, max_batch, Path()))
     return made.reading, made.memory

@@ -216,8 +216,9 @@ def _cached_numbers(model: ModelConfig, passes: PassPlan) -> int:
 def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> int:
     """Return the size in bytes of the buffers that runtime.gpu.workspace allocates.
 
-    These are: hidden states of every engine, and two more per request; a pass's new keys and values; and a copy of one
-    KV cache slot's keys, needed when the slot's width changes. A cached number takes `number` bytes.
+    These are: hidden states of every engine; two canvases of hidden states per request; a pass's new keys and values;
+    and a copy of one layer's keys or values in one KV cache slot, needed when the slot's width changes. A cached number
+    takes `number` bytes.
     """
     model, encoded = weights.model, passes.lengths[-1]
     canvases = passes.batch * passes.canvas

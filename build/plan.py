@@ -73,7 +73,8 @@ class Plan:
     @property
     def spends_graphs(self) -> bool:
         """Whether a segment's weights in graphs are removed from the cache once its engine is built. They are kept if
-        they are small, if the user asks for it, and if engines still need them: for links or sorted experts."""
+        they are small, if the source is a graph bundle, if the user wants to keep them, or if engines still need them:
+        as links or for sorted experts."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
@@ -109,7 +110,7 @@ class Plan:
 
     @cached_property
     def calibration_hash(self) -> str | None:
-        """The SHA-256 of the user's calibration file; None if there is none, or if the precision needs none."""
+        """The SHA-256 of the user's calibration file; None without a file, or if the precision needs no prompts."""
         if self.calibration is None or not self.precision.is_calibrated:
             return None
         return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
@@ -336,10 +337,11 @@ def shortened(plan: Plan) -> Plan:
     """Return the plan, with segments of `SHORT_SEGMENT` layers if longer ones take much memory to build and the target
     has room for short ones. (These take slightly more memory to serve.)
 
-    A target has room if its memory is unknown, or if short segments fill at most 95% of it and do not change how
-    prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an export.
+    A target has room if its memory is unknown, or if serving with short segments takes at most 95% of that memory and
+    does not change how prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an
+    export.
     """
-    # Builders take much memory only because of the experts' weights.
+    # Exported graphs are already cut. Otherwise, only engines with the experts' weights take much memory to build.
     if plan.source.graphs is not None or not plan.experts.in_engines:
         return plan
     built = builder_needs(replace(plan.weights, on_cpu=False), plan.experts)

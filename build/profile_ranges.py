@@ -97,8 +97,8 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Return whether a single canvas feeds all its tokens to every expert's first product.
 
-    Feeding all tokens is faster if the format's arithmetic is fast: reading the weights then takes most of the time either
-    way, and each token is quantized once instead of once per slot.
+    Feeding all tokens is faster if the format's arithmetic is fast: reading the weights then takes most of the time
+    either way, and each token is quantized once instead of once per slot.
     """
     formats = segment.get("quantized") or {}
     return any(
@@ -107,7 +107,7 @@ def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
 
 
 def _rows(passes: PassPlan) -> dict[str, Range]:
-    """Return, by profile, how many requests a denoising pass has: one, or in a second profile a full batch."""
+    """Return how many requests a denoising pass has in each profile: one or, in the second profile, a full batch."""
     rows = {DENOISE: _always(1)}
     if passes.batch > 1:
         rows[DENOISE_BATCH] = _always(passes.batch)

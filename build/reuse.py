@@ -19,7 +19,7 @@ from canvasrt.types import Json
 
 
 def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
-    """Return the weight files that no plan needs to read, since all that is built from them is in the cache."""
+    """Return the weight files that no plan needs to read, because everything built from them is in the cache."""
     gone = [
         (cpu if each.target.capability is None else tensorrt).built_weights(each, graphs)
         for each in plans

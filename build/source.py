@@ -15,7 +15,7 @@ from canvasrt.checkpoints.description import Description, describe
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint, described by `checkpoint`, or the graph bundle `graphs`. `made_from` identifies it by hashes.
+    """A checkpoint, described by `checkpoint`, or the graph bundle `graphs`. `made_from` has the source's hashes.
 
     `precision` is the precision of the graphs or of a quantized checkpoint; None for a plain checkpoint.
     """

@@ -102,7 +102,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
-    """Return the weight files that a build need not read, since the engines built from them are in the cache."""
+    """Return the weight files that a build does not have to read, because their engines are in the cache."""
     if not plan.experts.in_engines:
         return set()
     target, cache = _target(plan), EngineCache()

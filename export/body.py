@@ -106,7 +106,7 @@ class BodySegment(nn.Module):
         Args:
             hidden: `[B, L, D]`, the embeddings or the previous segment's output.
             positions: `[B, L]` int64; −1 marks padding, whose outputs are undefined.
-            groups: `[B, L]` int64, which image a token belongs to; −1 for text. Tokens of one image attend to each
+            groups: `[B, L]` int64, the number of the token's image; −1 for text. Tokens of one image attend to each
             other.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
             slots, gate_slots, gate_queues: int64, the fields `down`, `gate` and `gate_queues` of

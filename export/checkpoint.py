@@ -23,7 +23,7 @@ from canvasrt.errors import CanvasError
 
 SINGLE = "model.safetensors"
 
-# A checkpoint can store a tied text weight under the decoder's or the encoder's name, and the table also as `lm_head`.
+# A tied text weight can have the decoder's or the encoder's name; the embedding table can also be named `lm_head`.
 _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
@@ -89,7 +89,7 @@ class Checkpoint:
             yield shard.read(found, first, min(count, entry.shape[0] - first))
 
     def check_tied(self) -> None:
-        """Raise CanvasError if a tied weight is stored twice with different values: the reference uses both."""
+        """Raise CanvasError if a tied weight is stored twice with different values, because graphs store it once."""
         for ours, theirs in _ALIASES:
             for name in self._names:
                 alias = theirs + name[len(ours) :]

@@ -52,7 +52,7 @@ class Int4Codes:
 
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
         """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`,
-        by default bfloat16, the dtype of the products."""
+        by default bfloat16, in which graphs multiply."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
@@ -116,8 +116,8 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if a row would have
-    fewer groups than graphs allow."""
+    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if the checkpoint's
+    rows have fewer than `least_blocks` groups."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:

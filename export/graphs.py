@@ -65,7 +65,8 @@ def export_graphs(
         precision: the precision of weights and computation, a key of `TORCH_DTYPES`, by default fp32. A quantized
         checkpoint's default is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
-        calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
+        calibration: a JSONL file of prompts that calibrate the recipe, or a quantized checkpoint that has no activation
+        scales. By default, canvasrt's own prompts are used.
         recipe: how to quantize weights while bf16 graphs are exported. The result equals that of `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and if
@@ -211,9 +212,9 @@ def _write_host_head(
 ) -> dict[str, Any]:
     """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
-    Returns the manifest's entry: file, dtype, and the weights in file order. The table is left out, as are weights that
-    the checkpoint stores quantized, such as those of self-conditioning. The host then cannot compute self-conditioning,
-    which only requests of several steps need.
+    Returns the manifest's entry: file, dtype, and the weights in file order. The table and all weights that the
+    checkpoint stores quantized are left out. If these include self-conditioning weights, the host cannot compute
+    self-conditioning, which only requests of several steps need.
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:
@@ -239,7 +240,7 @@ def _entry(part: SegmentModule, rewriter: Quantizer | Prequantized | None) -> di
 
 
 def _copy_tokenizer(found: Description, out: Path) -> list[str] | None:
-    """Copy the tokenizer's files to `tokenizer/`. Return None if the checkpoint has no tokenizer."""
+    """Copy the tokenizer's files to `tokenizer/`. Return their paths; None if the checkpoint has no tokenizer."""
     if not found.tokenizer:
         return None
     (out / "tokenizer").mkdir()

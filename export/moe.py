@@ -78,7 +78,7 @@ class Experts(nn.Module):
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1
-        # `chosen` has the experts of a token as its first axis, so the sum needs no reshape, which would prevent fusion.
+        # The first axis of `chosen` is a token's experts, so the sum needs no reshape, which would prevent fusion.
         chosen = gather_rows(result, index.t(), place.t())
         mixed = sum_of_halves(chosen * weights.t()[:, :, None].to(x.dtype), 0)
         return mixed, queue[-1:, : self.experts]

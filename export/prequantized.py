@@ -56,7 +56,7 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        # Global name → weight: those that the checkpoint stores quantized, and the table if graphs quantize it.
+        # By global name: the weights that the checkpoint stores quantized, and the table if graphs quantize it.
         self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
         # Checkpoints have no input scales for the table, so formats that need these are not possible.
@@ -119,7 +119,7 @@ class Prequantized:
         return {name: self.held[name].form.format for name in names if name in self._packed}
 
     def calibrated(self, found: Calibration) -> None:
-        """Set the input scales that the checkpoint leaves to run time. TensorRT needs them to be constants."""
+        """Set the input scales that the checkpoint does not store, because TensorRT needs them as constants."""
         self._inputs = {
             name: FORMATS[held.form.format].scale(found.amax[name])
             for name in self._packed

@@ -25,7 +25,7 @@ EMBEDDING_FILE = "embedding.bin"
 
 @dataclass(frozen=True)
 class SegmentModule:
-    """One graph: its module, the sources of its weights, and the indices of the model's layers in it."""
+    """One graph: its module, the sources of its weights, and the indices of the layers that it contains."""
 
     name: str
     module: nn.Module
@@ -148,7 +148,7 @@ def _either_queue(model: ir.Model) -> None:
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
-    """Put the layers' indices in the model into the names of a body graph's cached and new keys and values."""
+    """Name a body graph's inputs for cached keys and values, and its outputs for new ones, by layer index."""
     for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
         names = _per_layer(stem, layers)
         for value, name in zip(values[len(values) - len(names) :], names, strict=True):

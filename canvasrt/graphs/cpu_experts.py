@@ -1,7 +1,8 @@
 """Experts for a CPU, which only multiply the rows that are routed to them.
 
-The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. Also, each
-expert's matrix is a constant here, so ONNX Runtime packs it ahead of time, which doubled the measured throughput.
+The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. In the
+rewritten graph, each expert's matrix is also a constant, so ONNX Runtime packs it ahead of time, which doubled the
+measured throughput.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ class _Layer:
         replace(self._mixed.outputs[0], total)
 
     def _sort(self) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-        """Return the choices sorted by expert `[T·k]`, the number of choices per expert `[E]`, each choice's place in
-        the sorted order `[T, k]`, and k."""
+        """Return the choices (k experts for every token) sorted by expert `[T·k]`, the number of choices per expert
+        `[E]`, each choice's place in the sorted order `[T, k]`, and k."""
         zero, one = self._constant("zero", 0), self._constant("one", 1)
         top_k = self._constant("top_k", [self._top_k])
         flat = self._add("Reshape", [self._index, self._constant("all", [-1])], "flat")

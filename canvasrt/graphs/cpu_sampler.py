@@ -64,7 +64,7 @@ def _norm(graph: ir.Graph) -> ir.Node | None:
 
 
 def _chain(graph: ir.Graph) -> list[ir.Node] | None:
-    """Return the nodes that match `_CHAIN`; None if the graph has other nodes there or quantizes the products'
+    """Return the nodes that match `_CHAIN`; None if the graph has no such nodes or quantizes the products'
     inputs."""
     exps = [node for node in graph if node.op_type == "Exp"]
     norm = _norm(graph)

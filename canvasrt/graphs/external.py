@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-# Large weights start on a page boundary, so that a runtime can map them.
+# Large weights start on a page boundary, so that a runtime can memory-map them.
 PAGE_BYTES, WORD, LARGE_WEIGHT = 4096, 64, 1 << 16
 _PIECE = 1 << 26
 

@@ -59,8 +59,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. Return a mapping: the values of these nodes that the
-        body's remaining nodes read → the equal values in this graph."""
+        """Add a body's nodes that depend on positions alone. Return a mapping: each of their values that the rest of
+        the body reads → the equal value in this graph."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}
@@ -135,8 +135,8 @@ def _is_shared(value: ir.Value) -> bool:
 
 
 def _ask_positions_for_sizes(graph: ir.Graph) -> None:
-    """Make the graph take the number of cached octets from the shape of the positions' input, instead of from those of
-    the keys' and values' inputs."""
+    """Make the graph read the number of cached octets from the shape of the cached positions, not from the shapes of
+    the cached keys and values."""
     positions = {
         _size(value, 1): value
         for value in graph.inputs

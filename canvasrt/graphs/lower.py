@@ -121,7 +121,7 @@ class _Weight:
         return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
-        """Yield the plain weight's bytes, one matrix at a time: those of all experts, or the only one."""
+        """Yield the plain weight's bytes, one matrix at a time. Experts have one matrix each."""
         rank = len(self.shape)
         codes = _codes_of(self.tensors[_VALUES])
         blocks = self.tensors.get(_BLOCK_SCALES)
@@ -192,7 +192,7 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Each row is rounded by itself, so the rounding can move to before a gather, where there are fewer rows. The experts
+    Each row is rounded by itself, so the rounding is moved before a gather, whose input has fewer rows. The experts
     then keep the form that `cpu_experts.split_experts` expects.
     """
     for node in list(graph):

@@ -1,4 +1,4 @@
-"""Builds, from standard operators, a graph's functions that round to quantized formats or unpack INT4."""
+"""Builds graph functions from standard operators: they round to quantized formats or unpack INT4."""
 
 from __future__ import annotations
 

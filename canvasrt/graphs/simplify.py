@@ -51,7 +51,7 @@ def simplify_layers(model: ir.Model) -> bool:
 
 
 def _share_lengths(graph: ir.Graph) -> None:
-    """Let all layers whose caches have the same symbolic shape read this shape from the first of these caches."""
+    """If the caches of several layers have the same symbolic shape, let these layers read it from the first cache."""
     first: dict[tuple[str, ...], ir.Value] = {}
     for value in graph.inputs:
         if not str(value.name).startswith(PAST):
@@ -64,8 +64,8 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase, `causal`, to one value per token, by which each layer then selects its own scalar. So layers
-    share everything except this selection."""
+    """Expand the phase, `causal`, to one value per token. With this value, each layer selects its encoder or decoder
+    scalar. Layers share everything except this selection."""
     (causal,) = (value for value in graph.inputs if value.name == "causal")
     for choice in causal.consumers():
         if choice.op_type != "Where":

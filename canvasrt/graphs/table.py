@@ -127,8 +127,8 @@ class _Pieces:
     def _dequantized(self, before: ir.Node, use: str) -> Iterator[ir.Value]:
         """Dequantize the pieces one after another, before a node that multiplies by the table.
 
-        The two products share the codes, so these are mapped once. Each product has initializers of its own for the
-        same scales: if it shared them, too, ONNX Runtime would keep the first product's pieces for the second.
+        The two products share the codes, which are then mapped only once. But each product has its own initializers for
+        the scales: if these were shared, ONNX Runtime would keep the first product's dequantized pieces for the second.
         """
         for number, (first, last) in enumerate(self._bounds):
             name = f"{TABLE_SCALE}.{use}_{number}"

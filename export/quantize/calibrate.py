@@ -99,11 +99,11 @@ def calibrate(
         return Calibration.read(finished)  # unless the file is missing or cut off
     with gpu_memory():
         found = _observe(weights, recipe, prompts, room)
-    # The sweeps' files are removed to make room for graphs.
     whole = finished.with_suffix(".new")
     whole.write_text(json.dumps(asdict(found)), encoding="utf-8")
     sync(whole)
     whole.replace(finished)
+    # The sweeps' files are removed to make room for graphs.
     shutil.rmtree(room / "sweeps")
     return found
 
@@ -149,7 +149,7 @@ def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[
             left[generator.add(request)] = most_passes(request, generator.model.config)
         if not left:
             return steps
-        # Sweeps saved before an interruption take no time; if reported, they would make the estimated time too short.
+        # Sweeps saved before an interruption are not reported: they take no time, so the estimate would be too short.
         if not network.is_repeating:
             report("calibrating", done, work.passes)
         for event in generator.step():

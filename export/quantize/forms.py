@@ -157,7 +157,8 @@ def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
     """Load a graph. Return the graph, its weights in file order, and weight name → file for weights outside the graph's
     own weight file.
 
-    If any weight is in a file, the initializers inside the graph are constants, which stay there and are not returned.
+    If any initializer is external data, those inside the graph file are constants: they stay there and are not
+    returned.
     """
     model = ir.load(source)
     own = source.with_suffix(".bin").name
@@ -268,7 +269,7 @@ class _Product(Quantized):
         """Multiply the product by its scales per output. Return the result, and the value that it replaces.
 
         If the DequantizeLinear had these scales, TensorRT would write the product in float32. A reshape to heads is
-        moved before the multiplication: after it, the reshape would keep TensorRT from fusing multiplication and norm.
+        moved before the multiplication, because TensorRT does not fuse multiplication and norm across a reshape.
         """
         scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
         where, users = self.node, old.consumers()

@@ -57,7 +57,7 @@ _ROWS = 16_384
 
 
 class Part(NamedTuple):
-    """One graph of a bundle: its name, and the indices of the model's layers in it."""
+    """One graph of a bundle: its name, and the indices of the layers that it contains."""
 
     name: str
     layers: Sequence[int]

@@ -69,7 +69,7 @@ def quantize_weight(
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
-    # The scale is a power of two, and factors are exact in bfloat16, so no bits are lost in any dtype of the product.
+    # All dtypes of the product represent both exactly: the scale is a power of two, and factors are exact in bfloat16.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = (scales / scale).reshape(len(quantized), 1, -1)
     return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)

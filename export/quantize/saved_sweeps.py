@@ -1,4 +1,4 @@
-"""A calibration's progress on disk, from which it continues after an interruption, with the same result."""
+"""A calibration's progress on disk. After an interruption, the calibration continues there, with the same result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SavedSweeps:
     """One calibration's state in a folder: tensors of every sweep, and a file of keys and values per request."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Read the state of an interrupted calibration. `state` is empty if there is none, if a file is missing or cut
-        off, or if another device computed it, whose sums differ in their last bits."""
+        """Read the state of an interrupted calibration. `state` is empty if nothing was saved, if a file is missing or
+        cut off, or if it was saved on another device, because sums then differ in their last bits."""
         self._folder, self._device = folder, device
         folder.mkdir(exist_ok=True)
         self._saved = time.monotonic()

@@ -23,8 +23,8 @@ _DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat1
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, rounded to `dtype`, the dtype in which graphs store experts and table. `held`:
-    global name → weight, for those that the checkpoint stores quantized."""
+    """The weights of a checkpoint, rounded to `dtype`, the dtype in which graphs store experts and table. `held` has,
+    by global name, the weights that the checkpoint stores quantized."""
 
     def __init__(
         self,
