@@ -97,8 +97,8 @@ class Manifest:
 
     @property
     def embedding(self) -> Json:
-        """The embedding table's file, dtype and shape, and the location of the host's copy of the head's weights, if
-        there is one. Empty in a package."""
+        """The embedding table's file, dtype and shape; if the host has a copy of the head's weights, also the location
+        of that copy. Empty in a package."""
         return self.data["embedding"] or {}
 
     @property

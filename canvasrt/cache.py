@@ -187,7 +187,7 @@ class EngineCache:
 
 def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:
     """Return the folder that `unfinished` yields. When the work has ended, the folder exists only if the work was
-    interrupted or kept a file."""
+    interrupted, or if it wrote the file `keep`."""
     return cache_folder() / kind / key_of(made_from)
 
 

@@ -302,8 +302,8 @@ CALIBRATED = "calibrated.json"
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> Json:
-    """Return all inputs that determine a calibration and, together with the division into segments, a quantization.
-    These inputs identify interrupted work that can be resumed."""
+    """Return all inputs that determine a calibration. Together with the division into segments, they also determine a
+    quantization. They identify interrupted work that can be resumed."""
     return {
         **source,
         "recipe": recipe.to_json(),

@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_at_death_of(parent: int, number: int) -> bool:
-    """Let the kernel send this process the signal `number` when its parent dies. Return False if the parent, the
-    process `parent`, is already dead."""
+    """Let the kernel send this process the signal `number` when its parent dies. Return False if the parent, whose
+    process id is `parent`, is already dead."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     return os.getppid() == parent

@@ -20,16 +20,17 @@ MAX_SAMPLES, MAX_STEPS = 64, 48
 # product would copy the keys and values first.
 OCTET = 8
 
-# Heads larger than `MAX_FUSED_HEAD_DIM` have no fused attention kernel. Their queries are folded, `FOLDED_HEADS` heads
-# of a group at a time. Folding fewer heads at a time takes less memory, but copies the keys more often.
+# Heads larger than `MAX_FUSED_HEAD_DIM` have no fused attention kernel. So the query heads of a
+# group are folded into rows, `FOLDED_HEADS` heads at a time. Folding fewer heads at a time takes less memory, but copies
+# the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
-# The name of the segment in a CPU bundle that computes all values that depend only on positions.
+# The name of a CPU bundle's segment for all values that depend only on positions.
 GEOMETRY = "geometry"
 # An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime looks up memory plans
 # by the XOR of all input sizes, in which sizes that occur an even number of times cancel out. `n` does not cancel out.
 CALL_LENGTH = "call_length"
-# How a GPU runs experts: in slots inside an engine, or as our own kernels over sorted rows between engines.
+# How a GPU runs experts: in slots inside an engine, or between engines, by our own kernels over sorted rows.
 SLOTTED, SORTED = "slots", "sorted"
 
 # The files of a PEFT LoRA adapter.

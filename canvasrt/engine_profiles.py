@@ -34,14 +34,14 @@ class Profiles:
     def has_slots(self) -> bool:
         """Whether experts have slots instead of sorted rows.
 
-        With slots, every profile that limits a body's length also limits its slots. Profiles for ONNX Runtime on a GPU
-        limit neither.
+        With slots, every profile that limits the length also limits the slots. Profiles for ONNX Runtime on a GPU limit
+        neither.
         """
         return all("capacity" in each for each in self._profiles if "length" in each)
 
     def pick(self, dims: Mapping[str, int]) -> int | None:
-        """Return the index of the profile for `dims`; None if no profile matches. If several match, prefer the one with
-        the fewest dynamic dimensions, because fixed sizes need fewer kernels, then the one with the closest optimum.
+        """Return the index of the profile for `dims`; None if no profile matches. If several match, prefer the
+        fewest dynamic dimensions, because fixed sizes need fewer kernels; in a tie, prefer the closest optimum.
         """
         if not self._profiles:
             return 0
@@ -62,7 +62,8 @@ class Profiles:
         return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
 
     def smallest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if there are none."""
+        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if none of them
+        limits it."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
 
@@ -96,7 +97,7 @@ def passes_taken(model: ModelConfig, bodies: Sequence[Profiles], max_context: in
 
 
 def _holds(profile: Mapping[str, Range], dims: Mapping[str, int]) -> bool:
-    # A segment without full layers, or without sliding layers, has no dimension for the cache of such layers.
+    # A segment without full layers, or without sliding layers, has no dimension for the missing layers' cache.
     return all(profile[name].holds(size) for name, size in dims.items() if name in profile)
 
 

@@ -63,8 +63,8 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
 class HashMemo:
     """A cache of large files' hashes in one JSON file, keyed by inode, size and times of change.
 
-    So it misses changes of content that leave these values as they were, as on a failing disk. `canvasrt verify` always
-    hashes all files.
+    A change of content that leaves these values as they were, as on a failing disk, goes unnoticed. `canvasrt verify`
+    always hashes all files.
     """
 
     def __init__(self, file: Path) -> None:

@@ -62,7 +62,7 @@ def gpus() -> tuple[Gpu, ...]:
     names = os.environ.get(VISIBLE)
     if names is None:
         return _listed()
-    # nvidia-smi's table has no MIG instances, so their names could not be found there.
+    # nvidia-smi's table has no MIG instances, so names of MIG instances cannot be looked up in it.
     return _listed() if "MIG-" in names else tuple(named_gpus(names, _listed()))
 
 

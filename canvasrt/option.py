@@ -15,7 +15,7 @@ class CommandOption:
 
     Attributes:
         help: one sentence; empty if only the variable sets the value.
-        flag: the option and its short or negative form, such as `--log/--no-log`; empty if it is the field's name.
+        flag: the option and its short or negative form, such as `--log/--no-log`; empty for an option with the field's name.
         metavar: the word that stands for the value in the help.
         least, most: limits of a number.
         shown: the default that the help shows, if it is not the field's default.

@@ -100,7 +100,7 @@ class PassPlan:
         return max(self.roomy, self.batch_rows, *self.encode_rows, *self.canvas_rows)
 
     def cached(self, layer: Layer) -> int:
-        """Return the maximum number of cached tokens in layers like this one, sliding or full."""
+        """Return the maximum number of cached tokens in layers of this layer's kind, sliding or full."""
         return self.window if layer.kind == "sliding" else self.widths[-1]
 
     def within(self, context: int) -> PassPlan:
@@ -169,7 +169,7 @@ class PassPlan:
     def at_start(self, canvas_sizes: Sequence[int]) -> list[tuple[PassShape, int, int]]:
         """Return the passes to run at start-up: each pass's shape, canvas length, and place in the batch.
 
-        Every place keeps its latest captured graph. So the shape with which most requests start comes last: a whole
+        Every place keeps its latest captured CUDA graph. So the shape with which most requests start comes last: a whole
         canvas, few cached tokens and the fewest expert slots.
         """
         narrow = self.widths[0]
@@ -198,7 +198,7 @@ class PassPlan:
 def plan_passes(
     model: ModelConfig, max_context: int, max_batch: int, prefill_chunk: int = PREFILL_CHUNK
 ) -> PassPlan:
-    """Return the plan for up to `max_batch` requests of up to `max_context` tokens, for experts that have slots.
+    """Return the plan for experts that have slots, up to `max_batch` requests, and up to `max_context` tokens per request.
 
     `prefill_chunk`: maximum number of tokens in an encoding pass.
     """

@@ -83,8 +83,8 @@ def plan_all(
 ) -> list[Plan]:
     """Return one plan per target. A single plan writes to `out`, several to `out/<target>`.
 
-    With `check`, raises CanvasError for plans that cannot be built here, unless their bundle exists. The source is
-    hashed last.
+    With `check`, raises CanvasError if a plan cannot be built here and its bundle does not exist yet. The source is
+    hashed last, because that can take long.
     """
     found = find_source(source)
     precisions = choose_precisions(targets, options.precision, found.precision)

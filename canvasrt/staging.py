@@ -58,7 +58,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                # A parent that already contains this result, or another process's, is not empty, so it stays.
+                # A parent that already contains a result, of this or another process, is not empty, so it stays.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 

@@ -102,7 +102,7 @@ def initializer_name(name: str) -> str:
 
 
 def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return global name → initializer's name, for those of `names` that are in the segment that `entry` describes."""
+    """Return global name → initializer's name, for those of `names` in the segment that `entry` describes."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}

@@ -75,8 +75,7 @@ class Transformers:
 
 
 class Clock:
-    """Times a model's denoising steps and its blocks, which transformers sends here as to a streamer. Disables early
-    stop.
+    """Times a model's denoising steps and, as its streamer, its blocks. Disables early stop.
 
     `wait` returns once the device has finished its work.
     """

@@ -96,7 +96,7 @@ def demo(keep: Keep = None, as_json: AsJson = False) -> None:
 
 
 def _ask_all(server: Server, openai: OpenAIClient) -> list[Json]:
-    """Ask every question over every protocol. Return each question's answers and how many milliseconds each took."""
+    """Ask every question over every protocol. Return each question's answers, and each answer's milliseconds."""
     from canvasrt.containers.client.triton import Client
     from canvasrt.demo.tasks import is_correct
 

@@ -37,7 +37,8 @@ Timeout = Annotated[
         help="Time limit for the container to become ready.",
     ),
 ]
-# The help's text for defaults that depend on the container's name, and apply only if the server listens on loopback.
+# What the help shows for defaults that depend on the container's name. They apply only if the server listens on
+# loopback.
 _SERVER_DEFAULTS = {
     name: f"{text}, on loopback"
     for name, variable in SERVER_VARIABLES.items()

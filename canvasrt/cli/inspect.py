@@ -149,7 +149,7 @@ def _model_facts(bundle: Bundle) -> list[tuple[str, str]]:
 
 
 def _tower(bundle: Bundle) -> str:
-    """Return the vision tower's size and, if the chat template takes no images, a note about that."""
+    """Return the vision tower's size and, if the chat template takes no images, a note that says so."""
     vision = bundle.manifest.model.vision or {}
     unused = "" if bundle.takes_images else "; unused: the chat template takes no images"
     return f"{vision['num_hidden_layers']}-layer tower, hidden {vision['hidden_size']}{unused}"

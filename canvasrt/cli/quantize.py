@@ -96,6 +96,6 @@ def _show(bundle: Bundle, recipe: str) -> None:
 
 
 def _named(idle: dict[str, list[int]], most: int = 3) -> str:
-    """Return a list, as text, of the idle experts in up to `most` layers: `layers.3: 1, 5; …`."""
+    """Return text that lists the idle experts of up to `most` layers: `layers.3: 1, 5; …`."""
     named = [f"{layer}: {', '.join(map(str, experts))}" for layer, experts in idle.items()]
     return "; ".join(named[:most]) + ("; …" if len(named) > most else "")

@@ -23,8 +23,8 @@ _COLDEST, _HOTTEST, _ROUNDS = 0.05, 20.0, 40
 class Scored:
     """One answered question.
 
-    draws: the model's probabilities, `[samples, options]`. right: `[options]`, the known probabilities; if these are
-    unknown, 1 for the right option and 0 for the others.
+    draws: the model's probabilities, `[samples, options]`. right: `[options]`, the true probabilities; if only the
+    right option is known, 1 for that option and 0 for the others.
     """
 
     type: str
@@ -46,8 +46,8 @@ class Scored:
 def summary(scored: Sequence[Scored]) -> Json:
     """Return the number of questions, the errors of their probabilities, and the bins of the reliability diagram.
 
-    `brier_at_best` is the Brier score of the right probabilities. It is above 0 only if known probabilities lie between
-    0 and 1.
+    `brier_at_best` is the Brier score that the true probabilities would have. It is above 0 only if some of them are
+    known and lie between 0 and 1.
     """
     pairs = [(each, _mean(each, 1.0)) for each in scored]
     shares = np.array([mean[each.event] for each, mean in pairs])

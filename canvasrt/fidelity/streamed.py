@@ -23,7 +23,8 @@ from canvasrt.export.weights import ENCODER, Weight, parts_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The output projection is the embedding table. (Encoder and decoder share their other weights under two names.)
+# The output projection's weight is the embedding table. (All other shared weights have one name in the encoder, and
+# another in the decoder.)
 _SHARED = {"lm_head.weight": f"{DECODER}.embed_tokens.weight"}
 _VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 

@@ -52,7 +52,7 @@ def weight_errors(
             matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
     matrices += _table(bundle, checkpoint)
     if "checkpoint_quantization" not in bundle.manifest.options:
-        # Weights that were quantized in the checkpoint were dequantized. Quantizing them again gives different codes.
+        # The export did not keep the checkpoint's codes. Quantizing dequantized weights again gives different codes.
         matrices = [each | {"kept": False} for each in matrices]
     report("comparing weights", len(config.layers), len(config.layers))
     return matrices, experts

@@ -29,7 +29,7 @@ class Capture:
         """Write the kernel list to `file`; return False if the builder printed none.
 
         `network` is the parsed network; it cannot be built afterwards. `fixed` maps each profile, in the engine's
-        order, to the dimensions that have a single size in it, with these sizes.
+        order, to the sizes of the dimensions that have a single size in that profile.
         """
         if self.message is None:
             return False

@@ -143,7 +143,8 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """Return the format in which a product runs: the wider operand's format, or bf16 if the operands are cast first."""
+    """Return the format in which a product runs. For a sorted product, its instruction says the format. Otherwise, it is
+    the wider operand's format, or bf16 if narrower operands are cast first."""
     if kernel.kind == SORTED_PRODUCT:
         return next((name for name, part in _INSTRUCTIONS.items() if part in kernel.tactic), "bf16")
     operands = [kernel.inputs[0]]

@@ -27,7 +27,8 @@ _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile's number, which the first profile lacks, and numbers of Myelin, TensorRT's compiler.
+# Suffixes of names: the profile's number, except in the first profile, and the numbers that Myelin, TensorRT's
+# compiler, adds.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 

@@ -175,8 +175,8 @@ class Predictor:
             )
 
     def _rows(self, batch: int) -> int:
-        """Return how many rows a pass of `batch` canvases has: `batch` if that is 1 or exceeds the engines' limit, and
-        otherwise the limit."""
+        """Return how many rows a pass of `batch` canvases has: the engines' limit if 1 < batch <= limit, otherwise
+        `batch`."""
         return self.passes.batch if 1 < batch <= self.passes.batch else batch
 
     def _bodies(self) -> list[str]:

@@ -56,7 +56,7 @@ class GpuRates:
         return max(moved / self.bytes_per_second(), computing) + self.launch
 
 
-# Format → the formats in which a GPU can multiply it: the same format or, for a GPU without that rate, a wider one.
+# Format → the formats whose rate applies to its products: the format itself, then wider ones for GPUs without its rate.
 _WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if each.rates} | {
     "bf16": ("bf16",),
     "fp32": ("fp32",),

@@ -19,7 +19,7 @@ _ATTENTION_INPUTS = "_AttentionInput"
 def resolve_sizes(
     kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
 ) -> list[Kernel]:
-    """Return the kernels with all sizes filled in that the graph determines. All other sizes are `dims.UNKNOWN`.
+    """Return the kernels with every −1 replaced: by the size that the graph determines, or else by `dims.UNKNOWN`.
 
     `fixed` maps the dimensions that have a single size in this profile to that size.
     """
@@ -105,8 +105,8 @@ class _Resolver:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """For each tensor that only a kernel's gathers and slices read, return how many of its elements they read. The keys
-    are the tensors' names."""
+    """Return tensor name → how many of its elements a kernel's gathers and slices read, for each tensor that nothing
+    else in the kernel reads."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
@@ -145,7 +145,7 @@ def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> s
     while (node := writers.get(views[-1])) is not None:
         seen = {output for output, _ in node.outputs} | set(views)
         same_size = {each for each, dims in node.inputs if times(dims) == size} - seen
-        # Unless exactly one operand matches, the source is unknown.
+        # The source is unknown if no operand or several operands have this size, or if the kernel writes this size.
         if len(same_size) != 1 or size in written:
             return None
         viewing.append(node)
@@ -196,7 +196,7 @@ def _without_ones(dims: Dims) -> Dims:
 
 
 def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match a candidate in which each size of `wanted` may be a product of consecutive sizes."""
+    """Match a candidate whose consecutive sizes can be multiplied to give the sizes of `wanted`."""
     if not wanted:
         return () if all(dim == 1 for dim in candidate) else None
     first, rest = wanted[0], wanted[1:]

@@ -121,9 +121,9 @@ def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]
 def _crossing(
     graph: ir.Graph, stages: Mapping[ir.Value, int], stage: int, experts: set[ir.Value]
 ) -> list[str]:
-    """Return the names of the values of a stage that nodes of the next stage read, except the values in `experts`."""
+    """Return the names of the values that belong to `stage` and are read in the next stage, except those in `experts`."""
     found: dict[str, None] = {}
-    # Nodes inside the experts are not in `wanted`, because they lead only to the experts' rows and to `load`.
+    # `wanted` excludes nodes inside the experts: they lead only to `load`, and to the rows, which are in `experts`.
     wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
     for node in graph:
         if node not in wanted or all(stages.get(value) != stage + 1 for value in node.outputs):
@@ -227,7 +227,7 @@ class _Piece:
         shape: list[int],
         only_valid: bool = False,
     ) -> ir.Value:
-        """Replace a value by an input with two token axes instead of one.
+        """Replace a value by a new input, which has two token axes instead of one. Return the input.
 
         With `only_valid`, rows of padding are read as zeros, because no kernel writes them.
         """

@@ -22,7 +22,8 @@ PROGRAM_OUTPUTS = 64
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Formats whose products take quantized rows.
 ROUNDED = ("fp8", "nvfp4")
-# Values between pieces: the experts' input, the chosen experts, and the result, with a row per token and chosen expert.
+# Values between pieces: the experts' input, the chosen experts, and the experts' result, which has one row per token and
+# chosen expert.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
 # Values that a piece passes to the next piece: the routing weights of a token's experts, and two values with the shape
 # of hidden states.

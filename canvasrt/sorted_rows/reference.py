@@ -64,7 +64,7 @@ def results(x: Floats, gate_up: Floats, down: Floats, form: KernelForm, scale: f
 
 
 class Trial:
-    """Random tokens and experts to test a layer's kernels, whose inputs are `x` and `index`."""
+    """A test of a layer's kernels on random inputs: the tokens `x`, and each token's experts, `index`."""
 
     def __init__(self, segment: SortedSegment, layer: SortedLayer, weights: Bytes) -> None:
         """`weights`: the bytes of the segment's file of weights."""
