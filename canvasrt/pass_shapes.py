@@ -248,7 +248,7 @@ def capacities(model: ModelConfig) -> tuple[int, ...]:
 
 
 def roomy_capacity(model: ModelConfig, longest: int) -> int:
-    """Return the rows per expert of an encoding pass of up to `longest` tokens in which no expert can overflow.
+    """Return how many rows per expert an encoding pass of up to `longest` tokens needs, so that no expert can overflow.
 
     Text passes that would need more than `ROOMY` rows are split in two, except passes of a whole canvas. An image's
     tokens are not split.

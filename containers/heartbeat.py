@@ -68,7 +68,7 @@ def silence_at(path: Path) -> float | None:
 
 
 def acknowledged(descriptor: int) -> int:
-    """Return how many reports the writer of a descriptor's file has acknowledged."""
+    """Return how many of the parent's reports are acknowledged in a descriptor's file."""
     return int(_read(descriptor, _ACKNOWLEDGED, _BEAT.size))
 
 

@@ -2,8 +2,8 @@
 expert's weights once.
 
 Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product, and results are
-gathered back. Alternatively, every expert's first product multiplies all tokens. The capacity is a dynamic dimension.
-The output `load` shows whether the capacity was too small.
+gathered back. Alternatively, every expert's first matrix product (gate and up) takes all tokens, and the second (down)
+only those of the expert. The capacity is a dynamic dimension. The output `load` shows whether it was too small.
 """
 
 from __future__ import annotations

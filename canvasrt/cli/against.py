@@ -75,7 +75,7 @@ class Transformers:
 
 
 class Clock:
-    """Times a model's denoising steps and, as its streamer, its blocks. Disables early stop.
+    """Times a model's denoising steps and, if it is the `streamer` of `generate`, its blocks. Disables early stop.
 
     `wait` returns once the device has finished its work.
     """

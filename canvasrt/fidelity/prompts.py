@@ -1,4 +1,4 @@
-"""Prompts for both sides to continue: the demo's questions, ordinary text, or random tokens."""
+"""Prompts that the bundle and the reference continue: the demo's questions, ordinary text, or random tokens."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match a candidate with the same axes, some of which have size 1 in `wanted`."""
+    """Match a candidate with as many axes as `wanted`. Where `wanted` has size 1, the candidate can have any size."""
     if len(wanted) != len(candidate) or 1 not in wanted:
         return None
     pairs = list(zip(wanted, candidate, strict=True))

@@ -34,7 +34,7 @@ class Node:
 
 @dataclass
 class Shapes:
-    """The shapes of tensors and the nodes, both by name."""
+    """The tensors' shapes, and the nodes; both are keyed by name."""
 
     tensors: dict[str, Dims]
     nodes: dict[str, Node]

@@ -178,7 +178,9 @@ def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
             hint = ""
         log = engine.logs(name, LOG_LINES)
         engine.run("rm", "--force", name)
-        raise CanvasError(f"the container {message}", f"{hint}its last lines are above", log)
+        raise CanvasError(
+            f"the container {message}", f"{hint}the last lines of its log are above", log
+        )
 
 
 def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:

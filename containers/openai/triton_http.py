@@ -129,7 +129,7 @@ def _check(text: bytes, size: int) -> None:
     the body's `size` in bytes, for which Triton would allocate memory; or a classification, in which Triton would
     divide by the size of the text type, 0."""
 
-    # Called with all pairs of every object. If a name occurs twice, Triton reads the first value, but a dict would only
+    # `json.loads` calls this with the members of every object. If a name occurs twice, Triton reads the first value, but a dict would only
     # keep the last.
     def check(pairs: list[tuple[str, Any]]) -> None:
         for name, value in pairs:

@@ -179,7 +179,7 @@ def _metadata(name: str) -> Any:
             except importlib.metadata.PackageNotFoundError:
                 continue
     raise CanvasError(
-        f"{name} is not installed, but a package needs the version installed here",
+        f"{name} is not installed; an image gets the versions that are installed here",
         "run `pip install 'canvasrt[cpu,serve]'`",
     )
 

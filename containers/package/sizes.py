@@ -67,7 +67,8 @@ class ReplicaSizes:
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
     """Return the resources for serving a bundle on a target, for up to `max_batch` canvases at a time.
 
-    From graphs for a GPU, the first start builds engines, which takes longer and needs the builder's memory.
+    If a bundle of graphs is served on a GPU, the first start also builds engines. So it takes longer, and needs the
+    builder's memory.
     """
     on_cpu = target.capability is None
     builds = manifest.kind == "graphs" and not on_cpu

@@ -15,7 +15,7 @@ _MARKS = b"@.-/:_+ "
 _LATE = 64.0
 _PATIENCE = 0.5  # every closing token chosen in a row raises the rank of closing tokens by this
 _LETTERS = 3.0
-_WORDS = {16: 12, 8: 4, 4: 2}  # number of words to keep, by their length
+_WORDS = {16: 12, 8: 4, 4: 2}  # length of a word in bytes → number of words to keep
 
 
 class Spelling(NamedTuple):

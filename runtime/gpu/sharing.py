@@ -40,9 +40,8 @@ def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if sharing changes no bits of a request's results.
 
     Runs a request in own passes of every width and in shared passes, alone and together with random requests, at every
-    place and under several expert loads. Only if all results have the same bits can every step use the faster kind of
-    pass: otherwise this choice would make tokens depend on timing. Also warms up all shapes of the resulting
-    plan. Call this only while no request is running."""
+    place and under several expert loads. Every step may use the faster kind of pass only if all results have the same
+    bits. Otherwise tokens would depend on timing. Also warms up all shapes of the resulting plan. Call this only while no request is running."""
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
