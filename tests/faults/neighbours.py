@@ -62,6 +62,7 @@ def main(host: str, only: str = "") -> None:
         ("3,800 ids with echo", 4, lambda n: _prompt(b"3," * 3799 + b"3", _ECHO)),
         ("3,800 new ids", 4, lambda n: _prompt(_new(n) + b"3," * 3798 + b"3")),
         ("3,800 new ids with echo", 4, lambda n: _prompt(_new(n) + b"3," * 3798 + b"3", _ECHO)),
+        ("other allowed tokens at each place", 4, lambda n: _prompt(b"3", _allowed())),
         ("3 MB of <unk>", 4, lambda n: _chat({}, "<unk>" * 600_000)),
         ("15 MB of text", 4, lambda n: _chat({}, "abc " * 3_750_000)),
     ]
@@ -84,6 +85,13 @@ def _prompt(values: bytes, more: bytes = b"") -> bytes:
 def _new(number: int) -> bytes:
     """Return two ids with which no earlier prompt began."""
     return b"%d,%d," % (10 + number % 100, 10 + number // 100 % 100)
+
+
+def _allowed() -> bytes:
+    """Return options by which every position of a canvas may have a set of tokens of its own, of one size."""
+    sets = {str(place): [token for token in range(112) if token != place] for place in range(32)}
+    options = {"canvas": {"allow": sets}, "max_tokens": 32, "max_denoising_steps": 48}
+    return b"," + json.dumps(options)[1:-1].encode()
 
 
 def _chat(format: dict[str, Any], content: str = "12+34=", **options: Any) -> bytes:
