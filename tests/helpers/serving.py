@@ -109,7 +109,7 @@ def server(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def front(server: Server) -> Iterator[FrontEnd]:
     """An OpenAI front end over the shared server, which serves its model under two names."""
     options = FrontOptions(
-        port=0, names=("canvasrt", "alias"), about={"digest": "0123456789abcdef"}
+        port=0, names=("canvasrt", "alias"), about={"digest": "0123456789abcdef", "thinking": False}
     )
     with FrontEnd.over(server, options) as running:
         yield running
