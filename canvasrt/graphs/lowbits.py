@@ -84,8 +84,8 @@ def scaled(
     blocks: npt.NDArray[Any] | None,
     block_scales: Codes | None,
 ) -> Floats:
-    """Return decoded numbers times their scales. If `block_scales` is not None, `blocks` has codes
-    in that encoding instead of floats."""
+    """Return decoded numbers times their scales. If `block_scales` is not None, `blocks` has codes in that encoding
+    instead of floats."""
     whole = None if scale is None else np.asarray(scale, np.float32)
     if blocks is None:
         assert whole is not None

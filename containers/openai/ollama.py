@@ -157,7 +157,7 @@ def _settings(body: OllamaRequest) -> Json:
                 )
     for name, least in (("max_tokens", 1), ("seed", 0)):
         value = fields.get(name)
-        # In Ollama, values below `least` mean that there is no limit, or that the seed is random.
+        # In Ollama, a value below `least` means no limit or, for the seed, a random one.
         if isinstance(value, int) and value < least:
             del fields[name]
     if isinstance(body.think, str):

@@ -54,9 +54,8 @@ class ResponseReply(Reply):
         self._id = _new("resp_")
         self._created = int(time.time())
         self._output: list[dict[str, Any]] = []
-        self._open: str | None = (
-            None  # kind of the text item that is being written; None if there is none
-        )
+        # Kind of the text item that is being written; None if there is none.
+        self._open: str | None = None
         self._text = ""
         self._number = 0
 

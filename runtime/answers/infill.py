@@ -40,7 +40,7 @@ class Gap:
 def read_gaps(text: str) -> list[str | Gap]:
     """Return the texts and gaps of `The cat {4} on the {2-3} mat`.
 
-    Raises CanvasError if there is no gap, or if a gap has an invalid length or range.
+    Raises CanvasError for a text without gaps, and for a gap whose length or range is invalid.
     """
     parts: list[str | Gap] = []
     end = 0

@@ -66,9 +66,8 @@ class SharedBuffers:
         self._most: dict[str, int] = {}
         self._buffers: dict[str, int] = {}
         self._kernels: dict[tuple[Path, str], int] = {}
-        self.checked: set[tuple[str | None, ...]] = (
-            set()
-        )  # the kernels of every layer checked so far
+        # The kernels of every layer checked so far.
+        self.checked: set[tuple[str | None, ...]] = set()
 
     def reserve(self, needed: Mapping[str, int]) -> None:
         """Plan memory for a segment's buffers. `needed` maps their names to sizes in bytes."""
