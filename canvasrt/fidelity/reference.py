@@ -44,9 +44,8 @@ class ReferenceModel:
     Where other models pass hidden states from step to step, this one passes the canvas, int64 `[canvas]`.
     """
 
-    quantum = (
-        sys.maxsize
-    )  # passes in one turn of a request; without a limit, requests are never parked
+    # Passes in one turn of a request; without a limit, requests are never parked.
+    quantum = sys.maxsize
     chunk_steps = 1
 
     def __init__(self, checkpoint: Path, streamed: bool = False) -> None:

@@ -87,9 +87,8 @@ def bars(
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)
-    axes.yaxis.set_major_formatter(
-        "{x:g}"
-    )  # the default formatter prints a factor under the legend
+    # The default formatter prints a factor under the legend.
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
 

@@ -229,9 +229,8 @@ def _body(reply: http.client.HTTPResponse, deadline: float, budget: ImageBudget)
         budget.take(len(chunk))
         if len(data) > MAX_IMAGE_BYTES:
             raise Refused(f"it is larger than {MAX_IMAGE_BYTES // 2**20} MiB")
-    _left(
-        deadline
-    )  # raises if `watch` aborted the connection, because that looks like the file's end
+    # This raises if `watch` aborted the connection, which looks like the file's end.
+    _left(deadline)
     return bytes(data)
 
 

@@ -54,9 +54,8 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
-        self._unclosed: set[str] = (
-            set()
-        )  # quote characters for which the rest of the text has no closing quote
+        # Quote characters for which the rest of the text has no closing quote.
+        self._unclosed: set[str] = set()
 
     def skip(self) -> None:
         match = _SPACE.match(self.text, self.place)
