@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from canvasrt.containers.openai.errors import bad_request, from_validation, path_of, unknown_model
-from canvasrt.containers.openai.fields import GENERATION, Ignored, Table, settle
+from canvasrt.containers.openai.errors import bad_request, from_validation, unknown_model
+from canvasrt.containers.openai.fields import GENERATION, Ignored, Table, leave_out, settle
 from canvasrt.containers.tensors import (
     MAX_BIASED,
     MAX_CANVAS,
@@ -355,10 +355,8 @@ def _validated(kind: type[BodyT], raw: bytes, ignored: Ignored | None) -> BodyT:
             if any(each["type"] != "extra_forbidden" for each in wrong):
                 raise from_validation(error) from None
             data = load_json(raw)
-            for each in wrong:
-                if not _remove(data, each["loc"]):
-                    raise from_validation(error) from None
-                settle(path_of(each["loc"]), each["input"], kind.table, ignored)
+            if not leave_out(data, wrong, kind.table, ignored):
+                raise from_validation(error) from None
             raw = json.dumps(data).encode()
     raise bad_request("The body of the request has too many unknown parameters.")
 
@@ -386,14 +384,3 @@ def _check_members(raw: bytes) -> None:
             if isinstance(each, (dict, list))
             for part in (each.values() if isinstance(each, dict) else each)
         ]
-
-
-def _remove(data: Any, loc: tuple[int | str, ...]) -> bool:
-    """Remove a member from a JSON value. Return whether it was there."""
-    *path, name = loc
-    for part in path:
-        try:
-            data = data[part]
-        except (LookupError, TypeError):
-            return False
-    return isinstance(data, dict) and data.pop(name, data) is not data

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.errors import bad_request, path_of
 
 Table = Mapping[str, tuple[Any, ...] | None]
 ANY = None  # every value is accepted, because none changes the answer
@@ -208,6 +208,38 @@ def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None
         if ignored is None or not ignored.lenient:
             raise error
     ignored.note(error.message)
+
+
+def leave_out(
+    data: Any, errors: Iterable[Mapping[str, Any]], table: Table, ignored: Ignored | None
+) -> bool:
+    """Remove unknown fields from a JSON value, and pass them to `settle`. Return whether all of them were there.
+
+    `errors` are pydantic's. Validation stops at a list's first wrong element, so all elements lose the field.
+    """
+    objects: dict[tuple[int | str, ...], list[dict[str, Any]]] = {}
+    for error in errors:
+        *path, name = error["loc"]
+        place = tuple(path)
+        if place not in objects:
+            objects[place] = _objects(data, path)
+        if not (holders := [each for each in objects[place] if name in each]):
+            return False
+        for each in holders:
+            del each[name]
+        settle(path_of(error["loc"]), error["input"], table, ignored)
+    return True
+
+
+def _objects(data: Any, path: Iterable[int | str]) -> list[dict[str, Any]]:
+    """Return the objects at a path. A number in the path stands for all elements of a list."""
+    found = [data]
+    for part in path:
+        if isinstance(part, int):
+            found = [one for each in found if isinstance(each, list) for one in each]
+        else:
+            found = [each[part] for each in found if isinstance(each, dict) and part in each]
+    return [each for each in found if isinstance(each, dict)]
 
 
 def known(

@@ -59,6 +59,15 @@ def test_only_what_is_unknown_is_left_out_unless_lenient() -> None:
         assert caught.value.code == "unknown_parameter"
 
 
+def test_each_of_many_tools_may_have_an_unknown_field() -> None:
+    """Validation stops at the first tool with an unknown field, and is repeated only a few times."""
+    tools = [{**TOOL, "function": {"name": f"f{n}", "return": {"type": "string"}}} for n in range(9)]
+    ignored = Ignored()
+    read = read_body(ChatRequest, body(tools=tools), ignored)
+    assert [each.function.name for each in read.tools or ()] == [f"f{n}" for n in range(9)]
+    assert ignored == ["Unknown parameter: 'tools[0].function.return'."]
+
+
 def test_what_changes_no_answer_passes_without_a_word() -> None:
     """Each field of the tables passes with each of its values, even in strict mode."""
     for kind, table in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION)):
