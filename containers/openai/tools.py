@@ -13,7 +13,8 @@ from canvasrt.containers.openai.body import Messages, Sampling, Strict, about
 from canvasrt.containers.openai.errors import bad_request
 
 MAX_TOOLS = 128  # as in OpenAI's API
-Name = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+# OpenAI's chats allow names of 64 characters, its responses and Anthropic's messages 128.
+Name = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

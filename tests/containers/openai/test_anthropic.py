@@ -148,6 +148,14 @@ def test_the_whole_conversation_goes_back(client: Any, ask: Any, agent: Any, act
     assert counted.input_tokens == chat.usage.prompt_tokens
 
 
+def test_names_of_tools_may_be_long(ask: Any) -> None:
+    """Claude Code makes such names of a plugin's, a server's and a tool's."""
+    tool = {"name": "mcp__" + "x" * 123, "input_schema": SCHEMA}
+    assert ask("plain", tools=[tool]).content[0].text == "Hello there."
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.name"):
+        ask("plain", tools=[{**tool, "name": "x" * 129}])
+
+
 def test_no_tools_may_be_chosen(ask: Any) -> None:
     assert ask("calls", tools=TOOLS, tool_choice={"type": "none"}).content[0].type == "text"
 
