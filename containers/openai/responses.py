@@ -19,10 +19,10 @@ from canvasrt.containers.openai.body import (
 from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import ApiError, bad_request, rename
-from canvasrt.containers.openai.fields import RESPONSE, Table
+from canvasrt.containers.openai.fields import RESPONSE, Table, known
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
-from canvasrt.containers.openai.tools import MAX_TOOLS, Effort
+from canvasrt.containers.openai.tools import MAX_TOOLS, Effort, Function
 
 # Names of a chat's parameters → their names in `/v1/responses`.
 _NAMES = {
@@ -125,11 +125,12 @@ def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
     unknown fields are refused, such tools raise ApiError."""
     found = []
     for number, tool in enumerate(request.tools or ()):
+        where = f"tools[{number}]"
         if tool.get("type") == "function":
-            function = {k: v for k, v in tool.items() if k != "type"}
+            given = {k: v for k, v in tool.items() if k != "type"}
+            function = known(given, Function.model_fields, where, RESPONSE, request.ignored)
             found.append({"type": "function", "function": function})
             continue
-        where = f"tools[{number}]"
         message = f"{where} is of type {tool.get('type')!r}; only functions are supported."
         if request.ignored is None:
             raise bad_request(message, f"{where}.type", "unsupported_parameter")

@@ -184,6 +184,14 @@ def test_tools_of_other_servers_are_left_out(ask):
     assert "web_search" in (answer.model_extra or {})["canvasrt"]["warnings"][0]
 
 
+def test_unknown_fields_of_functions_are_left_out(ask):
+    tools = [{**each, "defer_loading": False, "output_schema": {}} for each in LOOSE]
+    answer = ask("plain", tools=tools)
+    assert answer.output_text == "Hello there."
+    warnings = (answer.model_extra or {})["canvasrt"]["warnings"]
+    assert "Unknown parameter: 'tools[1].output_schema'." in warnings
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an earlier response": ({"previous_response_id": "resp_1"}, "previous_response_id"),
     "in the background": ({"background": True}, "background"),
