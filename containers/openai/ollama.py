@@ -172,9 +172,10 @@ def _settings(body: OllamaRequest) -> Json:
 
 
 def _messages(messages: list[Json]) -> list[Json]:
-    """Convert messages to OpenAI's form. Ollama's tool calls have no ids, so tool results are matched to calls in
-    order."""
-    read, open_calls = [], iter(())
+    """Convert messages to OpenAI's form. Ollama's tool calls may lack ids, so the result of a tool is matched to a call
+    by its id, else by the tool's name, else in order."""
+    read: list[Json] = []
+    open_calls: list[Json] = []
     for number, message in enumerate(messages):
         one = {k: v for k, v in message.items() if k in ("role", "content") and v is not None}
         if message.get("thinking"):
@@ -188,13 +189,20 @@ def _messages(messages: list[Json]) -> list[Json]:
             one["content"] = [*images, {"type": "text", "text": message.get("content") or ""}]
         if message.get("tool_calls"):
             calls = [_call(each, f"{number}.{i}") for i, each in enumerate(message["tool_calls"])]
-            one["tool_calls"], open_calls = calls, iter([each["id"] for each in calls])
+            one["tool_calls"], open_calls = calls, calls[:]
         if message.get("role") == "tool":
-            one["tool_call_id"] = next(open_calls, "unknown")
+            fit = min(open_calls, key=partial(_unlike, message), default={"id": "unknown"})
+            open_calls = [each for each in open_calls if each is not fit]
+            one["tool_call_id"] = fit["id"]
             if message.get("tool_name"):
                 one["name"] = message["tool_name"]
         read.append(one)
     return read
+
+
+def _unlike(result: Json, call: Json) -> tuple[bool, bool]:
+    """Return whether a tool's result has another id than a call, and whether it has another name."""
+    return result.get("tool_call_id") != call["id"], result.get("tool_name") != call["function"]["name"]
 
 
 def _call(call: Any, id: str) -> Json:
@@ -203,7 +211,7 @@ def _call(call: Any, id: str) -> Json:
         raise bad_request("a tool call has no function", "messages")
     arguments = json.dumps(function.get("arguments") or {})
     return {
-        "id": id,
+        "id": call.get("id") or id,
         "type": "function",
         "function": {"name": function.get("name"), "arguments": arguments},
     }

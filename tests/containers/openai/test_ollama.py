@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from canvasrt.containers.openai.ollama import _messages
 from tests.helpers.agents import WEATHER
 from tests.helpers.scripted import Script, Served
 from tests.helpers.serving import needs_triton
@@ -49,6 +50,28 @@ def test_tools(client: Any, acting: Script) -> None:
     chat = [*HELLO, message, {"role": "tool", "tool_name": "weather", "content": "sunny"}]
     answer = client.chat("canvasrt", chat, tools=[WEATHER], options=options)
     assert answer.message.content == "It is sunny in Paris."
+
+
+@pytest.mark.parametrize(
+    ("results", "ids"),
+    [
+        ([{}, {}], ["1.0", "1.1"]),
+        ([{"tool_name": "clock"}, {"tool_name": "weather"}], ["1.1", "1.0"]),
+        ([{"tool_name": "clock"}], ["1.1"]),  # the weather's was left out
+        ([{"tool_name": "other"}, {}, {}], ["1.0", "1.1", "unknown"]),
+        ([{"tool_call_id": "b"}, {"tool_call_id": "a"}], ["b", "a"]),
+    ],
+)
+def test_results_belong_to_their_calls(results: list[Any], ids: list[str]) -> None:
+    given = ["a", "b"] if "tool_call_id" in results[0] else [None, None]
+    calls = [
+        {"id": id, "function": {"name": name, "arguments": {}}}
+        for id, name in zip(given, ("weather", "clock"), strict=True)
+    ]
+    told = [{"role": "tool", "content": "it", **each} for each in results]
+    chat = [*HELLO, {"role": "assistant", "content": "", "tool_calls": calls}, *told]
+    read = _messages(chat)
+    assert [each["tool_call_id"] for each in read[2:]] == ids
 
 
 def test_completions(client: Any, acting: Script) -> None:
