@@ -91,7 +91,8 @@ class CompletionRequest(Sampling):
 
 def chat_generation(request: ChatRequest) -> Generation:
     """Return a chat's generation. Raises ApiError for invalid tools or formats."""
-    wanted, inputs = format_of(request), template_inputs(request)
+    wanted = format_of(request)
+    inputs = template_inputs(request, wanted)
     asked = Generation(
         {**_options(request, wanted), **inputs},
         messages=request.messages,
@@ -100,7 +101,8 @@ def chat_generation(request: ChatRequest) -> Generation:
         parallel_calls=request.parallel_tool_calls is not False,
         **_shared(request, wanted),
     )
-    asked.names |= template_names(request) | ({"grammar": "tools"} if "grammar" in inputs else {})
+    of_tools = "grammar" in inputs and (wanted is None or "prefix" in inputs)
+    asked.names |= template_names(request) | ({"grammar": "tools"} if of_tools else {})
     return asked
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from canvasrt.chat_tokens import CALL
 from canvasrt.containers.openai.body import Messages, Sampling, Strict, about
 from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.response_formats import Format
 
 MAX_TOOLS = 128  # as in OpenAI's API
 # OpenAI's chats allow names of 64 characters, its responses and Anthropic's messages 128.
@@ -123,8 +124,8 @@ def _check(request: Conversation) -> None:
         )
 
 
-def template_inputs(request: Conversation) -> dict[str, Any]:
-    """Return the model's inputs for thinking and tools.
+def template_inputs(request: Conversation, wanted: Format | None = None) -> dict[str, Any]:
+    """Return the model's inputs for thinking and tools. `wanted` is the format of an answer without calls.
 
     If a call is required, the prompt contains the beginning of the call, so no thought precedes the call.
     """
@@ -138,7 +139,7 @@ def template_inputs(request: Conversation) -> dict[str, Any]:
     inputs: dict[str, Any] = {"control": True}
     if variables:
         inputs["template"] = json.dumps(variables)
-    grammar = tools_grammar(request)
+    grammar = tools_grammar(request, wanted)
     if isinstance(request.tool_choice, NamedTool):
         inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}"
     elif request.tool_choice == "required":
@@ -171,11 +172,11 @@ def template_names(request: Conversation) -> dict[str, str]:
     return names
 
 
-def tools_grammar(request: Conversation) -> dict[str, Any] | None:
+def tools_grammar(request: Conversation, wanted: Format | None = None) -> dict[str, Any] | None:
     """Return the grammar that enforces the tools' schemas in calls, or None if no schema is enforced.
 
-    A required call follows its tool's schema. An optional call follows the schema only if its tool is `strict` and the
-    request has no `response_format`.
+    A required call follows its tool's schema. An optional call follows the schema only if its tool is `strict`, or if
+    the answer must otherwise follow a format, `wanted`. Raises ApiError if `wanted` is not JSON.
     """
     found = schemas(request)
     if found is None:
@@ -188,15 +189,25 @@ def tools_grammar(request: Conversation) -> dict[str, Any] | None:
     elif choice == "required":
         begun = "call"
     strict = any(each.strict for each in functions)
-    if begun == "nothing" and (not strict or request.response_format is not None):
+    answer = None
+    if begun == "nothing" and wanted is not None:
+        if wanted.grammar["type"] not in ("json_schema", "json_object"):
+            raise bad_request(
+                f"{wanted.path} is not supported with tools that may be called: leave out one of them.",
+                wanted.path,
+                "unsupported_parameter",
+            )
+        answer = wanted.grammar.get("schema", {"type": "object"})
+    elif begun == "nothing" and not strict:
         return None
+    follows = begun != "nothing" or wanted is not None
     return {
         "type": "tool_calls",
         "tools": {
-            each.name: each.parameters or {} if begun != "nothing" or each.strict else {}
-            for each in functions
+            each.name: each.parameters or {} if follows or each.strict else {} for each in functions
         },
         "begun": begun,
+        "answer": answer,
         "parallel": request.parallel_tool_calls is not False,
         "strict": strict,
     }

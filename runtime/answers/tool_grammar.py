@@ -24,10 +24,11 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     - `tools`: schemas, keyed by the tools' names;
     - `begun`: how the prompt ends: `name` after `<|tool_call>call:name`, `call` after `<|tool_call>call:`, or
     `nothing` if text and thoughts can come first;
+    - `answer`: the JSON schema of an answer without calls, if it has one;
     - `parallel`: whether more calls can follow;
     - `strict`: if false, keywords that cannot be enforced are ignored.
     """
-    tools, begun = spec.get("tools"), spec.get("begun")
+    tools, begun, answer = spec.get("tools"), spec.get("begun"), spec.get("answer")
     if not isinstance(tools, dict) or not tools or begun not in BEGUN:
         raise CanvasError("grammar has no tools", f"give tools, and begun: {', '.join(BEGUN)}")
     token = {}
@@ -43,7 +44,8 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         strict = bool(spec.get("strict"))
         if strict:
             schema = without_unique(schema, "grammar")
-        rules.append(f"args{number}: {_json(schema, strict)}")
+        # Arguments are always an object, even if the schema allows other types.
+        rules.append(f"args{number}: {_json({'type': 'object', **schema}, strict)}")
     ways = [f"{json.dumps(name)} args{number}" for number, name in enumerate(tools)]
     rules.append("one: " + " | ".join(f"{way} {end}" for way in ways))
     rules.append(f'call: {token[CALL]} "call:" one')
@@ -52,6 +54,11 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
         rules.append(f"start: args0 {end}")
     elif begun == "call":
         rules.append(f"start: one{more}")
+    elif answer is not None:
+        if not isinstance(answer, dict):
+            raise CanvasError("grammar.schema is not an object", "give an object")
+        rules.append(f"answer: {_json(without_unique(answer, 'grammar'), strict=True)}")
+        rules.append(f"start: answer | call{more}")
     else:
         rules.append("TEXT: /(?s:.+)/")
         thoughts = [token[text] for text in (THOUGHT, THOUGHT_END) if text in token]
@@ -68,6 +75,4 @@ def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def _json(schema: Mapping[str, Any], strict: bool) -> str:
     options = {"whitespace_flexible": False, "lenient": not strict}
-    # Arguments are always an object, even if the schema allows other types.
-    whole = {"type": "object", **schema, "x-guidance": options}
-    return f"%json {json.dumps(whole)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Core
 
 from canvasrt.bundle import load_bundle
 from canvasrt.checkpoints.locate import DEMO_FOLDER
-from canvasrt.containers.openai.chat import ChatRequest
+from canvasrt.containers.openai.chat import ChatRequest, chat_generation
 from canvasrt.containers.openai.tools import schemas, tools_grammar
 from canvasrt.export.graphs import export_graphs
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
@@ -194,6 +194,23 @@ def test_a_strict_tool_that_may_be_called(client: OpenAI, seed: int) -> None:
     assert free.message.content
 
 
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FLAG}}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_answer_of_a_format_or_a_call(client: OpenAI, seed: int) -> None:
+    """A bias decides whether the model opens a call."""
+    asked: Any = {"tools": [tool("weather")], "response_format": FORM, "seed": seed}
+    called = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: 40}})
+    assert valid(called.message.tool_calls)
+    free = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: -100}})
+    jsonschema.validate(json.loads(free.message.content), FLAG)
+    assert not free.message.tool_calls
+    with pytest.raises(BadRequestError, match="regex is not supported with tools") as caught:
+        ask(client, **asked | {"response_format": {"type": "regex", "regex": "a"}})
+    assert caught.value.param == "response_format.regex"
+
+
 def test_what_cannot_be_enforced(client: OpenAI) -> None:
     unknown = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     strict = {"type": "function", "function": {"name": "f", "parameters": unknown, "strict": True}}
@@ -230,6 +247,12 @@ def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -
     assert (tools_grammar(request) is not None) == enforced
 
 
+def test_plain_text_is_no_format() -> None:
+    body = {"messages": HELLO, "tools": [tool("weather", strict=True)]}
+    asked = [chat_generation(ChatRequest(**body, **each)) for each in ({}, {"response_format": {"type": "text"}})]
+    assert asked[0].options["grammar"] == asked[1].options["grammar"]
+
+
 def test_only_allowed_tools_may_be_called() -> None:
     allowed = {"mode": "required", "tools": [NAMED]}
     body: dict[str, Any] = {
@@ -263,17 +286,31 @@ def test_the_grammar(begun: str, text: str, fits: bool) -> None:
     assert accepts(core(), begun, text) == fits
 
 
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"on":true}', True),
+        ('<|tool_call>call:lamp{"on":true}<tool_call|>', True),
+        ('{"on":true}<|tool_call>call:lamp{"on":true}<tool_call|>', False),
+        ("Hm.", False),
+    ],
+)
+def test_the_grammar_of_a_format(text: str, fits: bool) -> None:
+    assert accepts(core(), "nothing", text, FLAG) == fits
+
+
 def test_the_demo_calls_without_thoughts() -> None:
     demo = Core.from_file(str(DEMO_FOLDER / "checkpoint" / "tokenizer.json"))
     assert accepts(demo, "nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>')
     assert not accepts(demo, "nothing", "Hm.<|tool_call>call:lamp{}<tool_call|>")
 
 
-def accepts(core: Core, begun: str, text: str) -> bool:
+def accepts(core: Core, begun: str, text: str, answer: Any = None) -> bool:
     """Whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
     control = frozenset(core.get_added_tokens_decoder())
-    spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
+    spec: dict[str, Any] = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
+    spec["answer"] = answer
     words = Vocabulary(tokenizer, core.get_vocab_size(), (1,), control)
     state = compile_grammar(
         {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}, words, "grammar"
