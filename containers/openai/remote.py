@@ -139,7 +139,10 @@ class Fetcher:
             found = self._get(url, deadline, budget)
             if isinstance(found, bytes):
                 return found
-            url = urljoin(url, found)
+            try:
+                url = urljoin(url, found)
+            except ValueError as error:
+                raise Refused(f"the URL is not valid: {error}") from error
         raise Refused(f"it was redirected more than {REDIRECTS} times")
 
     def _get(self, url: str, deadline: float, budget: ImageBudget) -> bytes | str:

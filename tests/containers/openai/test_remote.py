@@ -117,6 +117,11 @@ def fetcher(seen: list[str] | None = None) -> Fetcher:
     return Fetcher(resolve, allowed=lambda address: address == "127.0.0.1")
 
 
+def test_a_redirect_to_no_url_is_refused(site: Any) -> None:
+    with pytest.raises(Refused, match="the URL is not valid"):
+        fetcher().fetch(f"http://public.test:{site.server_port}/to/http://[")
+
+
 def test_an_image_is_fetched_with_its_hosts_name(site: Any) -> None:
     port = site.server_address[1]
     seen: list[str] = []
