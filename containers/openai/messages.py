@@ -20,7 +20,7 @@ _ROLES = {
     "tool": "tool",
 }
 _TABLE = {f"messages.{name}": values for name, values in MESSAGE.items()}
-DETAILS = ("auto", "low", "high")
+DETAILS = ("auto", "low", "high", "original")
 # Role → fields that its messages may have in addition to role, content and name.
 _FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),

@@ -18,10 +18,13 @@ from canvasrt.containers.openai.chat import (
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.generation import Served, answer_inputs
+from canvasrt.containers.openai.messages import read_messages
+from canvasrt.containers.openai.responses import ResponsesRequest, response_generation
+from canvasrt.containers.openai.tokenize import TokenizeRequest, tokenize
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.errors import CanvasError
 
-CHAT = {"messages": [{"role": "user", "content": "12+34="}]}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "12+34="}]}
 SCHEMA = {"type": "object"}
 NOUL = {"type": "noul", "instructions": "Is it?"}
 CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a", "odd": 1}]}
@@ -178,3 +181,40 @@ def test_ollamas_refusals_name_ollamas_fields(fields: dict[str, Any], says: str)
     error = ollama.CHAT.renamed(caught.value)
     assert error.param == says
     assert says in error.message
+
+
+def test_unknown_fields_of_messages_are_left_out_of_what_is_tokenized() -> None:
+    body = {"messages": [{**CHAT["messages"][0], "mood": "good"}]}
+    for ignored in (Ignored(), None):
+        read = read_body(TokenizeRequest, json.dumps(body).encode(), ignored)
+        if ignored is None:
+            with pytest.raises(ApiError, match="mood"):
+                answer_inputs(tokenize(read))
+        else:
+            assert len(answer_inputs(tokenize(read))) == 1
+
+
+def test_two_thoughts_of_a_response_are_kept() -> None:
+    thoughts = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+        for text in ("one, ", "two")
+    ]
+    said = {"role": "assistant", "content": "Hm."}
+    items = [{"role": "user", "content": "?"}, thoughts[0], said, thoughts[1]]
+    read = read_body(ResponsesRequest, json.dumps({"input": items}).encode())
+    (_, turn) = response_generation(read).messages or ()
+    assert turn == {"role": "assistant", "content": "Hm.", "reasoning_content": "one, two"}
+
+
+def test_ollamas_null_streams_and_its_raw_prompts_take_no_images() -> None:
+    body = {"prompt": "a", "stream": None, "raw": True}
+    assert read_body(ollama.OllamaPrompt, json.dumps(body).encode()).stream
+    read = read_body(ollama.OllamaPrompt, json.dumps(body | {"images": ["aGk="]}).encode())
+    with pytest.raises(ApiError, match="images are not supported with raw"):
+        ollama.generate(read)
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high", "original", None])
+def test_every_detail_of_openais_images(detail: str | None) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:,aGk=", "detail": detail}}
+    assert read_messages([{"role": "user", "content": [image]}]).images
