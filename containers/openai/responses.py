@@ -150,7 +150,8 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             _add_message(messages, item, where)
         elif kind == "reasoning":
             text = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
-            _turn(messages)["reasoning_content"] = text
+            turn = _turn(messages)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
         elif kind == "function_call":
             function = {name: item.get(name) for name in ("name", "arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
