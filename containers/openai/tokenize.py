@@ -89,7 +89,7 @@ def tokenize(body: TokenizeRequest) -> Generation:
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    asked = _encoding(options, messages=messages)
+    asked = _encoding(options, messages=messages, ignored=body.ignored)
     asked.options |= {k: v for k, v in template_inputs(request).items() if k == "template"}
     return asked
 
@@ -99,9 +99,9 @@ def detokenize(body: DetokenizeRequest) -> Generation:
     return _encoding({}, prompts=[{"prompt_ids": body.tokens}] if body.tokens else [])
 
 
-def _encoding(options: Json, **prompt: Any) -> Generation:
+def _encoding(options: Json, **more: Any) -> Generation:
     tokenize = {"tokenize": json.dumps(options)}
-    return Generation(tokenize, **prompt, seed=0, plain=True)
+    return Generation(tokenize, **more, seed=0, plain=True)
 
 
 class TokenizeReply(Reply):
