@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, NotRequired
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
@@ -54,7 +54,11 @@ class OllamaRequest(Body):
 
     table: ClassVar[Table] = OLLAMA
 
-    stream: Annotated[bool | None, about("Stream lines of JSON as soon as text is final.")] = True
+    stream: Annotated[
+        bool | None,
+        AfterValidator(lambda stream: stream is not False),  # as in Ollama, null streams
+        about("Stream lines of JSON as soon as text is final."),
+    ] = True
     options: Annotated[dict[str, Any] | None, about("Settings of the sampler.")] = None
     think: Annotated[Any, about("Whether the model thinks before it answers, or how much.")] = None
     keep_alive: Any = None
@@ -124,6 +128,8 @@ def generate(body: OllamaPrompt) -> Generation:
     prompt = body.prompt or ""
     if not (prompt or body.images):
         return Generation({})  # an empty request, which only loads the model
+    if body.raw and body.images:
+        raise bad_request("images are not supported with raw, which takes no chat template", "images")
     if body.raw:
         # A completion has one field for `logprobs` and `top_logprobs`.
         scores = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
