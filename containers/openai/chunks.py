@@ -123,6 +123,7 @@ class CompletionReply(Reply):
         self._id = self.prefix + uuid.uuid4().hex
         self._created = int(time.time())
         self._calls: dict[int, int] = {}  # index of an answer → number of its complete tool calls
+        self._ends: dict[int, int] = {}  # index of an answer → characters of its scored tokens
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -130,7 +131,7 @@ class CompletionReply(Reply):
 
     def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:
         chunks = [chunk for piece in pieces for chunk in self._piece(index, piece)]
-        if scores := self.scores(event.logprobs):
+        if scores := self.scores(event.logprobs, index):
             chunks = chunks or self._piece(index, Piece("content"))
             chunks[0]["choices"][0]["logprobs"] = scores
         return chunks
@@ -169,8 +170,9 @@ class CompletionReply(Reply):
         """Return the deltas that stream a piece, one per chunk."""
         return [piece.text]
 
-    def scores(self, text: str) -> Json | None:
+    def scores(self, text: str, index: int) -> Json | None:
         """Return the log-probabilities in `text`, the model's JSON, in OpenAI's form. If `text` is empty, return None.
+        They continue those that the answer `index` already has.
 
         The token that ends the answer is left out. With `echo`, that token is kept, because lm-eval then drops the last
         token itself.
@@ -179,7 +181,9 @@ class CompletionReply(Reply):
             return None
         shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
         scores = vllm_scores(self.body, shown)
-        ends = accumulate((len(each["text"]) for each in scores), initial=0)
+        begin = self._ends.get(index, 0)
+        ends = list(accumulate((len(each["text"]) for each in scores), initial=begin))
+        self._ends[index] = ends[-1]
         return {
             "tokens": [each["text"] for each in scores],
             "token_logprobs": [each["logprob"] for each in scores],
@@ -190,12 +194,12 @@ class CompletionReply(Reply):
                 else {other["text"]: other["logprob"] for other in each["top"]}
                 for each in scores
             ],
-            "text_offset": list(ends)[:-1],
+            "text_offset": ends[:-1],
         }
 
     def _choice(self, index: int, answer: Answer) -> Json:
         finish = finish_reason(answer.final, sum(each.call is not None for each in answer.pieces))
-        scores = self.scores(answer.final.logprobs)
+        scores = self.scores(answer.final.logprobs, index)
         choice = {"index": index, **self.content(answer.pieces), "logprobs": scores}
         return {**choice, "finish_reason": finish, **own_parts(answer.final)}
 
@@ -254,7 +258,7 @@ class ChatReply(CompletionReply):
         rest = {"index": piece.index, "function": {"arguments": piece.call.arguments}}
         return [{"tool_calls": [head]}, {"tool_calls": [rest]}]
 
-    def scores(self, text: str) -> Json | None:
+    def scores(self, text: str, index: int) -> Json | None:
         if not text:
             return None
         scores = vllm_scores(self.body, visible_scores(text))

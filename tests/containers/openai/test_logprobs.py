@@ -74,6 +74,18 @@ def test_completions_have_them(openai: OpenAI) -> None:
     assert all(len(each) == 3 for each in found.top_logprobs or [])
 
 
+def test_offsets_count_from_the_beginning_of_a_stream(openai: OpenAI) -> None:
+    asked: Any = {"prompt": "12+34=", "logprobs": 1, "max_tokens": 64, "seed": 3, "n": 2}
+    asked |= {"model": "canvasrt", "extra_body": {"max_denoising_steps": 4, "ignore_eos": True}}
+    whole = [each.logprobs for each in openai.completions.create(**asked).choices]
+    streamed: list[list[int]] = [[], []]
+    for chunk in openai.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                streamed[choice.index] += choice.logprobs.text_offset or ()
+    assert streamed == [each.text_offset for each in whole if each is not None]
+
+
 def test_an_echo_begins_with_the_prompt_and_its_scores(
     openai: OpenAI, tokenizer: Tokenizer
 ) -> None:
