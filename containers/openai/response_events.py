@@ -85,7 +85,7 @@ class ResponseReply(Reply):
 
     def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
         """Return the response in its current state."""
-        given = self.body.model_dump(exclude_none=True)
+        given = self.body.repeated()
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,

@@ -3,6 +3,7 @@ conversation."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -32,6 +33,12 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
+# Fields that the response repeats, and their maximum characters of JSON.
+REPEATED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning"),
+    *("temperature", "text", "tool_choice", "tools", "top_p", "user"),
+)
+MAX_REPEATED = 1 << 20
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -76,6 +83,20 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     image_tokens: ImageTokens = None
     text: Text | None = None
+
+    def check(self, size: int) -> None:
+        super().check(size)
+        # A stream repeats these fields three times, and the event loop stops while they are encoded.
+        if size > MAX_REPEATED and (count := len(json.dumps(self.repeated()))) > MAX_REPEATED:
+            raise bad_request(
+                f"{', '.join(REPEATED)} have {count} characters of JSON; at most {MAX_REPEATED} are allowed.",
+                "metadata",
+                "invalid_value",
+            )
+
+    def repeated(self) -> dict[str, Any]:
+        """Return the fields that the response repeats, without those that are null."""
+        return self.model_dump(include=set(REPEATED), exclude_none=True)
 
     @property
     def token_budget(self) -> tuple[str, int | None]:

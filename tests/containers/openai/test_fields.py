@@ -218,3 +218,20 @@ def test_ollamas_null_streams_and_its_raw_prompts_take_no_images() -> None:
 def test_every_detail_of_openais_images(detail: str | None) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,aGk=", "detail": detail}}
     assert read_messages([{"role": "user", "content": [image]}]).images
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"metadata": {"a": [1] * 400_000}},
+        {"user": "x" * 1_100_000},
+        {"tools": [{"type": "web_search", "x": [1] * 400_000}]},
+        {"tool_choice": {"type": "auto", "x": [1] * 400_000}},
+    ],
+)
+def test_what_a_response_repeats_is_bounded(field: dict[str, Any]) -> None:
+    """The event loop would encode it three times."""
+    raw = json.dumps({"input": "x" * 1_100_000}).encode()
+    assert read_body(ResponsesRequest, raw).repeated() == {}
+    with pytest.raises(ApiError, match="have 1[0-9]{6} characters of JSON"):
+        read_body(ResponsesRequest, json.dumps({"input": "x"} | field).encode(), Ignored())
