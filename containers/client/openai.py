@@ -41,14 +41,14 @@ class OpenAIClient:
         path, body = _request(inputs, self.model)
         with self._reply("POST", path, body) as reply:
             answer = json.loads(reply.read())
-        (choice,) = answer["choices"]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
-        return {
-            "text": text,
-            "finish_reason": choice["finish_reason"],
-            "seed": inputs.get("seed") or 0,
-            "usage": answer["usage"],
-        }
+            (choice,) = answer["choices"]
+            text = choice["message"]["content"] if "message" in choice else choice["text"]
+            return {
+                "text": text,
+                "finish_reason": choice["finish_reason"],
+                "seed": inputs.get("seed") or 0,
+                "usage": answer["usage"],
+            }
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[str]:
         """Yield the pieces of one answer's text as they arrive."""
@@ -67,8 +67,8 @@ class OpenAIClient:
             body["stream_options"] = {"drafts": True}
         with self._reply("POST", path, body) as reply:
             for line in reply:
-                data = line.decode().strip().removeprefix("data: ")
-                if not data or data == "[DONE]":
+                field, _, data = line.decode().strip().partition(":")
+                if field != "data" or data.strip() == "[DONE]":
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
@@ -76,7 +76,7 @@ class OpenAIClient:
                 if (draft := chunk.get("canvasrt", {}).get("draft")) is not None:
                     yield "", draft
                 for choice in chunk["choices"]:
-                    text = choice.get("delta", {}).get("content") or choice.get("text")
+                    text = (choice.get("delta") or {}).get("content") or choice.get("text")
                     if text:
                         yield text, None
 
@@ -126,7 +126,7 @@ class OpenAIClient:
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
-        except (ValueError, LookupError, TypeError) as error:  # the reply is not in OpenAI's form
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # not OpenAI's form
             raise CanvasError(
                 f"what answers at {self.url} is not an OpenAI API", PORT_HINT
             ) from error

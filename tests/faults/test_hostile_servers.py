@@ -1,4 +1,4 @@
-"""`canvasrt batch` with servers that answer whatever they like."""
+"""`canvasrt batch` and the client of the OpenAI API, with servers that answer whatever they like."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import pytest
 from canvasrt.cli.app import run as canvasrt
 from canvasrt.containers.batch import servers
 from canvasrt.containers.batch.run import ATTEMPTS, Done, run_batch
+from canvasrt.containers.client.openai import OpenAIClient
+from canvasrt.errors import CanvasError
 from tests.helpers.batches import chat, write
 
 GOOD = b'{"id": "chatcmpl-1", "choices": []}'
@@ -150,3 +152,26 @@ def test_a_servers_message_does_not_reach_the_terminal_as_it_is(
     assert "refused the request" in errors
     assert errors.replace("\n", "").isprintable()
     assert len(errors) < 1000
+
+
+def client_of(url: str) -> OpenAIClient:
+    client = OpenAIClient(url)
+    client._model = "m"
+    return client
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b'{"choices": [1]}'])
+def test_what_is_no_chat_is_named(body: bytes) -> None:
+    with answering(200, body) as (url, _), pytest.raises(CanvasError, match="not an OpenAI API"):
+        client_of(url).ask({"prompt": "x"})
+    with (
+        answering(200, b"data: " + body + b"\n\n") as (url, _),
+        pytest.raises(CanvasError, match="not an OpenAI API"),
+    ):
+        list(client_of(url).events({"prompt": "x"}))
+
+
+def test_streams_may_have_comments_and_empty_deltas() -> None:
+    said = b': ping\n\nevent: x\ndata:{"choices": [{"delta": {"content": "a"}}]}\n\n'
+    with answering(200, said + b'data: {"choices": [{"delta": null}]}\n\n') as (url, _):
+        assert list(client_of(url).events({"prompt": "x"})) == [("a", None)]
