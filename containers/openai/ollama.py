@@ -129,7 +129,9 @@ def generate(body: OllamaPrompt) -> Generation:
     if not (prompt or body.images):
         return Generation({})  # an empty request, which only loads the model
     if body.raw and body.images:
-        raise bad_request("images are not supported with raw, which takes no chat template", "images")
+        raise bad_request(
+            "images are not supported with raw, which takes no chat template", "images"
+        )
     if body.raw:
         # A completion has one field for `logprobs` and `top_logprobs`.
         scores = {"logprobs": body.top_logprobs or 0} if body.logprobs else {}
@@ -208,7 +210,9 @@ def _messages(messages: list[Json]) -> list[Json]:
 
 def _unlike(result: Json, call: Json) -> tuple[bool, bool]:
     """Return whether a tool's result has another id than a call, and whether it has another name."""
-    return result.get("tool_call_id") != call["id"], result.get("tool_name") != call["function"]["name"]
+    return result.get("tool_call_id") != call["id"], result.get("tool_name") != call["function"][
+        "name"
+    ]
 
 
 def _call(call: Any, id: str) -> Json:

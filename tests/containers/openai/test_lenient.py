@@ -61,7 +61,9 @@ def test_only_what_is_unknown_is_left_out_unless_lenient() -> None:
 
 def test_each_of_many_tools_may_have_an_unknown_field() -> None:
     """Validation stops at the first tool with an unknown field, and is repeated only a few times."""
-    tools = [{**TOOL, "function": {"name": f"f{n}", "return": {"type": "string"}}} for n in range(9)]
+    tools = [
+        {**TOOL, "function": {"name": f"f{n}", "return": {"type": "string"}}} for n in range(9)
+    ]
     ignored = Ignored()
     read = read_body(ChatRequest, body(tools=tools), ignored)
     assert [each.function.name for each in read.tools or ()] == [f"f{n}" for n in range(9)]

@@ -249,7 +249,10 @@ def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -
 
 def test_plain_text_is_no_format() -> None:
     body = {"messages": HELLO, "tools": [tool("weather", strict=True)]}
-    asked = [chat_generation(ChatRequest(**body, **each)) for each in ({}, {"response_format": {"type": "text"}})]
+    asked = [
+        chat_generation(ChatRequest(**body, **each))
+        for each in ({}, {"response_format": {"type": "text"}})
+    ]
     assert asked[0].options["grammar"] == asked[1].options["grammar"]
 
 
@@ -309,7 +312,12 @@ def accepts(core: Core, begun: str, text: str, answer: Any = None) -> bool:
     """Whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
     control = frozenset(core.get_added_tokens_decoder())
-    spec: dict[str, Any] = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
+    spec: dict[str, Any] = {
+        "tools": {"lamp": FLAG},
+        "begun": begun,
+        "parallel": True,
+        "strict": True,
+    }
     spec["answer"] = answer
     words = Vocabulary(tokenizer, core.get_vocab_size(), (1,), control)
     state = compile_grammar(
