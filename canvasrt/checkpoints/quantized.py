@@ -106,6 +106,11 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
     format, compressed = _LAYOUTS[layout]
     if not isinstance(groups, dict) or not groups:
         raise _broken(file, "quantization_config has no config_groups")
+    # QuIP and SpinQuant rotate weights, which the file already stores rotated, and other values at run time.
+    rotations = (found.get("transform_config") or {}).get("config_groups") or {}
+    rotated = {str(each.get("location")) for one in rotations.values() for each in one["apply"]}
+    if online := sorted(rotated - {"weight_input", "weight_output"}):
+        raise _unknown(file, f"rotations at run time (transform_config: {', '.join(online)})")
     static = True
     for name, group in groups.items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}

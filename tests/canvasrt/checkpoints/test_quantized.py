@@ -27,6 +27,16 @@ def compressed(format: str = "float-quantized", **group: Any) -> dict[str, Any]:
     }
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    """As llm-compressor's QuIP and SpinQuant write it."""
+    from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
+
+    args = [TransformArgs(targets=["Linear"], location=each) for each in locations]
+    config = TransformConfig(config_groups={"v": TransformScheme(type="hadamard", apply=args)})
+    found = compressed("pack-quantized", weights=_INT4)
+    return {**found, "transform_config": config.model_dump()}
+
+
 def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     return folder
@@ -65,6 +75,11 @@ def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
         ),
         (
             compressed("pack-quantized", weights=_INT4 | {"strategy": "channel"}),
+            Quantization("compressed-tensors", "INT4", "int4"),
+        ),
+        # These rotations are already in the weights.
+        (
+            rotated("weight_input", "weight_output"),
             Quantization("compressed-tensors", "INT4", "int4"),
         ),
     ],
@@ -115,6 +130,10 @@ def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
         (compressed(weights=_FP8 | {"strategy": "block"}), "scales by 'block'"),
         (compressed(weights=_FP8 | {"type": "int"}), "weights of int8"),
         ({**compressed(), "config_groups": {}}, "has no config_groups"),
+        (
+            rotated("weight_input", "input", "output"),
+            "rotations at run time .transform_config: input, output.",
+        ),
     ],
 )
 def test_what_is_not_known_is_named(
