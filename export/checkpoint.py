@@ -18,10 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from canvasrt.checkpoints.locate import INDEX, read_index
+from canvasrt.checkpoints.locate import INDEX, SINGLE, read_index
 from canvasrt.errors import CanvasError
-
-SINGLE = "model.safetensors"
 
 # A tied text weight can have the decoder's or the encoder's name; the embedding table can also be named `lm_head`.
 _ALIASES = (

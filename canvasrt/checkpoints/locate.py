@@ -16,7 +16,7 @@ from canvasrt.types import Json
 DEMO = "demo"
 # Name of a bundled checkpoint → its folder next to the demo's code.
 BUNDLED = {DEMO: "checkpoint", "demo-vision": "checkpoint-vision"}
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # The folder of the demo's checkpoints and prompts.
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -98,7 +98,9 @@ def check_weights(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return tensor name → file name for a sharded checkpoint; None if the checkpoint has no index.
+    """Return tensor name → file name for a sharded checkpoint; None if all weights are in one file.
+
+    As in transformers, that file overrides an index that does not name it, which an earlier save left behind.
 
     Raises CanvasError if the index is damaged, or if it names a file that is not a `*.safetensors` in the same folder,
     because the fingerprint would not cover that file.
@@ -121,7 +123,8 @@ def read_index(folder: Path) -> dict[str, str] | None:
                 f"{index} names {name!r}, which is not a *.safetensors file",
                 "save the checkpoint again as safetensors",
             )
-    return weights
+    is_left_behind = SINGLE not in weights.values() and (folder / SINGLE).is_file()
+    return None if is_left_behind else weights
 
 
 def check_adapter(folder: Path) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import DiffusionGemmaForBlockDiffusion
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export_graphs
@@ -47,6 +49,20 @@ def test_shards_read_like_one_file(saved: Path, tmp_path: Path) -> None:
         for weight in weights(segment.module, segment.sources, whole):
             for part in weight.parts:
                 assert torch.equal(whole.read(part), sharded.read(part))
+
+
+def test_one_file_overrides_the_shards_of_an_earlier_save(copy: Path) -> None:
+    """As in transformers, whose save into the folder of a sharded checkpoint leaves the index there."""
+    name = "model.decoder.norm.weight"
+    random_model(SMALL).save_pretrained(copy / "shards", max_shard_size="200KB")
+    for file in (copy / "shards").iterdir():
+        if file.name.startswith("model"):
+            file.rename(copy / file.name)
+    edit(copy, lambda tensors: tensors[name].neg_())
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(copy)
+    assert torch.equal(Checkpoint(find_checkpoint(copy)).read(name), model.state_dict()[name])
+    next(copy.glob("model-00001-of-*")).unlink()
+    assert Checkpoint(find_checkpoint(copy)).file(name).name == "model.safetensors"
 
 
 def test_weights_are_placeholders_until_they_are_read(saved: Path) -> None:
@@ -159,6 +175,7 @@ def test_a_shard_is_missing(saved: Path, copy: Path) -> None:
         load_file(saved / "model.safetensors"), "model-00001-of-00001.safetensors"
     )
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (copy / "model.safetensors").unlink()
     with pytest.raises(CanvasError, match=r"model-00001-of-00001\.safetensors is not"):
         Checkpoint(copy)
 
