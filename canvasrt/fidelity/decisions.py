@@ -93,7 +93,8 @@ def read_labelled(file: Path) -> list[Json]:
 def _lines(file: Path) -> list[Any]:
     try:
         text = file.read_text("utf-8")
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        # JSON allows other separators, such as U+2028, in strings.
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise CanvasError(f"cannot read {file}: {why}", "give JSON Lines or YAML") from None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.calibration_error import Scored, cross_fitted, ece, fit_temperatures, summary
-from canvasrt.fidelity.decisions import right_of
+from canvasrt.fidelity.decisions import read_labelled, right_of
 from canvasrt.runtime.answers.questions import read_questions, tempered
 
 
@@ -134,3 +137,11 @@ def test_wrong_labels_are_named(question: dict, label: dict, message: str) -> No
     (read,) = read_questions([question])
     with pytest.raises(CanvasError, match=message):
         right_of(read, label, "questions[0]")
+
+
+def test_separators_inside_a_string_do_not_end_a_line(tmp_path: Path) -> None:
+    items = [{"input": "a\u2028b\x85c", "questions": []}] * 2
+    lines = [json.dumps(each, ensure_ascii=False) + "\r\n" for each in items]
+    (tmp_path / "labelled.jsonl").write_bytes("".join(lines).encode())
+    found = read_labelled(tmp_path / "labelled.jsonl")
+    assert [each["input"] for each in found] == ["a\u2028b\x85c"] * 2
