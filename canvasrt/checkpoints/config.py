@@ -247,7 +247,9 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
             head_dim = text.size("global_head_dim", _DEFAULT_GLOBAL_HEAD_DIM)
             num_kv_heads = text.size("num_global_key_value_heads", num_kv_heads)
         return head_dim, num_kv_heads
-    override = (text.data["per_layer_config"] or {}).get(str(index)) or {}
+    # From eleven layers on, transformers writes the layers' numbers with leading zeros.
+    overrides = (text.data["per_layer_config"] or {}).items()
+    override = {str(key).lstrip("0") or "0": each for key, each in overrides}.get(str(index)) or {}
     unknown = sorted(set(override) - {"head_dim", "num_key_value_heads"})
     if unknown:
         raise CanvasError(

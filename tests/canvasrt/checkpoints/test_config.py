@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults, read_config
+from canvasrt.checkpoints.released import TEXT_CONFIG, VISION_CONFIG, released_model
 from canvasrt.errors import CanvasError
 from tests.conftest import CONFIG, GENERATION_CONFIG
 
@@ -76,6 +77,20 @@ def test_agrees_with_transformers_for_every_form_of_the_layer_overrides(tmp_path
         e.num_key_value_heads for e in expected
     ]
     assert older.layers == written.layers
+
+
+def test_reads_the_released_configuration_as_transformers_writes_it(tmp_path: Path) -> None:
+    """With more than ten layers, transformers writes the layers' numbers with leading zeros."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig, Gemma4VisionConfig
+
+    text, vision = DiffusionGemmaTextConfig(**TEXT_CONFIG), Gemma4VisionConfig(**VISION_CONFIG)
+    DiffusionGemmaConfig(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    assert (
+        "05"
+        in json.loads((tmp_path / "config.json").read_text())["text_config"]["per_layer_config"]
+    )
+    model, _ = ModelConfig.from_checkpoint(tmp_path)
+    assert model.layers == released_model().layers
 
 
 def test_defaults_are_the_reference_s() -> None:
