@@ -60,7 +60,7 @@ def from_file(path: Path, count: int) -> list[Session]:
     has no prompts.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text("utf-8").split("\n") if line.strip()]
         sessions = [_parsed(line) if path.suffix == ".jsonl" else _asked(line) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CanvasError(
