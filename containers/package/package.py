@@ -48,7 +48,9 @@ def package(
     options = options or PackageOptions().on(releases.DEFAULT_BASE)
     bundles = _load(source)
     manifests = [bundle.manifest for bundle in bundles.values()]
-    if options.base == releases.DEFAULT_BASE:
+    # A base on disk may have the default's name, but its own digest and versions.
+    by_name = options.base_digest == releases.digest_of_name(options.base)
+    if options.base == releases.DEFAULT_BASE and by_name:
         options = options.on(releases.base_for(each.target for each in manifests))
     for manifest in manifests:
         releases.check_tensorrt(manifest.target, options.tensorrt, options.base)

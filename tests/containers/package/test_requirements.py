@@ -98,6 +98,19 @@ def test_bundles_that_do_not_go_together_are_refused(
         package([old, rtx], tmp_path / "versions")
 
 
+def test_a_base_on_disk_with_the_default_s_name_is_not_exchanged(
+    relabelled: Relabelled, tmp_path: Path
+):
+    """`docker save` keeps an image's name."""
+    digest, version = "b" * 64, "11.4.0.106"
+    options = PackageOptions(base=releases.DEFAULT_BASE, base_digest=digest, tensorrt=version)
+    with pytest.raises(CanvasError, match=r"has 11\.4\.0\.106,.* cannot load them"):
+        package(relabelled("h100", "tensorrt", "11.1.0.106"), tmp_path / "engines", options)
+    made = package(relabelled("", precision="bf16"), tmp_path / "graphs", options)
+    assert f"tensorrt-cu13-bindings=={version}" in map(str, read_requirements(made.path))
+    assert digest in (made.path / "sbom.cdx.json").read_text()
+
+
 def test_an_install_without_constraints_builds_engines_that_a_default_base_reads() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = map(Requirement, project["optional-dependencies"]["tensorrt"])
