@@ -259,17 +259,33 @@ class _Header(tarfile.TarInfo):
         return header
 
 
-def signed_digest(path: Path) -> str:
+def signed_digest(path: Path, alone: bool = False) -> str:
     """Return the digest by which a signature identifies the image at `path`: a layout by its manifest's digest, an
-    archive by its configuration's. Does not read layers."""
+    archive by its configuration's. Does not read layers.
+
+    With `alone`, raises CanvasError if there is anything else that another program might take for the image.
+    """
     with _readable(path, "image"):
         if (path / "index.json").is_file():
-            return str(_only(_index(path)["manifests"], None, path)["digest"])
-        with tarfile.open(path, "r:", tarinfo=_Header) as archive:
-            members = {member.name: member for member in islice(archive, _MOST_MEMBERS)}
-            (image,) = json.loads(_content(archive, members["manifest.json"]))
-            config = _content(archive, members[image["Config"]])
-        return "sha256:" + hashlib.sha256(config).hexdigest()
+            manifests = _index(path)["manifests"]
+            more = len(manifests) > 1
+            digest = str(_only(manifests, None, path)["digest"])
+        else:
+            with tarfile.open(path, "r:", tarinfo=_Header) as archive:
+                listed = list(islice(archive, _MOST_MEMBERS))
+                members = {member.name: member for member in listed}
+                (image,) = json.loads(_content(archive, members["manifest.json"]))
+                config = _content(archive, members[image["Config"]])
+            own = {"manifest.json", image["Config"], *image["Layers"]}
+            # containerd and podman prefer an `index.json`; `./manifest.json` replaces `manifest.json`.
+            more = sorted(member.name for member in listed) != sorted(own)
+            digest = "sha256:" + hashlib.sha256(config).hexdigest()
+    if alone and more:
+        raise CanvasError(
+            f"{path} contains more than one image: other programs may take one that is not signed",
+            "verify the file or folder that `canvasrt package` wrote, or a copy of it",
+        )
+    return digest
 
 
 def _index(path: Path) -> Json:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from canvasrt.containers.image.base import Base
+from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import (
     CONFIG_TYPE,
     INDEX_TYPE,
@@ -81,9 +81,7 @@ def write_archive(layout: Path, tag: str, out: Path) -> None:
 
     The archive omits the layout's index. With an index, podman would ignore the health check.
     """
-    index = json.loads((layout / "index.json").read_text())
-    manifest_name = _blob_name(index["manifests"][0]["digest"])
-    manifest = json.loads((layout / manifest_name).read_text())
+    manifest = json.loads((layout / _blob_name(read_base(layout).digest)).read_text())
     names = [_blob_name(each["digest"]) for each in manifest["layers"]]
     config = _blob_name(manifest["config"]["digest"])
     saved = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()

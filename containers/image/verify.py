@@ -48,7 +48,7 @@ def is_image(path: Path) -> bool:
 def verify_image(path: Path, key: Path | None = None) -> Verified:
     """Check the image at `path`. With `key`, check the image's signature before reading any layer. Raises CanvasError
     at the first mismatch."""
-    digest = signed_digest(path)
+    digest = signed_digest(path, alone=key is not None)
     provenance = None if key is None else check_attestation(path, digest, key)
     base = read_base(path)
     if base.digest != digest:

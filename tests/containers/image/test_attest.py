@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,43 @@ def test_an_archive_of_the_image_is_the_same_image(
     write_archive(image.path, image.tag, archive)
     attestation_of(archive).write_text(signed.read_text())
     assert check_attestation(archive, read_base(archive).digest, keys[1])
+
+
+def test_an_image_next_to_the_signed_one_is_refused(
+    image: Image, signed: Path, keys: Keys, tmp_path: Path
+) -> None:
+    """skopeo chooses a layout's image by its tag. `_only` skips images of an unknown platform."""
+    other = write(tmp_path / "other", b"two")
+    shutil.copytree(other.path / "blobs", image.path / "blobs", dirs_exist_ok=True)
+    index = json.loads((image.path / "index.json").read_text())
+    (more,) = json.loads((other.path / "index.json").read_text())["manifests"]
+    more["platform"]["architecture"] = "unknown"
+    index["manifests"].insert(0, more)
+    (image.path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CanvasError, match="more than one image"):
+        verify_image(image.path, keys[1])
+    archive = tmp_path / "archive.tar"
+    write_archive(image.path, image.tag, archive)  # as `canvasrt deploy` does
+    assert read_base(archive).digest == image.image_id
+
+
+@pytest.mark.parametrize("name", ["index.json", "./manifest.json", "manifest.json", "x"])
+def test_an_archive_of_more_than_the_signed_image_is_refused(
+    image: Image, signed: Path, keys: Keys, tmp_path: Path, name: str
+) -> None:
+    archive = tmp_path / "archive.tar"
+    write_archive(image.path, image.tag, archive)
+    attestation_of(archive).write_text(signed.read_text())
+    with pytest.raises(CanvasError, match="contains no package"):  # the signature is right
+        verify_image(archive, keys[1])
+    with tarfile.open(archive) as whole:
+        member = whole.getmember("manifest.json")
+        content = whole.extractfile(member).read()  # type: ignore[union-attr]
+    member.name = name
+    with tarfile.open(archive, "a") as more:
+        more.addfile(member, io.BytesIO(content))
+    with pytest.raises(CanvasError, match="more than one image"):
+        verify_image(archive, keys[1])
 
 
 def test_another_key_is_refused(image: Image, signed: Path, tmp_path: Path) -> None:
