@@ -22,6 +22,7 @@ from canvasrt.containers.names import (
     ROOT,
 )
 from canvasrt.containers.package.sizes import sizes_of, target_of
+from canvasrt.errors import UsageError
 from canvasrt.hashes import canonical
 from canvasrt.targets import find_target
 
@@ -54,8 +55,13 @@ _SECOND = 10**9  # nanoseconds, as in an image's configuration
 
 def created() -> str:
     """Return the image's time of creation: SOURCE_DATE_EPOCH, or the Unix epoch if that is not set."""
-    seconds = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    text = os.environ.get("SOURCE_DATE_EPOCH") or "0"
+    try:
+        return datetime.fromtimestamp(int(text), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(
+            f"SOURCE_DATE_EPOCH is {text!r}", "set it to seconds since 1970, or unset it"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry, entries_of
 from canvasrt.containers.image.oci_layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
+from canvasrt.containers.package.image_settings import created
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 
@@ -154,6 +155,15 @@ def test_names_of_images(given: str, full: str):
 def test_names_that_no_image_can_have(given: str):
     with pytest.raises(UsageError, match="not a name for an image"):
         check_tag(given)
+
+
+def test_a_time_of_creation_is_a_number(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "")
+    assert created() == "1970-01-01T00:00:00Z"
+    for text in ("now", "9" * 30):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
+        with pytest.raises(UsageError, match="SOURCE_DATE_EPOCH is"):
+            created()
 
 
 def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
