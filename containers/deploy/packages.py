@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from canvasrt.bundle import MANIFEST, load_bundle
@@ -29,9 +30,11 @@ class Package:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether any target needs a GPU."""
+        """Whether any target needs a GPU. Graphs in fp32 run on a CPU."""
         targets = self.labels.get("canvasrt.target", "cpu").split(",")
-        return targets != ["cpu"]
+        precisions = self.labels.get("canvasrt.precision", "").split(",")
+        pairs = zip_longest(targets, precisions)
+        return any(each[0] != "cpu" and each != ("graphs", "fp32") for each in pairs)
 
 
 def open_package(package: str, engine: ContainerEngine | None) -> Package:

@@ -128,7 +128,6 @@ class ImageSettings:
 
 def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
     """Return the settings of an image that contains these engines or graphs."""
-    backends = {each.target["backend"] if each.target else "onnxruntime" for each in manifests}
     labels = {
         "org.opencontainers.image.title": "canvasrt",
         "org.opencontainers.image.description": "DiffusionGemma as compiled engines behind Triton",
@@ -141,8 +140,9 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
         "canvasrt.checkpoint": ",".join(dict.fromkeys(map(checkpoint_hash, manifests))),
         "canvasrt.engines": ",".join(each.digest for each in manifests),
     }
-    gpu = backends != {"onnxruntime"}
-    sizes = [sizes_of(each, target_of(each)) for each in manifests]
+    targets = [target_of(each) for each in manifests]
+    gpu = any(each.capability is not None for each in targets)
+    sizes = [sizes_of(*each) for each in zip(manifests, targets, strict=True)]
     startup = max(each.startup + each.further * (_MOST_GPUS - 1) for each in sizes)
     return ImageSettings(labels, gpu, Health(start_period=startup))
 

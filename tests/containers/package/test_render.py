@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.deploy.packages import open_package
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
 from canvasrt.containers.serve.settings import from_environment
@@ -68,6 +69,17 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
     assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"
+
+
+@pytest.mark.parametrize(("precision", "on_gpu"), [("fp32", False), ("bf16", True)])
+def test_a_package_of_graphs_gets_the_gpu_that_it_builds_on(
+    relabelled: Relabelled, tmp_path: Path, precision: str, on_gpu: bool
+):
+    """fp32 graphs run on a CPU."""
+    made = package(relabelled("", precision=precision), tmp_path / "package")
+    assert ("driver: nvidia" in (made.path / "compose.yaml").read_text()) == on_gpu
+    assert ("CUDA_CACHE_PATH" in (made.path / "Dockerfile").read_text()) == on_gpu
+    assert open_package(str(made.path), None).needs_gpu == on_gpu
 
 
 def test_the_compose_file_s_server_answers_under_its_own_names(packaged: Bundle):
