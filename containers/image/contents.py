@@ -17,8 +17,8 @@ _RELEASE = re.compile(r"(?:etc|usr/lib)/os-release$")
 _PYTHON = re.compile(
     r"(?:.*/)?(?:dist|site)-packages/(?P<name>[\w.]+)-(?P<version>[^-/]+)\.(?:dist|egg)-info/METADATA$"
 )
-# In a layer, a file `.wh.NAME` deletes NAME from the layers below.
-_REMOVED = ".wh."
+# In a layer, a file `.wh.NAME` deletes NAME from the layers below, and `.wh..wh..opq` all that its folder has there.
+_REMOVED, _EMPTIED = ".wh.", ".wh..wh..opq"
 
 
 def contents(base: Base) -> list[Installed]:
@@ -42,13 +42,16 @@ def _read(layers: Iterable[BaseLayer]) -> list[Installed]:
     texts: dict[str, str] = {}
     python: dict[str, Installed] = {}
     for layer in layers:
+        below = {*texts, *python}
         for name, content in _files(layer):
+            below.discard(name)
             folder, _, last = name.rpartition("/")
             if last.startswith(_REMOVED):
-                deleted = f"{folder}/{last.removeprefix(_REMOVED)}".lstrip("/")
-                for known in (texts, python):
-                    for each in [each for each in known if f"{each}/".startswith(f"{deleted}/")]:
-                        del known[each]  # type: ignore[attr-defined]
+                inside = "" if last == _EMPTIED else last.removeprefix(_REMOVED)
+                deleted = f"{folder}/{inside}".strip("/")
+                for each in [each for each in below if f"{each}/".startswith(f"{deleted}/")]:
+                    texts.pop(each, None)
+                    python.pop(each, None)
             elif match := _PYTHON.match(name):
                 python[name] = Installed("pypi", match["name"], match["version"])
             elif content is not None:

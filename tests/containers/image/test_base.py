@@ -318,10 +318,15 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
         LayerEntry("usr/lib/os-release", content=b'NAME="x"\nID=ubuntu\n'),
         LayerEntry(f"{python}/pip-24.0.dist-info/METADATA", content=b"Name: pip"),
         LayerEntry(f"{python}/numpy-1.26.4.dist-info/METADATA", content=b"Name: numpy"),
+        LayerEntry("opt/site-packages/old-1.dist-info/METADATA", content=b"Name: old"),
+        LayerEntry("opt/site-packages/kept-1.dist-info/METADATA", content=b"Name: kept"),
     ]
     above = [
         LayerEntry("var/lib/dpkg/status", content=STATUS.encode()),
         LayerEntry(f"{python}/.wh.pip-24.0.dist-info", content=b""),
+        # This layer replaces the whole folder.
+        LayerEntry("opt/site-packages/.wh..wh..opq", content=b""),
+        LayerEntry("opt/site-packages/kept-1.dist-info/METADATA", content=b"Name: kept"),
     ]
     layers = [blobs.add_layer(each, "t", compress=True) for each in (below, above)]
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
@@ -335,6 +340,7 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     found = contents(base)
     assert [str(each) for each in found] == [
         "deb/ubuntu:libssl3@3.0.2-1:amd64",
+        "pypi:kept@1:",
         "pypi:numpy@1.26.4:",
     ]
     for layer in base.layers:
