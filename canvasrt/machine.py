@@ -92,7 +92,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 def parse_gpu(line: str) -> Gpu | None:
     """Parse one line of nvidia-smi's table; None if the line describes no GPU. For a GPU with unified memory, whose
-    size is shown as [N/A], use the host's memory."""
+    size is shown as [N/A], use the host's memory: a container's limit does not apply to what its driver allocates."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None
@@ -100,18 +100,22 @@ def parse_gpu(line: str) -> Gpu | None:
     major, _, minor = capability.partition(".")
     if not (major.isdigit() and minor.isdigit()):
         return None
-    found = int(memory) * _MIB if memory.isdigit() else memory_bytes()
+    found = int(memory) * _MIB if memory.isdigit() else _host_bytes()
     return Gpu(name, found, (int(major), int(minor)), driver, uuid)
 
 
 def memory_bytes() -> int:
     """Return this machine's memory, or the container's limit if that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = _host_bytes()
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_bytes() -> int:

@@ -35,6 +35,11 @@ class Target:
     recipe: str | None = None
 
     @property
+    def unified(self) -> bool:
+        """Whether the GPU shares the host's memory. NVIDIA's tools then report no GPU memory."""
+        return "unified" in self.gpu
+
+    @property
     def default(self) -> str:
         """The default of `--precision`."""
         return self.recipe or self.precision

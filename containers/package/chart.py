@@ -59,7 +59,7 @@ def _values(
         "target": target.name,
         "node.arch": ARCHITECTURES.get(target.host, "amd64"),
         "node.capability": f'"{target.capability_text if on_gpu else ""}"',
-        "node.memoryMiB": int(_REPORTED * target.memory / 2**20) if target.memory else 0,
+        "node.memoryMiB": 0 if target.unified else int(_REPORTED * (target.memory or 0) / 2**20),
         "kind": "StatefulSet" if on_gpu else "Deployment",
     }
     if max_batch is not None:

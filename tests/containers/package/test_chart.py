@@ -91,6 +91,12 @@ def test_a_gpu_target_asks_for_its_gpu(
     assert found == capabilities
 
 
+def test_unified_memory_is_not_asked_for(tmp_path: Path) -> None:
+    """NVIDIA's GPU feature discovery gives such nodes no label `nvidia.com/gpu.memory`."""
+    write_chart(tmp_path / "chart", "canvasrt:1", find_target("dgx-spark"))
+    assert "gpu.memory" not in yaml.safe_dump(pod(render(tmp_path / "chart")))
+
+
 def test_the_autoscaler_goes_by_metrics_that_the_models_have(tmp_path: Path) -> None:
     from canvasrt.containers.triton.metrics import GAUGES
 
