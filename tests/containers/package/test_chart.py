@@ -324,9 +324,10 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
     memory = [several["resources"][kind]["memory"] for kind in ("requests", "limits")]
     assert memory == ["26Gi", "37Gi"]
     assert several["resources"]["requests"]["cpu"] == 4
-    own = "resources.limits.memory=99G"  # no sum in another unit
-    (several,) = pod(render(tmp_path / "h100", "gpus=3", own))["containers"]
-    assert several["resources"]["limits"]["memory"] == "99G"
+    for own in ("99G", "33.5Gi"):  # no sum in another unit, or of a fraction
+        setting = f"resources.limits.memory={own}"
+        (several,) = pod(render(tmp_path / "h100", "gpus=3", setting))["containers"]
+        assert several["resources"]["limits"]["memory"] == own
     assert several["args"][:: len(several["args"]) - 1] == ["serve", "--devices=all"]
     (claim,) = render(tmp_path / "h100")["StatefulSet"]["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "50Gi"

@@ -30,8 +30,8 @@ canvasrt/target: {{ .Values.target }}
 
 {{/* Resources with the memory of all GPUs. */}}
 {{- define "canvasrt.resources" -}}
-{{- $memory := .resources.memory | default "" -}}
-{{- if and (include "canvasrt.onGpu" .root) (hasSuffix "Gi" $memory) -}}
+{{- $memory := .resources.memory | toString -}}
+{{- if and (include "canvasrt.onGpu" .root) (regexMatch "^[1-9][0-9]*Gi$" $memory) -}}
 {{- $further := mul .root.Values.furtherGpuGi (sub .root.Values.gpus 1) -}}
 {{- toYaml (merge (dict "memory" (printf "%dGi" (add (trimSuffix "Gi" $memory) $further))) .resources) -}}
 {{- else -}}
