@@ -136,6 +136,8 @@ def test_what_is_built_or_compiled_on_a_gpu_is_kept_on_a_volume(
     }
     assert mounts[claim["metadata"]["name"]] == "/opt/nim/.cache"
     assert "cache" not in {each["name"] for each in pod(objects)["volumes"]}
+    (container,) = pod(render(tmp_path / "chart", "cache.path=/data"))["containers"]
+    assert {"name": "CUDA_CACHE_PATH", "value": "/data/cuda"} in container["env"]
 
 
 def test_the_pod_passes_a_security_review(chart: Path) -> None:

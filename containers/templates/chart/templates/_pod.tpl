@@ -79,6 +79,10 @@ containers:
     env:
       - name: NIM_CACHE_PATH
         value: {{ .Values.cache.path | quote }}
+      {{- if include "canvasrt.onGpu" . }}
+      - name: CUDA_CACHE_PATH
+        value: {{ printf "%s/cuda" .Values.cache.path | quote }}
+      {{- end }}
       {{- with include "canvasrt.hosts" . }}
       - name: POD_IP
         valueFrom: {fieldRef: {fieldPath: status.podIP}}
