@@ -53,10 +53,12 @@ def run_command(
     words.append(package.tag)
     if options.opens_triton:
         words += [*image.COMMAND, "--triton-host", "0.0.0.0"]  # noqa: S104
-    elif options.network == "host" and any(a != b for a, b in options.own_ports.items()):
+    elif options.network == "host":
         own = options.own_ports
-        words += [*image.COMMAND, "--grpc-port", str(own[GRPC_PORT])]
-        words += ["--http-port", str(own[HTTP_PORT]), "--metrics-port", "0"]
+        words += [*image.COMMAND, "--host", options.listen]
+        if any(a != b for a, b in own.items()):
+            words += ["--grpc-port", str(own[GRPC_PORT]), "--http-port", str(own[HTTP_PORT])]
+            words += ["--metrics-port", "0"]
     return words
 
 
@@ -75,8 +77,9 @@ def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
         return words  # no ports can be published, because the container has no network of its own
+    listen = f"[{options.listen}]" if ":" in options.listen else options.listen
     for inside, outside in options.published.items():
-        words += ["--publish", f"{options.listen}:{outside}:{inside}"]
+        words += ["--publish", f"{listen}:{outside}:{inside}"]
     return words
 
 

@@ -18,7 +18,7 @@ from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.image_settings import PROBE
-from canvasrt.containers.ports import PortRequest, check_distinct, listen
+from canvasrt.containers.ports import PortRequest, check_distinct, listen, url_host
 from canvasrt.errors import CanvasError
 from canvasrt.progress import report
 
@@ -116,7 +116,7 @@ def commands_of(package: str, options: DeployOptions, engine: str | None = None)
 
 def addresses(options: DeployOptions) -> dict[str, str]:
     """Return the addresses of a deployed package."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.listen, options.listen)
+    host = url_host(options.listen)
     if options.network == "none":
         return {}
     if options.network == "host":
@@ -148,9 +148,8 @@ def check_ports(options: DeployOptions) -> None:
     if options.network == "none":
         return
     host = options.network == "host"
-    address = "0.0.0.0" if host else options.listen
     outside = options.own_ports if host else options.published
-    asked = [PortRequest(names[inside], address, port) for inside, port in outside.items()]
+    asked = [PortRequest(names[inside], options.listen, port) for inside, port in outside.items()]
     check_distinct(asked)
     for each in asked:
         listen(each.host, each.port, each.option).close()

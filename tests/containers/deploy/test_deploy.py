@@ -72,6 +72,14 @@ def test_without_keys_it_answers_under_names_that_users_expect():
     assert said.index("ALLOWED_HOSTS=127") < said.index("ALLOWED_HOSTS=mine")
 
 
+def test_a_file_of_variables_takes_precedence_over_defaults(tmp_path: Path):
+    """docker's --env takes precedence over --env-file."""
+    (file := tmp_path / "env").write_text("CANVASRT_ALLOWED_HOSTS=api.example\n")
+    assert "ALLOWED_HOSTS=" not in words(CPU, variables_file=file)
+    given = {"CANVASRT_ALLOWED_HOSTS": "a.example"}
+    assert "ALLOWED_HOSTS=a.example" in words(CPU, variables_file=file, server=given)
+
+
 def test_gpus_are_given_to_gpu_targets_alone():
     assert "--gpus all" in words(GPU)
     assert "--gpus '\"device=0,2\"'" in words(GPU, gpus="0,2")
@@ -103,7 +111,23 @@ def test_on_the_hosts_network_it_uses_the_ports_that_were_asked_for():
     assert "--env NIM_SERVER_PORT=9000" in said
     assert said.endswith("--grpc-port 9001 --http-port 8080 --metrics-port 0")
     assert "--publish" not in said
-    assert words(CPU, network="host").endswith("canvasrt:latest")
+    assert "--host 127.0.0.1 --grpc-port" in said
+    assert "ALLOWED_HOSTS=127.0.0.1" in said
+    # A container on the host's network, too, is open to other machines on purpose only.
+    assert words(CPU, network="host").endswith("--exit-timeout 30 --host 127.0.0.1")
+    said = words(CPU, network="host", listen="0.0.0.0")
+    assert said.endswith("--host 0.0.0.0")
+    assert "ALLOWED_HOSTS" not in said
+    with pytest.raises(UsageError, match="the health check calls"):
+        words(CPU, network="host", listen="192.0.2.1")
+
+
+def test_an_ipv6_address_is_written_in_brackets():
+    said = words(CPU, listen="::1", grpc_port=9001)
+    assert r"--publish '[::1]:8000:8000' --publish '[::1]:9001:8001'" in said
+    found = deploying.addresses(DeployOptions(listen="::1", grpc_port=9001))
+    assert found == {"openai": "http://[::1]:8000/v1", "grpc": "[::1]:9001"}
+    assert deploying.addresses(DeployOptions(listen="::"))["openai"] == "http://[::1]:8000/v1"
 
 
 def test_tritons_ports_are_published_on_purpose_only():
