@@ -114,6 +114,7 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
         base=base.names[0] if base.names else f"{base.path.name}@{base.digest}",
         base_digest=base.digest.removeprefix("sha256:"),
         tag=check_tag(options.tag),
+        architecture=base.architecture,
         python=_interpreter(base)[1],
         tensorrt=releases.tensorrt_of(base.environment, base.names),
     )

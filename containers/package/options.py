@@ -44,6 +44,7 @@ class PackageOptions:
     # Download all wheels to determine their hashes.
     fetch: bool = False
     base_digest: str = ""  # the base image's SHA-256, if known
+    architecture: str = "amd64"  # the base image's, which matters if the engines run on any
     # The packages in the base image, if it was read.
     contents: Sequence[Installed] = ()
 

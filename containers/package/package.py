@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.bundle import Bundle, Manifest, load_bundle, write_manifest
-from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, SBOM
+from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MACHINES, MODEL_REPOSITORY, SBOM
 from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
@@ -54,11 +54,14 @@ def package(
         options = options.on(releases.base_for(each.target for each in manifests))
     for manifest in manifests:
         releases.check_tensorrt(manifest.target, options.tensorrt, options.base)
-    architecture = architecture_of(manifests) or "amd64"
+    needed = architecture_of(manifests)
+    architecture = needed or options.architecture
     pins = requirements(backends_of(manifests, options.tensorrt), options.python, architecture)
     platform = (options.python, architecture)
     fetched = wheels.fetch(pins, *platform) if options.wheels or options.fetch else {}
-    pins = wheels.with_hashes(pins, fetched, *platform)
+    # `docker build` may run on any architecture on which the engines run.
+    others = () if needed or fetched else MACHINES.keys() - {architecture}
+    pins = wheels.with_hashes(pins, fetched, *platform, others)
     with staging(Path(out)) as folder:
         for place, bundle in bundles.items():
             _copy(bundle, folder / place)

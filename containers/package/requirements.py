@@ -53,12 +53,14 @@ _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 @dataclass(frozen=True)
 class Pin:
-    """One version of a distribution. `sha256` is the hash of its wheel; empty if unknown."""
+    """One version of a distribution. `sha256` is the hash of its wheel; empty if unknown. `others` are hashes of its wheels
+    for other architectures on which the package can be built, too."""
 
     name: str
     version: str
     license: str = ""
     sha256: str = ""
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}"
@@ -72,7 +74,8 @@ class Pin:
                 f"{str(self)!r} cannot be installed: it names no distribution and version",
                 "build the engines again with this version of canvasrt",
             )
-        return f"{self} --hash=sha256:{self.sha256}" if self.sha256 else str(self)
+        hashes = (self.sha256, *self.others) if self.sha256 else ()
+        return " ".join([str(self), *(f"--hash=sha256:{each}" for each in hashes)])
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,15 @@ def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
 
 
 def read_requirements(folder: Path) -> list[Pin]:
-    """Return the pins that `write_requirements` wrote, without licences."""
+    """Return the pins that `write_requirements` wrote, without licences and hashes of other architectures."""
     lines = [
         line for name in (HASHED, UNHASHED) for line in (folder / name).read_text().split("\n")
     ]
     pins = []
     for line in filter(None, lines):
-        pinned, _, hash = line.partition(" --hash=sha256:")
+        pinned, *hashes = line.split(" --hash=sha256:")
         name, _, version = pinned.partition("==")
-        pins.append(Pin(name, version, sha256=hash))
+        pins.append(Pin(name, version, sha256=hashes[0] if hashes else ""))
     return sorted(pins, key=lambda pin: pin.name)
 
 

@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from canvasrt.containers.package.lock import locked
 from canvasrt.containers.package.requirements import Pin, canonical_name
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
+from canvasrt.staging import scratch
 
 # tritonserver needs glibc 2.35, so every image has at least that version.
 _GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
@@ -50,15 +51,23 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path
 
 
 def with_hashes(
-    pins: Sequence[Pin], fetched: Mapping[Pin, Path], python: str, architecture: str
+    pins: Sequence[Pin],
+    fetched: Mapping[Pin, Path],
+    python: str,
+    architecture: str,
+    others: Iterable[str] = (),
 ) -> list[Pin]:
-    """Return the pins with the hashes of the fetched wheels. For other pins, the hash is from the table of hashes."""
+    """Return the pins with the hashes of the fetched wheels. For other pins, the hash is from the table of hashes; so are
+    those of `others`, architectures on which the package can be built, too."""
     found = []
     for pin in pins:
         known = locked(pin, python, architecture)
         wheel = fetched.get(pin)
         own = hash_files(wheel.parent, [wheel.name])[wheel.name] if wheel else ""
-        found.append(replace(pin, sha256=own or (known.sha256 if known else "")))
+        known_others = [each.sha256 for name in others if (each := locked(pin, python, name))]
+        sha256 = own or (known.sha256 if known else "")
+        more = tuple(each for each in known_others if each != sha256)
+        found.append(replace(pin, sha256=sha256, others=more))
     return found
 
 
@@ -83,35 +92,36 @@ def _find(folder: Path, pin: Pin) -> Path | None:
 
 
 def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str) -> None:
-    command = ["download", "--no-deps", *platform_options(python, architecture)]
-    command += ["--dest", str(folder)]
-    failed = _pip(command, [str(pin) for pin in pins])
-    if not failed:
+    command = ["download", "--no-deps", *platform_options(python, architecture), "--dest"]
+    if not _pip_into(folder, command, pins):
         return
     # pip stops at the first failure. Downloading one by one shows which wheels are missing.
     for pin in pins:
         if _find(folder, pin) is None:
-            _pip(command, [str(pin)])
+            _pip_into(folder, command, [pin])
 
 
 def _build(pin: Pin, folder: Path) -> None:
     """Build the wheel of a distribution that only has sources. It must be pure Python to suit another machine."""
-    scratch = folder / f".{pin.name}"
-    failed = _pip(["wheel", "--no-deps", "--wheel-dir", str(scratch)], [str(pin)])
-    wheels = list(scratch.glob("*.whl")) if scratch.exists() else []
-    for wheel in wheels:
-        if wheel.name.endswith("-none-any.whl"):
-            wheel.rename(folder / wheel.name)
-        else:
-            wheel.unlink()
-    if scratch.exists():
-        scratch.rmdir()
-    if failed:
+    command = ["wheel", "--no-deps", "--wheel-dir"]
+    if failed := _pip_into(folder, command, [pin], "*-none-any.whl"):
         raise CanvasError(
             f"pip cannot get {pin}: {failed}",
             "connect to a package index (pip's settings apply), or fill"
             f" {folder} on a machine that can reach one",
         )
+
+
+def _pip_into(
+    folder: Path, command: Sequence[str], pins: Sequence[Pin], wanted: str = "*.whl"
+) -> str:
+    """Run pip, and move the `wanted` wheels to `folder` once they are complete; return pip's error, or an empty
+    string. The command's last option takes the folder to which pip writes."""
+    with scratch(folder / "pip") as made:
+        failed = _pip([*command, str(made)], [str(pin) for pin in pins])
+        for wheel in () if failed else made.glob(wanted):
+            wheel.replace(folder / wheel.name)
+    return failed
 
 
 def _pip(command: Sequence[str], wanted: Sequence[str]) -> str:

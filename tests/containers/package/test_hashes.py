@@ -14,8 +14,11 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder
+from canvasrt.containers.image.base import Base
+from canvasrt.containers.image.build import options_for
 from canvasrt.containers.package import lock, releases, wheels
 from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
 from canvasrt.containers.package.requirements import (
     Installed,
     Pin,
@@ -26,6 +29,7 @@ from canvasrt.containers.package.requirements import (
 from canvasrt.containers.package.sbom import write_sbom
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
+from tests.containers.package.conftest import Relabelled
 
 PLATFORMS = [(python, machine) for python in ("3.11", "3.12") for machine in ("amd64", "arm64")]
 
@@ -70,6 +74,29 @@ def test_a_package_s_requirements_have_hashes(packaged: Bundle) -> None:
     bom = json.loads((packaged.path / "sbom.cdx.json").read_text())
     libraries = [each for each in bom["components"] if each["type"] == "library"]
     assert {each["name"]: each["hashes"][0]["content"] for each in libraries} == versions
+
+
+def test_hashes_are_those_of_the_base_s_architecture(engines: Bundle, tmp_path: Path) -> None:
+    """A CPU's engines run on both."""
+    settings = {"Env": ["NVIDIA_TRITON_SERVER_VERSION=26.07"]}
+    base = Base(Path("x"), {"architecture": "arm64", "config": settings}, (), "sha256:" + "b" * 64)
+    made = package(engines.path, tmp_path / "package", options_for(base, PackageOptions()))
+    (pin,) = [each for each in read_requirements(made.path) if each.name == "onnxruntime"]
+    known = lock.locked(pin, "3.12", "arm64")
+    assert known
+    assert pin.sha256 == known.sha256
+
+
+def test_a_cpu_s_package_can_be_built_on_both_architectures(
+    packaged: Bundle, relabelled: Relabelled, tmp_path: Path
+) -> None:
+    """pip takes a file that has any of the hashes."""
+    gpu = package(relabelled("rtx-5090", "tensorrt-rtx", "1.7.1.116"), tmp_path / "gpu")
+    for made, machines in ((packaged, ("amd64", "arm64")), (gpu, ("amd64",))):
+        lines = (made.path / "requirements.txt").read_text().splitlines()
+        (line,) = [each for each in lines if each.startswith("numpy==")]
+        found = [lock.locked(Pin(*line.split()[0].split("==")), "3.12", each) for each in machines]
+        assert line.split()[1:] == [f"--hash=sha256:{each.sha256}" for each in found if each]
 
 
 def test_what_has_no_known_hash_is_installed_apart(tmp_path: Path) -> None:
@@ -135,6 +162,26 @@ def test_a_wheel_that_was_replaced_in_the_cache_is_refused(
     wheel(cache, "canvasrthashed", "import os")
     with pytest.raises(CanvasError, match="SHA-256 differs"):
         wheels.fetch([pin], "3.12", "amd64")
+
+
+@pytest.mark.parametrize("error", ["", "ERROR: No space left on device"])
+def test_a_wheel_is_not_taken_before_it_is_complete(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """Another process may look for it, and pip may end in the middle."""
+    pin = Pin("canvasrthashed", "1")
+
+    def pip(command: list[str], wanted: list[str]) -> str:
+        wheel(Path(command[-1]), pin.name)
+        assert not list(cache.glob("*.whl"))
+        return error
+
+    monkeypatch.setattr(wheels, "_pip", pip)
+    if error:
+        with pytest.raises(CanvasError, match="No space left"):
+            wheels.fetch([pin], "3.12", "amd64")
+    assert len(wheels.fetch([pin], "3.12", "amd64") if not error else []) == (not error)
+    assert [file.suffix for file in cache.iterdir()] == [".whl"] * (not error)
 
 
 def test_hashes_of_fetched_wheels_win(cache: Path) -> None:
