@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from canvasrt.build.profile_ranges import Profile
 from canvasrt.children import signal_at_death_of
 from canvasrt.errors import CanvasError
+from canvasrt.machine import VISIBLE
 from canvasrt.pass_shapes import Range
 from canvasrt.roofline import store
 from canvasrt.roofline.builder_log import Capture
@@ -39,8 +40,8 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 @dataclass(frozen=True)
 class Job:
     """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine is built for GPUs of all
-    `capabilities`, or, if there are none, for this machine's GPU. `timing` is the timing cache's file, which is created
-    if missing.
+    `capabilities`, or, if there are none, for this machine's GPU `gpu`, a UUID. `timing` is the timing cache's file, which
+    is created if missing.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Job:
     capabilities: tuple[tuple[int, int], ...]
     profiles: Mapping[str, Profile]
     timing: Path | None = None
+    gpu: str = ""
 
     @property
     def kernels(self) -> Path:
@@ -95,8 +97,9 @@ class Children:
             for process in self._running:
                 process.kill()
 
-    def start(self, command: list[str]) -> subprocess.Popen[str]:
-        """Start a process whose output is a single text stream. Raises CanvasError after `kill`."""
+    def start(self, command: list[str], gpu: str = "") -> subprocess.Popen[str]:
+        """Start a process whose output is a single text stream. Raises CanvasError after `kill`. `gpu`: the UUID of the
+        only GPU that the process may use."""
         with self._lock:
             if self._stopped:
                 raise CanvasError("the build was stopped", "start it again")
@@ -104,7 +107,7 @@ class Children:
             path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
             process = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, **({VISIBLE: gpu} if gpu else {})},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -127,7 +130,8 @@ def compile_graph(job: Job, children: Children | None = None) -> int | None:
     if the builder did not report this. Raises CanvasError with TensorRT's message if the build fails."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
-    process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
+    command = [sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())]
+    process = children.start(command, job.gpu)
     try:
         assert process.stdout is not None
         errors, activations = _read(process.stdout)
@@ -186,6 +190,15 @@ def compile_engine(job: Job) -> None:
     _write_kernels(trt, network, job, capture)
 
 
+def _use_timings(config: Any, file: Path) -> None:
+    """Reuse kernel timings from earlier builds, and record new ones. TensorRT refuses a damaged file, and timings of
+    another kind of GPU; then record all timings anew."""
+    for content in (file.read_bytes() if file.is_file() else b"", b""):
+        timings = config.create_timing_cache(content)
+        if timings is not None and config.set_timing_cache(timings, ignore_mismatch=False):
+            return
+
+
 def _keep_timings(config: Any, file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -226,9 +239,7 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     # This makes the builder list its kernels; it changes neither the engine's size nor the build time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if job.timing is not None:
-        # Reuse kernel timings from earlier builds, and record new ones.
-        known = job.timing.read_bytes() if job.timing.is_file() else b""
-        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
+        _use_timings(config, job.timing)
     # Only TensorRT-RTX has this flag. Without it, a call could allocate memory, which a CUDA graph cannot capture.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,14 @@ from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.hashes import hash_files
-from canvasrt.machine import BUILDER_MODULES, available_bytes, return_freed_memory
+from canvasrt.machine import (
+    BUILDER_MODULES,
+    VISIBLE,
+    Gpu,
+    available_bytes,
+    gpus,
+    return_freed_memory,
+)
 from canvasrt.progress import report
 from canvasrt.roofline import (
     builder_log,
@@ -33,6 +41,7 @@ from canvasrt.roofline import (
     tensor_shapes,
 )
 from canvasrt.staging import link_or_copy, staging
+from canvasrt.targets import Target
 from canvasrt.types import Json
 
 
@@ -130,6 +139,14 @@ def _target(plan: Plan) -> Json:
     }
 
 
+def _gpu(target: Target) -> Gpu | None:
+    """Return this machine's GPU on which TensorRT builds and times a target's engines; None if they need no GPU, or if
+    there is none. CUDA's first GPU could be of another capability."""
+    fitting = [] if target.builds_anywhere else gpus()
+    fitting = [each for each in fitting if each.capability in target.capabilities]
+    return min(fitting, key=lambda each: target.gpu not in each.name, default=None)
+
+
 def _segment(
     plan: Plan, graphs: Bundle, entry: Json, target: Json, folder: Path
 ) -> list[SegmentBuild]:
@@ -143,9 +160,13 @@ def _segment(
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
         "precision": plan.precision.name,
         "profiles": to_json(sizes),
-        # The target's name is left out, because engines only depend on its GPU's capabilities.
+        # The target's name is left out, because TensorRT-RTX's engines only depend on its GPU's capabilities.
         **{name: value for name, value in target.items() if name != "name"},
     }
+    if gpu := _gpu(plan.target):
+        made_from["gpu"] = (
+            gpu.name
+        )  # TensorRT's engines are for the kind of GPU on which they were built
     formats = tuple((entry.get("quantized") or {}).values())
     if whole:
         weights = sum(graphs.manifest.files[name]["bytes"] for name in _files(graphs, entry))
@@ -206,12 +227,16 @@ def _builder(
 ) -> Any:
     """Return a function that builds one engine, to be called on a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
-    gpus = plan.target.capabilities if plan.target.builds_anywhere else ()
+    capabilities = plan.target.capabilities if plan.target.builds_anywhere else ()
+    gpu = _gpu(plan.target)
+    # A process that is restricted to a MIG instance sees no other GPU.
+    several = len(gpus()) > 1 and "MIG-" not in os.environ.get(VISIBLE, "")
+    uuid = gpu.uuid if gpu and several else ""
     engine = out / segment.file
     timing = None if plan.target.builds_anywhere else _timings(segment.made_from)
 
     def run() -> Json:
-        job = Job(module, segment.graph, engine, gpus, segment.sizes, timing)
+        job = Job(module, segment.graph, engine, capabilities, segment.sizes, timing, uuid)
         facts = {"activation_bytes": compile.compile_graph(job, children)}
         listed = job.kernels if job.kernels.is_file() else None
         kept = cache.keep(segment.made_from, engine, facts, listed)
@@ -225,7 +250,8 @@ def _builder(
 def _timings(made_from: Json) -> Path:
     """Return the file of the timing cache that belongs to a builder's version and a GPU."""
     about = {
-        name: made_from[name] for name in ("builder_version", "compute_capability", "built_on")
+        name: made_from.get(name)
+        for name in ("builder_version", "compute_capability", "built_on", "gpu")
     }
     return cache_folder() / "timing" / key_of(about)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.cache import EngineCache
 from canvasrt.engine_profiles import passes_of
 from canvasrt.errors import CanvasError
-from canvasrt.machine import gpus
+from canvasrt.machine import Gpu, gpus
 from canvasrt.pass_shapes import plan_passes
 from canvasrt.pipeline import build_all, build_bundle, plan_all
 from canvasrt.progress import listening
@@ -178,6 +179,47 @@ def test_large_graphs_go_as_their_engines_are_built(
     assert build("third", keep_graphs=True).manifest == first.manifest
     assert {"quantizing", "building body_0 for rtx-4090"} <= set(said)
     assert list(graphs.glob("body_*.bin"))
+
+
+def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
+    graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's first GPU may be another one."""
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "tensorrt", sys.modules["tensorrt_rtx"])
+    jobs: list[compile.Job] = []
+
+    def compiled(job: compile.Job, children: compile.Children) -> int | None:
+        jobs.append(job)
+        return without_tensorrt(job, children)
+
+    monkeypatch.setattr("canvasrt.build.compile.compile_graph", compiled)
+    for number, name in enumerate(("NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H200")):
+        here = (Gpu("NVIDIA A100", 80 * 10**9, (8, 0), "580", "GPU-a"),)
+        here += (Gpu(name, 80 * 10**9, (9, 0), "580", f"GPU-{name}"),)
+        monkeypatch.setattr("canvasrt.machine._listed", lambda here=here: here)
+        build_bundle(graphs.path, "h100", tmp_path / f"{number}", BuildOptions(**OPTIONS))
+    assert [each.gpu for each in jobs] == ["GPU-NVIDIA H100 PCIe"] * 2 + ["GPU-NVIDIA H200"] * 2
+    assert len({each.timing for each in jobs}) == 2
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_timings_that_tensorrt_refuses_are_recorded_anew(tmp_path: Path, damaged: bool) -> None:
+    """TensorRT refuses those of another kind of GPU. Without a timing cache, `get_timing_cache` returns None."""
+    (file := tmp_path / "timings").write_bytes(b"old")
+
+    class Config:
+        used: bytes | None = None
+
+        def create_timing_cache(self, content: bytes) -> bytes | None:
+            return None if damaged and content else content
+
+        def set_timing_cache(self, timings: bytes, ignore_mismatch: bool) -> bool:
+            self.used = None if timings else timings
+            return self.used is not None
+
+    compile._use_timings(config := Config(), file)
+    assert config.used == b""
 
 
 @pytest.mark.parametrize("name", ["head.engine", "head.kernels.json.gz"])
