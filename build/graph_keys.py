@@ -41,6 +41,11 @@ def quantized_from(plan: Plan) -> Json:
     }
 
 
+def graphs_from(plan: Plan) -> Json:
+    """Return all inputs that determine the graphs from which a plan's engines are built."""
+    return quantized_from(plan) if plan.quantizes else exported_from(plan)
+
+
 def lowered_from(graphs: Bundle) -> tuple[str, Json]:
     """Return what identifies a lowering of graphs for a CPU: the name of this work, and all of its inputs."""
     return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
 from canvasrt.build.calibration import prompts_of
-from canvasrt.build.graph_keys import exported_from, lowered_from, quantized_from
+from canvasrt.build.graph_keys import graphs_from, lowered_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import GraphCache, key_of, unfinished_folder
@@ -76,8 +76,7 @@ def _quantizing(plan: Plan) -> list[Path]:
 
 
 def _cached(plan: Plan, absent: Callable[[Bundle], Collection[str]]) -> Bundle | None:
-    made_from = quantized_from(plan) if plan.quantizes else exported_from(plan)
-    folder = GraphCache().folder / key_of(made_from)
+    folder = GraphCache().folder / key_of(graphs_from(plan))
     with contextlib.suppress(CanvasError):  # no bundle, or a damaged one
         return load_bundle(folder, "graphs", check=False, absent=absent)
     return None

@@ -18,6 +18,7 @@ from canvasrt import extras
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
+from canvasrt.progress import report
 from canvasrt.staging import check_output, link_or_copy, remove_stale, staging
 
 # For each kind of work: the maximum total size, in bytes, of the progress that is kept when work is interrupted.
@@ -183,6 +184,23 @@ class EngineCache:
             if self.find(made_from) is None:
                 raise _unusable(self.folder, error) from error
         return entry
+
+
+@contextlib.contextmanager
+def alone(works: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Let no other process build engines from the graphs of these inputs while the block runs: a build removes weights
+    that it has used, and damaged graphs. Waits for another process."""
+    with contextlib.ExitStack() as stack:
+        for key in sorted(
+            set(map(key_of, works))
+        ):  # sorted, so that two processes cannot wait for each other
+            folder = cache_folder() / "builds" / key
+            try:
+                stack.enter_context(_locked(folder, fcntl.LOCK_NB))
+            except OSError:
+                report("waiting for another build from the same graphs")
+                stack.enter_context(_locked(folder))
+        yield
 
 
 def unfinished_folder(kind: str, made_from: Mapping[str, Any]) -> Path:

@@ -9,14 +9,19 @@ from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
 from canvasrt.build.checks import check_plan, check_space
-from canvasrt.build.graph_keys import exported_from, exported_precision, quantized_from
+from canvasrt.build.graph_keys import (
+    exported_from,
+    exported_precision,
+    graphs_from,
+    quantized_from,
+)
 from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
 from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import choose_precisions
 from canvasrt.build.reuse import built_weights
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
-from canvasrt.cache import GraphCache
+from canvasrt.cache import GraphCache, alone
 from canvasrt.formats import PLAIN
 from canvasrt.recipes.calibration import check_calibration
 from canvasrt.recipes.recipe import Recipe
@@ -63,14 +68,21 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
         remove_stale(out.parent, out.name)
     check_space([plans[number] for number in missing])
     graphs: dict[str, Bundle] = {}
-    for number in missing:
-        made = plans[number]
-        kind = made.precision.text
-        if kind not in graphs:
-            graphs[kind] = graphs_of(made, [plans[each] for each in missing])
-        if any(plans[each].precision.text == kind for each in missing if each > number):
-            made = replace(made, keep_graphs=True)
-        bundles[number] = BUILDERS[made.target.builder](made, graphs[kind])
+    ours = [
+        plans[each] for each in missing if plans[each].quantizes or not plans[each].source.graphs
+    ]
+    with alone(map(graphs_from, ours)):
+        for number in missing:
+            made = plans[number]
+            if found := made.existing():  # another process has just written it
+                bundles[number] = found
+                continue
+            kind = made.precision.text
+            if kind not in graphs:
+                graphs[kind] = graphs_of(made, [plans[each] for each in missing])
+            if any(plans[each].precision.text == kind for each in missing if each > number):
+                made = replace(made, keep_graphs=True)
+            bundles[number] = BUILDERS[made.target.builder](made, graphs[kind])
     return [(made, bundle) for made, bundle in zip(plans, bundles, strict=True) if bundle]
 
 

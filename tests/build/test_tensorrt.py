@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,36 @@ def test_large_graphs_go_as_their_engines_are_built(
     assert build("third", keep_graphs=True).manifest == first.manifest
     assert {"quantizing", "building body_0 for rtx-4090"} <= set(said)
     assert list(graphs.glob("body_*.bin"))
+
+
+def test_a_second_build_at_once_leaves_the_first_one_s_graphs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is for another GPU. So it needs the weights that the first one has removed, and exports again."""
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
+    monkeypatch.setattr("canvasrt.build.tensorrt.available_bytes", lambda: 10**9)  # one by one
+    checkpoint, options = library.checkpoint("small"), BuildOptions("int4", **OPTIONS)
+    made: list[Bundle] = []
+
+    def build(target: str) -> None:
+        made.append(build_bundle(checkpoint, target, tmp_path / target, options))
+
+    second = threading.Thread(target=build, args=("rtx-5090",))
+
+    def compiled(job: compile.Job, children: compile.Children) -> int | None:
+        if job.graph.stem == "head" and not second.ident:
+            before = job.graph.stat().st_ino
+            second.start()
+            second.join(3)
+            assert job.graph.stat().st_ino == before
+        return without_tensorrt(job, children)
+
+    monkeypatch.setattr("canvasrt.build.compile.compile_graph", compiled)
+    build("rtx-4090")
+    second.join()
+    targets = [(each.manifest.target or {})["name"] for each in made]
+    assert targets == ["rtx-4090", "rtx-5090"]
 
 
 def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
