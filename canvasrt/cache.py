@@ -19,7 +19,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.progress import report
-from canvasrt.staging import check_output, link_or_copy, remove_stale, staging
+from canvasrt.staging import NO_LOCKS, check_output, link_or_copy, remove_stale, staging
 
 # For each kind of work: the maximum total size, in bytes, of the progress that is kept when work is interrupted.
 _KEPT_BYTES = 20 * 10**9
@@ -270,7 +270,11 @@ def _locked(folder: Path, how: int = 0) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | how)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | how)
+            except OSError as error:
+                if how or error.errno not in NO_LOCKS:
+                    raise
             # The previous owner may have removed the folder while this process waited.
             if folder.is_dir() and os.fstat(handle).st_ino == folder.stat().st_ino:
                 yield

@@ -19,6 +19,8 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
+# Errors of `flock` on filesystems without locks, such as Lustre mounted without `flock`.
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_TEXTS = ("no space left on device", "file too large", "disk quota exceeded")
 _ALMOST_NOTHING = 1 << 16

@@ -18,6 +18,7 @@ from canvasrt.containers.serve.build_engines import EngineBuild, Wait, run_build
 from canvasrt.containers.serve.serving_profiles import ServingProfile
 from canvasrt.errors import CanvasError
 from canvasrt.progress import listening
+from canvasrt.staging import NO_LOCKS
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,10 @@ def alone(out: Path, wait: Wait) -> Iterator[None]:
             except BlockingIOError:
                 wait.notify("Another server is building them into the same cache.")
                 wait.look()
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                break
         yield
     finally:
         os.close(lock)

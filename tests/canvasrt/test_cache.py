@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 from canvasrt import cache
 from canvasrt import hashes as memo
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.cache import GraphCache, code_hash, key_of, unfinished
+from canvasrt.cache import GraphCache, alone, code_hash, key_of, unfinished
+from canvasrt.containers.serve import prepare
+from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, hash_files
 from tests.helpers import library
@@ -100,6 +103,23 @@ def test_interrupted_works_with_other_inputs_stay_within_a_bound(
     with unfinished("works", {"n": 3}) as room:
         assert (room / "state").stat().st_size == 100_000
     assert [each.is_dir() for each in rooms] == [False, False, True, True]
+
+
+def test_a_disk_without_locks_is_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """But nothing is removed, since another process may use it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "_KEPT_BYTES", 0)
+    (other := tmp_path / "works" / "other").mkdir(parents=True)
+    (other / "state").write_bytes(b"state")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with alone([{"n": 1}]), unfinished("works", {"n": 1}), prepare.alone(tmp_path / "out", Wait()):
+        assert (other / "state").exists()
 
 
 def test_a_change_of_the_sources_changes_the_key(tmp_path: Path) -> None:
