@@ -226,9 +226,9 @@ def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
 
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", compiled)
     for number, name in enumerate(("NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA H200")):
-        here = (Gpu("NVIDIA A100", 80 * 10**9, (8, 0), "580", "GPU-a"),)
-        here += (Gpu(name, 80 * 10**9, (9, 0), "580", f"GPU-{name}"),)
-        monkeypatch.setattr("canvasrt.machine._listed", lambda here=here: here)
+        here = [Gpu("NVIDIA A100", 80 * 10**9, (8, 0), "580", "GPU-a")]
+        here.append(Gpu(name, 80 * 10**9, (9, 0), "580", f"GPU-{name}"))
+        monkeypatch.setattr("canvasrt.machine._listed", lambda here=here: tuple(here))
         build_bundle(graphs.path, "h100", tmp_path / f"{number}", BuildOptions(**OPTIONS))
     assert [each.gpu for each in jobs] == ["GPU-NVIDIA H100 PCIe"] * 2 + ["GPU-NVIDIA H200"] * 2
     assert len({each.timing for each in jobs}) == 2
