@@ -163,10 +163,9 @@ def _segment(
         # The target's name is left out, because TensorRT-RTX's engines only depend on its GPU's capabilities.
         **{name: value for name, value in target.items() if name != "name"},
     }
+    # TensorRT's engines are for the kind of GPU on which they were built.
     if gpu := _gpu(plan.target):
-        made_from["gpu"] = (
-            gpu.name
-        )  # TensorRT's engines are for the kind of GPU on which they were built
+        made_from["gpu"] = gpu.name
     formats = tuple((entry.get("quantized") or {}).values())
     if whole:
         weights = sum(graphs.manifest.files[name]["bytes"] for name in _files(graphs, entry))

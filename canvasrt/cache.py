@@ -191,9 +191,8 @@ def alone(works: Iterable[Mapping[str, Any]]) -> Iterator[None]:
     """Let no other process build engines from the graphs of these inputs while the block runs: a build removes weights
     that it has used, and damaged graphs. Waits for another process."""
     with contextlib.ExitStack() as stack:
-        for key in sorted(
-            set(map(key_of, works))
-        ):  # sorted, so that two processes cannot wait for each other
+        # In order, so that two processes cannot wait for each other.
+        for key in sorted(set(map(key_of, works))):
             folder = cache_folder() / "builds" / key
             try:
                 stack.enter_context(_locked(folder, fcntl.LOCK_NB))
