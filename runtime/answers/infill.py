@@ -14,6 +14,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.layout import end_of_answer
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseOutput
@@ -111,7 +112,7 @@ def infill_request(
             f"infill has {ways} combinations of gap lengths",
             f"narrow the ranges to at most {MAX_VARIANTS} combinations",
         )
-    end = config.eos_token_ids[-1]
+    end = end_of_answer(model, tokenizer)
     canvases = []
     for way in product(*(range(gap.least, gap.most + 1) for gap in gaps)):
         lengths = iter(way)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from canvasrt.runtime.answers.infill import (
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.sampling_params import SamplingParams
+from tests.helpers.constrained import END
 from tests.helpers.reference import Pair
 from tests.helpers.restricted import cache_of, restricted_steps
 
@@ -93,6 +95,17 @@ def test_fixed_text_comes_back_unchanged(demo: Pair) -> None:
         first, second = found["gaps"]
         assert (len(first), len(second)) == (3, 2)
         assert found["text"] == f"The {first} sat {second}."
+
+
+@pytest.mark.parametrize("ends", [(1, END, 50), ()], ids=str)
+def test_the_text_ends_as_a_turn_does(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, ends: tuple[int, ...]
+) -> None:
+    """The last of the released checkpoint's end tokens begins a tool's result."""
+    monkeypatch.setattr(demo.model, "config", replace(demo.model.config, eos_token_ids=ends))
+    request = ask(demo, "te{3}p", "reverse planet")
+    assert request.end == END
+    assert END in request.canvases[0]
 
 
 def test_gaps_are_read() -> None:
