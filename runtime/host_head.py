@@ -143,7 +143,6 @@ class HostHead:
     def next_hidden(self, canvas: np.ndarray, soft: np.ndarray) -> np.ndarray:
         """Return the next step's hidden states `[n, hidden_size]` of `canvas` int64 `[n]`, self-conditioned on the
         expected embeddings `soft` `[n, hidden_size]`."""
-        self.check_signal("ask for one step")
         norm, gate_up, down = (self._weights[name] for name in _SIGNAL)
         gate, up = np.split(_rms_norm(soft, self._eps) * norm @ gate_up.T, 2, axis=-1)
         signal = (_gelu(gate) * up) @ down.T

@@ -45,7 +45,7 @@ class ConstrainedRequest(Request):
 
     def check(self, model: Model) -> None:
         super().check(model)
-        _ = model.host_head  # raises for bundles of early versions, which lack the head's weights
+        model.host_head.check_signal("leave out the grammar")
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)

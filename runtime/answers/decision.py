@@ -137,6 +137,9 @@ class DecisionRequest(Request):
         self.validate(model.config, model.max_context)
         if self.pictures:
             model.check_pictures(self.pictures)
+        head = model.host_head
+        if self.params.max_denoising_steps > 1:
+            head.check_signal("ask for one step")
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         room = self.new_tokens

@@ -80,6 +80,10 @@ class InfillRequest(Request):
     words: np.ndarray
     end: int  # the token that ends the text
 
+    def check(self, model: Model) -> None:
+        super().check(model)
+        model.host_head.check_signal("leave out the gaps")
+
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
         self.refuse(("score_blocks", "redo_below"), "gaps to fill")

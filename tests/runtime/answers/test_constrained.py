@@ -120,10 +120,14 @@ def test_regular_expressions_and_lark(demo: Pair, words: Vocabulary) -> None:
 
 
 def test_a_bundle_without_a_head_for_the_host_is_refused(demo: Pair, words: Vocabulary) -> None:
+    start = compile_grammar({"type": "regex", "regex": "[0-9]+"}, words, "g")
     model = open_model(demo.bundle, threads=1)
+    del model.host_head._weights["signal_mlp.down.weight"]
+    with pytest.raises(CanvasError, match="stores self-conditioning quantized"):
+        request(demo, start).check(model)
+    del model.host_head
     assert model.bundle is not None
     del model.bundle.manifest.data["embedding"]["host_head"]
-    start = compile_grammar({"type": "regex", "regex": "[0-9]+"}, words, "g")
     with pytest.raises(CanvasError, match="no weights to score tokens"):
         request(demo, start).check(model)
 

@@ -20,6 +20,7 @@ from canvasrt.runtime.answers.infill import (
 )
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.constrained import END
 from tests.helpers.reference import Pair
@@ -106,6 +107,14 @@ def test_the_text_ends_as_a_turn_does(
     request = ask(demo, "te{3}p", "reverse planet")
     assert request.end == END
     assert END in request.canvases[0]
+
+
+def test_a_host_that_cannot_condition_canvases_on_themselves_refuses(demo: Pair) -> None:
+    """In the middle of a pass, the error would reach everyone in the batch."""
+    model, request = open_model(demo.bundle, threads=1), ask(demo, "te{3}p", "reverse planet")
+    del model.host_head._weights["signal_mlp.down.weight"]
+    with pytest.raises(CanvasError, match="stores self-conditioning quantized"):
+        request.check(model)
 
 
 def test_gaps_are_read() -> None:

@@ -214,9 +214,18 @@ def test_labels_of_different_lengths_are_closed_and_filled() -> None:
         labels_of([[5], [5]], 1, 0, "x")
 
 
-def test_a_bundle_without_the_weights_says_so(tiny: Pair) -> None:
+def test_a_bundle_without_the_weights_says_so(tiny: Pair, prompt: Callable[..., list[int]]) -> None:
     model = open_model(tiny.bundle, threads=1)
+    once, twice = (
+        DecisionRequest(prompt(20), params(tiny, steps, 0), templates=(TEMPLATE,))
+        for steps in (1, 2)
+    )
+    del model.host_head._weights["signal_mlp.down.weight"]
+    once.check(model)
+    with pytest.raises(CanvasError, match="stores self-conditioning quantized"):
+        twice.check(model)
+    del model.host_head
     assert model.bundle is not None
     del model.bundle.manifest.data["embedding"]["host_head"]
     with pytest.raises(CanvasError, match="no weights to score tokens"):
-        _ = model.host_head
+        once.check(model)
