@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +31,26 @@ class EncodeInput:
     # A callback that receives the last layer's output, float32 [n, hidden_size], and returns whether the tokens stay in
     # the cache. If the model splits the tokens because they overload an expert, only the last part's output is passed.
     keep: Callable[[np.ndarray], bool] | None = None
-    whole: bool = False  # never split the tokens, because `keep` needs all outputs
+    # `keep` needs the outputs of all tokens. Only tokens that exceed the model's largest pass without overflow are split,
+    # and `keep` must keep them.
+    whole: bool = False
+
+    def halves(self) -> tuple[EncodeInput, EncodeInput]:
+        """Return the tokens in two parts, which are encoded one after the other."""
+        middle, keep, seen = (len(self.tokens) + 1) // 2, self.keep, list[np.ndarray]()
+        first = replace(self, tokens=self.tokens[:middle], keep=None)
+        second = replace(self, tokens=self.tokens[middle:])
+        if keep is None or not self.whole:
+            return first, second
+
+        def collect(hidden: np.ndarray) -> bool:
+            seen.append(hidden)
+            return True
+
+        def join(hidden: np.ndarray) -> bool:
+            return keep(np.concatenate([*seen, hidden]))
+
+        return replace(first, keep=collect), replace(second, keep=join)
 
 
 @dataclass(frozen=True)

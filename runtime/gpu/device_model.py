@@ -221,15 +221,13 @@ class DeviceModel(Model):
             if self._encode_once(part, roomy):
                 continue
             self.counters.overflows += 1
-            middle = (len(part.tokens) + 1) // 2
-            if middle == len(part.tokens):
+            if len(part.tokens) == 1:
                 raise too_full()
-            if part.groups is not None or part.whole:
-                # This part cannot be split: an image's tokens attend to each other, and scores need one pass.
+            if part.groups is not None or (part.whole and len(part.tokens) <= self.shapes.roomy):
+                # An image's tokens attend to each other, so they are not split.
                 parts.insert(0, (part, True))
                 continue
-            first = replace(part, tokens=part.tokens[:middle], keep=None)
-            parts[:0] = [(first, False), (replace(part, tokens=part.tokens[middle:]), False)]
+            parts[:0] = [(half, False) for half in part.halves()]
 
     def _encode_once(self, item: EncodeInput, roomy: bool) -> bool:
         """Encode tokens in one pass. Return False, and leave the request unchanged, if they overload an expert."""

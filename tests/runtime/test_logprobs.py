@@ -19,6 +19,7 @@ from canvasrt.runtime.request import Block, Request, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
+from tests.helpers.resident import body_profiles
 from tests.helpers.restricted import cache_of, restricted_steps
 
 
@@ -123,6 +124,25 @@ def test_a_prompt_s_tokens_have_those_of_the_encoder(
         assert dict(each.top) == pytest.approx({other: row[other] for other in listed}, abs=1e-4)
     with pytest.raises(CanvasError, match="score_blocks is not supported together with log-prob"):
         generator.check(replace(request, params=params(tiny, score_blocks=True)))
+
+
+def test_a_prompt_whose_chunks_overload_an_expert_is_scored_in_parts(
+    tiny: Pair, prompt: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text model has no pass for 512 tokens in which no expert can overflow."""
+    monkeypatch.setattr("canvasrt.pass_shapes.usual_capacity", lambda model, tokens: 2)
+    backend = FakeBackend(body_profiles(capacity=(1, 64, 256)))
+    device = open_model(tiny.graphs, check=False, backend=backend)
+    assert device.shapes.roomy == 256
+    found = []
+    for model in (device, tiny.model):
+        told: list[TokenScore] = []
+        request = Request(prompt(980), params(tiny, max_new_tokens=1), prompt_scores=told)
+        (result,) = Generator(model).run([request])
+        found.append((result.token_ids, [each.logprob for each in told[1:]]))
+    assert device.counters.overflows
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
 
 
 @pytest.mark.parametrize("cached", [0, 2**24])
