@@ -101,10 +101,10 @@ def _followed(content: Any, text: str) -> Any:
     """Return a message's content with `text` appended after an empty line."""
     if isinstance(content, str):
         return f"{content}\n\n{text}"
-    *parts, last = content
-    if last["type"] != "text":
+    last = content[-1] if content else None
+    if not isinstance(last, Mapping) or last.get("type") != "text":
         return [*content, {"type": "text", "text": text}]
-    return [*parts, {**last, "text": f"{last['text']}\n\n{text}"}]
+    return [*content[:-1], {**last, "text": f"{last.get('text', '')}\n\n{text}"}]
 
 
 def _temperatures(data: Any) -> dict[str, float]:

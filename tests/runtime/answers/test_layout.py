@@ -85,7 +85,11 @@ def test_questions_follow_the_text_of_a_message_with_images() -> None:
     (message,) = with_questions([{"role": "user", "content": parts}], [question])
     assert message["content"] == [image, {"type": "text", "text": text}]
     (message,) = with_questions([{"role": "user", "content": [image]}], [question])
-    assert message["content"] == [image, {"type": "text", "text": text.removeprefix("x\n\n")}]
+    alone = {"type": "text", "text": text.removeprefix("x\n\n")}
+    assert message["content"] == [image, alone]
+    for wrong in ([], ["x"], [{"text": "x"}]):  # the chat template refuses them, or not
+        (message,) = with_questions([{"role": "user", "content": wrong}], [question])
+        assert message["content"] == [*wrong, alone]
 
 
 def test_a_temperature_is_for_its_own_type_of_question() -> None:
