@@ -29,7 +29,9 @@ class JsonLines(logging.Formatter):
 def json_line(level: str, source: str, message: str, when: float | None = None) -> str:
     """Return a log line as JSON; `when` is in seconds since the epoch; None means now."""
     moment = time.time() if when is None else when
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{moment % 1:.3f}"[2:] + "Z"
+    stamp = (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment % 1 * 1000):03}Z"
+    )
     data = {"time": stamp, "level": level, "source": source, "message": message}
     return json.dumps(data, ensure_ascii=False)
 
