@@ -54,9 +54,11 @@ class ServerOutput:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            if self.log.is_file():  # an earlier server's log; folders and devices are not renamed
+            # An earlier server's log. Folders, devices and links, such as /dev/stdout, are not renamed.
+            if self.log.is_file() and not self.log.is_symlink():
                 self.log.replace(_older(self.log))
-            self.log.write_bytes(b"")
+            with self.log.open("ab"):
+                self._shown = self.log.stat().st_size
             self._thread = threading.Thread(target=self._tend, args=(self.log,), daemon=True)
         self._thread.start()
         return self
@@ -126,7 +128,8 @@ class ServerOutput:
 
 
 def _older(log: Path) -> Path:
-    return log.with_name(f"{log.name}.1")
+    file = log.resolve()
+    return file.with_name(f"{file.name}.1")
 
 
 def _rotate(log: Path) -> None:
@@ -137,12 +140,12 @@ def _rotate(log: Path) -> None:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log; empty if there is no log."""
+    """Return the last lines of a log; empty if it cannot be read, such as a pipe."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))
             return file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []
 
 

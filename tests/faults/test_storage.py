@@ -107,6 +107,24 @@ def test_only_files_are_moved_aside_for_a_log(tmp_path: Path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["device", "folder"]
 
 
+def test_a_link_for_a_log_stays_and_its_file_is_continued(tmp_path: Path):
+    file, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    file.parent.mkdir()
+    file.write_text("of another program\n")
+    link.symlink_to(file)  # as /dev/stdout is
+    with ServerOutput(Settings(log=str(link)), sys.stderr) as output:
+        output.note("ours")
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["elsewhere", "file", "link"]
+    assert link.is_symlink()
+    assert file.read_text() == "of another program\nours\n"
+
+
+def test_a_pipe_for_a_log_hides_no_failure(tmp_path: Path):
+    code = "from canvasrt.containers.serve.output import *; print(last_lines(Path('/dev/stdout')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output_module, "LOG_BYTES", 10_000, raising=False)
     monkeypatch.setattr(output_module, "_LOOK_EVERY", 0.02)
