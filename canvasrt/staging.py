@@ -244,15 +244,15 @@ def system_error(error: Exception) -> CanvasError | None:
     """Return the CanvasError for an error of the system, such as a full disk; None for other errors, which are bugs."""
     if is_disk_full(error, None):
         return CanvasError("no space left on the disk", "free some space, or write to another disk")
-    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
-        return CanvasError(
-            f"{error.filename}: {error.strerror}", "check the path and its permissions"
-        )
     if isinstance(error, FileNotFoundError) and error.filename:
         path, folder = Path(error.filename), Path(error.filename).parent
         return CanvasError(
             f"{path if folder.is_dir() else folder} does not exist", "check the path"
         )
+    # Without a usable temporary folder, `tempfile` raises a FileNotFoundError that names no file.
+    if isinstance(error, OSError) and (error.filename or isinstance(error, FileNotFoundError)):
+        place = f"{error.filename}: " if error.filename else ""
+        return CanvasError(f"{place}{error.strerror}", "check the path and its permissions")
     if isinstance(error, MemoryError):
         return CanvasError(
             "out of memory", "close other programs, or use a machine with more memory"

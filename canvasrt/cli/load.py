@@ -17,6 +17,7 @@ from canvasrt.containers.load.calls import Endpoint, first_model, root_of
 from canvasrt.containers.load.measure import Load, LoadSummary, ratios, take_turns
 from canvasrt.containers.load.sessions import SETS, Session, built_in, from_file
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.extras import require
 
 AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"
 
@@ -25,6 +26,9 @@ def measure_servers(url: str, against: str | None, count: int, options: LoadOpti
     """Measure one server, or two alternately, in `count` rounds, and print the figures."""
     sessions = _sessions(options.prompts, options.sessions)
     endpoints = _endpoints(url, against, options)
+    if options.report is not None:  # fail before the measurement, not after it
+        require("matplotlib", "report")
+        options.report.mkdir(parents=True, exist_ok=True)
     with progress():
         load = Load(options.concurrency, options.rate)
         taken = take_turns(endpoints, sessions, load, count)
@@ -46,11 +50,6 @@ def measure_servers(url: str, against: str | None, count: int, options: LoadOpti
         "servers": {name: each.to_json() for name, each in summaries.items()},
         "ratios": compared,
     }
-    if options.report is not None:
-        options.report.mkdir(parents=True, exist_ok=True)
-        text = shown.load_page(rounds, summaries, compared, settings)
-        (options.report / "bench.html").write_text(text, encoding="utf-8")
-        (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
 
     def draw(console: Console) -> None:
         console.print(shown.settings_line(settings))
@@ -60,6 +59,10 @@ def measure_servers(url: str, against: str | None, count: int, options: LoadOpti
             console.print(f"{options.report / 'bench.html'}")
 
     emit(data, draw)
+    if options.report is not None:
+        text = shown.load_page(rounds, summaries, compared, settings)
+        (options.report / "bench.html").write_text(text, encoding="utf-8")
+        (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
     for name, summary in summaries.items():
         if sum(summary.errors.values()) == summary.calls:
             often = max(summary.errors, key=lambda error: summary.errors[error])

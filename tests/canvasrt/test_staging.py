@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.staging import scratch, staging
+from canvasrt.staging import scratch, staging, system_error
 
 
 def write_some(folder: Path) -> None:
@@ -210,3 +212,19 @@ def test_a_limit_on_file_sizes_is_one_clear_error(tmp_path: Path) -> None:
     assert raised.value.message == said
     assert "what is finished in the cache is used again" in raised.value.hint
     assert everything_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG])
+def test_what_the_system_refuses_is_no_bug(code: int) -> None:
+    found = system_error(OSError(code, os.strerror(code), "/some/path"))
+    assert found is not None
+    assert found.message == f"/some/path: {os.strerror(code)}"
+
+
+def test_a_machine_without_a_temporary_folder_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(FileNotFoundError) as refused:
+        tempfile._get_default_tempdir()  # type: ignore[attr-defined]
+    found = system_error(refused.value)
+    assert found is not None
+    assert "No usable temporary directory" in found.message

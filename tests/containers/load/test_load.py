@@ -253,6 +253,16 @@ def test_the_command_prints_and_writes_a_page(
     assert "p99" in shown.stdout
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_load(
+    endpoint: Endpoint, tmp_path: Path, command: Command
+) -> None:
+    file = tmp_path / "out"
+    file.write_text("")
+    done = command("bench", endpoint.url, "--sessions", 1, "--rounds", 1, "--report", file)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == f"error: {file}: File exists"
+
+
 def test_a_server_that_answers_nothing_is_a_failure(
     endpoint: Endpoint, tmp_path: Path, command: Command
 ) -> None:
