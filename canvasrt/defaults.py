@@ -5,6 +5,7 @@ MAX_BATCH = 4  # requests denoised together
 PREFIX_CACHE = 512  # MiB that cached prompt beginnings may fill while serving
 MAX_THREADS = 1024  # the most CPU threads that an option accepts; more would only take memory
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
+MAX_SECONDS = 10**9  # the most seconds that an option accepts; sockets and Triton fail with more
 # The released model becomes five engines of six layers. Building a single engine would take three times the model's
 # weights in memory.
 LAYERS_PER_SEGMENT = 6

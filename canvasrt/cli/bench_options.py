@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from canvasrt.defaults import ANSWER_TIMEOUT
+from canvasrt.defaults import ANSWER_TIMEOUT, MAX_SECONDS
 from canvasrt.option import option
 
 
@@ -66,7 +66,9 @@ class LoadOptions:
     max_tokens: int = field(default=64, metadata=option("URL: maximum tokens per answer.", least=1))
     timeout: float = field(
         default=ANSWER_TIMEOUT,
-        metadata=option("URL: time limit per call, in seconds.", metavar="SECONDS", least=1),
+        metadata=option(
+            "URL: time limit per call, in seconds.", metavar="SECONDS", least=1, most=MAX_SECONDS
+        ),
     )
     report: Path | None = field(
         default=None,

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli.options import argument, option, read_option
+from canvasrt.defaults import MAX_SECONDS
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling_params import MAX_INT32
 
@@ -45,7 +46,11 @@ CanvasJson = Annotated[
 AnswerTimeout = Annotated[
     float,
     typer.Option(
-        "--timeout", metavar="SECONDS", min=0.001, help="How long the whole answer may take."
+        "--timeout",
+        metavar="SECONDS",
+        min=0.001,
+        max=MAX_SECONDS,
+        help="How long the whole answer may take.",
     ),
 ]
 

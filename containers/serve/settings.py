@@ -13,6 +13,7 @@ from canvasrt.containers.names import EXIT_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.openai.options import LEVELS, FrontOptions
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.triton.options import ModelOptions
+from canvasrt.defaults import MAX_SECONDS
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import CommandOption, flags_of, option, option_of, read_switch
 
@@ -136,7 +137,11 @@ class Settings:
     ready_timeout: float | None = field(
         default=None,
         metadata=option(
-            "Time limit for loading the engines.", metavar="SECONDS", least=0, shown="by their size"
+            "Time limit for loading the engines.",
+            metavar="SECONDS",
+            least=0,
+            most=MAX_SECONDS,
+            shown="by their size",
         ),
     )
     exit_timeout: int = field(

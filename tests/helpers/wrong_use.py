@@ -164,6 +164,9 @@ WRONG = {
     "ask http://h q.yaml x --device cpu": "--device does not support a server",
     # serving
     "serve b --ready-timeout -5": "--ready-timeout",
+    "serve b --ready-timeout inf": "--ready-timeout",
+    "infer x --timeout inf": "--timeout",
+    "bench http://localhost --timeout inf": "--timeout",
     "serve --dry-run": "no bundle was given",
     "serve b --port 70000": "--port",
     "serve b --health-port -1": "--health-port",
