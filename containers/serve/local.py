@@ -74,6 +74,8 @@ def build_local(local: Local, say: Say) -> None:
 
     If the build fails, raises CanvasError with the build's message.
     """
+    if local.is_built:  # without the lock: a shared cache can be read-only
+        return
     wait = Wait(notify=say)
     with alone(local.engines, wait):
         if local.is_built:

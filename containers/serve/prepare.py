@@ -34,6 +34,8 @@ def prepare(profile: ServingProfile, cache: Path | None, wait: Wait) -> Path | N
     if not profile.builds:
         return profile.path
     out = engines_folder(profile, cache)
+    if (out / MANIFEST).exists():  # without the lock: a shared cache can be read-only
+        return out
     with alone(out, wait):
         if not wait.stop.is_set() and not (out / MANIFEST).exists():
             _build(profile, out, wait)

@@ -319,6 +319,14 @@ def test_a_cache_that_cannot_be_written_to_is_refused(graphs: Bundle, tmp_path: 
     assert "NIM_CACHE_PATH" in caught.value.hint
 
 
+def test_what_a_read_only_cache_has_is_served(graphs: Bundle, tmp_path: Path):
+    (profile,) = profiles_of(graphs)
+    out = engines_folder(profile, tmp_path)
+    make(out, graphs, "cpu")
+    out.with_name(f"{out.name}.lock").mkdir()  # root can write everywhere, but not to a folder
+    assert prepare(profile, tmp_path, Wait()) == out
+
+
 def test_two_servers_build_once(graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (profile,) = profiles_of(graphs)
     real, built = preparing._build, []
