@@ -73,7 +73,14 @@ class ResponseSink:
         tensors = [
             pb_utils.Tensor(name, OUTPUTS[name].encode(value)) for name, value in reply.items()
         ]
-        self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
+        try:
+            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
+        except Exception as error:
+            # Shared memory may be full. Without an error, the caller would wait forever. Trying to send the last reply
+            # has closed the sender, even if it failed.
+            if not final:
+                self.fail(error)
+            raise
 
     def _end(self) -> bool:
         """End the request unless it has ended. Return whether this call ended it: a timeout on another thread may
