@@ -19,6 +19,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
 from canvasrt.containers.names import READY_TIMEOUT
 from canvasrt.containers.package.package import repository_of
+from canvasrt.containers.ports import url_host
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.containers.serve.checks import check_context, check_machine
@@ -181,8 +182,8 @@ def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
     return {
         "openai": front.url,
         "health": front.health_url.removesuffix("/v1"),
-        "http": f"{server.address}:{server.ports.http}",
-        "grpc": f"{server.address}:{server.ports.grpc}",
+        "http": f"{url_host(server.host)}:{server.ports.http}",
+        "grpc": f"{url_host(server.host)}:{server.ports.grpc}",
         "metrics": server.metrics_url,
         "log": str(server.log) if server.log else None,
         "pid": server.pid,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -64,12 +65,22 @@ def triton_command(
     # Do not count the files /dev/nvidia*: WSL has GPUs without them. Triton numbers its GPUs from 0.
     command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(gpus)]
     for name, (host, port) in addresses.items():
-        command += [f"--{name}-address={host}", f"--{name}-port={port}"]
+        command += [f"--{name}-address={_address(name, host)}", f"--{name}-port={port}"]
     command.append(f"--http-header-forward-pattern=^{OWNER}$")  # used by the front end
     for option in ("http-restricted-api", "grpc-restricted-protocol"):
         command.append(f"--{option}={_CLOSED}:{_NO_HEADER}=closed")
     gpu_metrics = [] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]
     return [*command, *gpu_metrics, *options]
+
+
+def _address(server: str, host: str) -> str:
+    """Return an address in the form that one of Triton's servers takes. Its HTTP and metrics servers take no host
+    names, and listen nowhere if they are given one."""
+    if host.startswith("unix:"):
+        return host
+    if ":" in host:
+        return f"[{host}]" if server == "grpc" else f"ipv6:{host}"
+    return socket.gethostbyname(host)
 
 
 def triton_environment(

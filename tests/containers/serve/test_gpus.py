@@ -12,6 +12,7 @@ import pytest
 from canvasrt import machine
 from canvasrt.bundle import Bundle
 from canvasrt.containers.names import GPUS_VARIABLE
+from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve import serve
 from canvasrt.containers.serve.gpus import environment_of, gpus_of
 from canvasrt.containers.serve.installation import Installation
@@ -23,6 +24,16 @@ from canvasrt.machine import VISIBLE, Gpu
 
 GPU = Gpu("NVIDIA GeForce RTX 5090", 32 << 30, (12, 0), "580.95", "GPU-0")
 INSTALLATION = Installation(Path("tritonserver"), None)
+
+
+def test_triton_is_given_addresses_as_it_takes_them() -> None:
+    server = Server(Path("repository"), host="::1", metrics_host="localhost", ports=Ports(1, 2, 3))
+    command = server._command(INSTALLATION, Path("scratch"))
+    assert [each for each in command if "-address=" in each] == [
+        "--http-address=ipv6:::1",
+        "--grpc-address=[::1]",
+        "--metrics-address=127.0.0.1",
+    ]
 
 
 @pytest.mark.parametrize(

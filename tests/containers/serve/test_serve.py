@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ pytestmark = needs_triton
 
 
 def test_a_server_s_life(engines: Bundle, tmp_path: Path):
-    """Engines without a package: options reach the models; under nohup, a closed terminal does not stop the server; a
-    signal stops everything while a client keeps its connection open."""
+    """Engines without a package: options reach the models; a host can be a name; under nohup, a closed terminal does
+    not stop the server; a signal stops everything while a client keeps its connection open."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
     options = (
+        "--host",
+        "localhost",
         "--threads",
         "3",
         "--cache",
@@ -50,6 +53,8 @@ def test_a_server_s_life(engines: Bundle, tmp_path: Path):
             environment = Path(f"/proc/{model}/environ").read_bytes().split(b"\0")
             assert b"CANVASRT_THREADS=3" in environment
             assert f"CANVASRT_CACHE={tmp_path / 'c'}".encode() in environment
+            with urllib.request.urlopen(running.said["metrics"], timeout=10) as page:
+                assert b"canvasrt_requests_in_flight" in page.read()
             running.process.send_signal(signal.SIGHUP)
             assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
             assert running.stale()  # it does look where they would be
