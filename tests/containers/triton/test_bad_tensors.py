@@ -61,6 +61,12 @@ CASES = (
     Bad("no strings in stop", {"prompt_ids": ints(112), "stop": text()}, ("112",)),
     Bad("no token ids", {"prompt_ids": ints()}, ("empty",)),
     Bad("negative token id", {"prompt_ids": ints(3, -1)}, ("-1", "0 to 111")),
+    Bad("negative token id to echo", {"prompt_ids": ints(-1), "echo": np.array([True])}, ("-1",)),
+    Bad(
+        "a bias beyond floats",
+        {"prompt": GOOD, "logit_bias": text('{"17": 1%s}' % ("0" * 400))},
+        ("logit_bias of token 17 is inf",),
+    ),
     Bad("token id too large", {"prompt_ids": ints(112)}, ("112", "0 to 111")),
     Bad("token ids of 64 bits", {"prompt_ids": np.array([3])}, ("prompt_ids", "INT64", "INT32")),
     Bad("prompt too long", {"prompt": text("x" * 9000)}, ("9016 tokens", "4096", "shorten")),
