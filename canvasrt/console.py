@@ -37,14 +37,20 @@ def choose_json(value: bool) -> bool:
 def emit(data: Any, render: Callable[[Console], None]) -> None:
     """Print a command's result: `data` as JSON if --json was given, else what `render` draws on a console."""
     if _as_json.get():
-        print(json.dumps(data, indent=2, ensure_ascii=False))
+        print(_json(data, indent=2))
         return
     render(console())
 
 
 def emit_line(data: Any) -> None:
     """Print one line of a stream of JSON objects, and flush."""
-    print(json.dumps(data, ensure_ascii=False), flush=True)
+    print(_json(data), flush=True)
+
+
+def _json(data: Any, indent: int | None = None) -> str:
+    """Return `data` as JSON; if the output is not UTF-8, with escaped characters."""
+    is_utf8 = str(sys.stdout.encoding).lower() == "utf-8"
+    return json.dumps(data, indent=indent, ensure_ascii=not is_utf8)
 
 
 def console(stderr: bool = False) -> Console:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -98,6 +99,8 @@ def parsed_command(name: str) -> Any:
 def run(arguments: list[str]) -> int:
     """Run one command. Return 0 for success, 2 for wrong usage, 130 if interrupted, a CanvasError's code, or else 1."""
     arguments, debug = _take_debug(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # not every terminal is UTF-8
     # Let CUDA number GPUs as nvidia-smi does; by default, CUDA gives the fastest GPU the number 0.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if debug:

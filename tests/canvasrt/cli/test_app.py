@@ -299,3 +299,17 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m canvasrt targets | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_is_not_utf_8_gets_what_it_can_show() -> None:
+    code = (
+        "from canvasrt.cli.app import run; from canvasrt.console import emit, emit_line;"
+        " run(['--version']); emit(0, lambda shown: shown.print('a → b')); emit_line('a → b')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.stdout.splitlines()[1:] == ["a ? b", '"a \\u2192 b"'], done.stderr
