@@ -150,6 +150,8 @@ def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready:
         log.info("stopping; a second signal stops at once")
     finally:
         ended = supervisor.stop(settings.exit_timeout)
+    if not ended and stop.forced.is_set():
+        raise CanvasError("stopped at once by a second signal; requests in flight were aborted")
     if not ended:
         raise CanvasError(
             f"requests were still running after {settings.exit_timeout} s and were aborted",

@@ -182,7 +182,9 @@ def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
         running.process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(1)
-        running.stop(signal.SIGINT)
+        shown = running.stop(signal.SIGINT)
+        assert "error: stopped at once by a second signal" in shown
+        assert running.process.returncode == 1
         thread.join(30)
         assert not running.stale()
 
