@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -23,15 +24,31 @@ _MOST_CUTS = 1 << 16  # maximum number of cuts in a text; every piece is encoded
 _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 
+def _any_of(texts: Collection[str]) -> str:
+    """Return a pattern of the longest of `texts` that fits. It branches by characters: a tokenizer can have thousands of
+    control tokens, such as `<unused0>`, and trying them one by one at every `<` of a text would take seconds."""
+    first, last = min(texts), max(texts)
+    common = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    begin = first[: next(common, len(first))]
+    rest: dict[str, set[str]] = defaultdict(set)
+    for text in texts:
+        rest[text[len(begin) :][:1]].add(text[len(begin) :])
+    may_end = rest.pop("", None) is not None
+    if not rest:
+        return re.escape(begin)
+    branches = "|".join(_any_of(each) for _, each in sorted(rest.items()))
+    return f"{re.escape(begin)}(?:{branches}){'?' * may_end}"
+
+
 class ControlTexts:
     """The spellings of control tokens. In "marked" text, every character of a control token that the template wrote is
     replaced by a surrogate."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
-        self._spellings = sorted({each for each in spellings if each}, key=len, reverse=True)
+        found = {each for each in spellings if each}
         # Matches the longest spelling at the leftmost position, as tokenizers do.
-        self._pattern = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")
-        alphabet = sorted(set("".join(self._spellings)))
+        self._pattern = re.compile(_any_of(found) if found else r"(?!)")
+        alphabet = sorted(set("".join(found)))
         self._marks = {ord(each): chr(_FIRST + n) for n, each in enumerate(alphabet)}
         self._plain = {_FIRST + n: each for n, each in enumerate(alphabet)}
 

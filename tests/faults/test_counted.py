@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import os
+import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -280,6 +282,25 @@ def test_spellings_of_control_tokens_are_counted_while_they_are_found():
         control.pieces("<unk>" * 3_000_000)
     assert time.thread_time() - begin < 1
     assert len(control.pieces("<unk>" * 65_535)) == 65_536
+
+
+def test_many_control_tokens_are_not_tried_one_by_one():
+    """Gemma's tokenizers have thousands. What is found stays the longest spelling at the leftmost position."""
+    texts = [f"<unused{number}>" for number in range(6000)] + ["<unk>", "<u", "<un", "x"]
+    control = ControlTexts(texts)
+    begin = time.thread_time()
+    assert len(control.pieces("<" * 300_000)) == 1
+    assert time.thread_time() - begin < 1
+    plain = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+    parts = [*"<>nux15", "unused", "<unused12", "<unk"]
+    draw = random.Random(0)
+    for _ in range(1000):
+        text = "".join(draw.choices(parts, k=12))
+        marked = control.mark(text)
+        assert control.unmark(marked) == text
+        own = [not 0xD800 <= ord(each) <= 0xDFFF for each in marked]
+        covered = {at for found in plain.finditer(text) for at in range(*found.span())}
+        assert own == [at not in covered for at in range(len(text))], text
 
 
 def test_a_variable_may_be_called_self():
