@@ -85,7 +85,7 @@ class PrefixCache:
 
     def __init__(self, model: Model, limit: int) -> None:
         self._model = model
-        self._left = model.reserve(limit)
+        self._limit = self._left = model.reserve(limit)
         self._saved: OrderedDict[tuple[str, bytes], Saved] = OrderedDict()
 
     def __len__(self) -> int:
@@ -107,13 +107,12 @@ class PrefixCache:
         """Save a request's last encoded chunk for its owner, unless the chunk exceeds the limit."""
         need = self._model.saved_bytes(chunk.size)
         key = (share_of(owner), chunk.key)
-        if key in self._saved:
+        if key in self._saved or need > self._limit:
             return
-        while self._left < need and self._saved:
+        while self._left < need:
             self._drop()
-        if self._left >= need:
-            self._saved[key] = self._model.save(row, chunk.size)
-            self._left -= need
+        self._saved[key] = self._model.save(row, chunk.size)
+        self._left -= need
 
     def clear(self) -> None:
         """Drop all chunks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -163,6 +164,15 @@ def test_what_does_not_fit_is_not_saved(model: Model, prompt: Prompt) -> None:
     wanted = [request(model, prompt(140), seed, blocks=1) for seed in range(3)]
     assert told(generator.run(wanted)) == told(Generator(model).run(wanted))
     assert len(prefixes) == 0
+
+
+def test_what_can_never_fit_drops_nothing() -> None:
+    memory = Mock(reserve=lambda limit: limit, saved_bytes=lambda tokens: tokens)
+    memory.save = lambda row, tokens: Mock(tokens=tokens)
+    prefixes = PrefixCache(memory, 300)
+    for size in (100, 200, 400):
+        prefixes.add(Mock(), Mock(size=size, key=bytes([size // 100])))
+    assert len(prefixes) == 2
 
 
 def test_a_cleared_cache_gives_its_memory_back(model: Model, prompt: Prompt) -> None:
