@@ -75,7 +75,7 @@ class ResponseReply(Reply):
         """Return the last events. The very last one holds the whole response."""
         pieces, final = answer
         status = "incomplete" if finish_reason(final) == "length" else "completed"
-        events = [*self.add(index, pieces, final), *self._close()]
+        events = [*self.add(index, pieces, final), *self._close(status)]
         return [*events, self._event(f"response.{status}", response=self.response(status, final))]
 
     def failed(self, error: ApiError) -> list[ResponseEvent]:
@@ -139,19 +139,19 @@ class ResponseReply(Reply):
         self._output.append(item)
         yield self._in_output("response.output_item.added", item=dict(item))
 
-    def _close(self) -> Iterator[ResponseEvent]:
-        """End the item that is open, if any."""
+    def _close(self, status: str = "completed") -> Iterator[ResponseEvent]:
+        """End the item that is open, if any, with this status."""
         if self._open is None:
             return
         kind, part = self._open, _part(self._open, self._text)
         extra: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
         yield self._in_part(f"{_TEXT[kind][2]}.done", text=self._text, **extra)
         yield self._in_part("response.content_part.done", part=part)
-        yield self._end_item(content=[part])
+        yield self._end_item(status, content=[part])
         self._open = None
 
-    def _end_item(self, **changes: Any) -> ResponseEvent:
-        self._output[-1] = {**self._output[-1], **changes, "status": "completed"}
+    def _end_item(self, status: str, **changes: Any) -> ResponseEvent:
+        self._output[-1] = {**self._output[-1], **changes, "status": status}
         return self._in_output("response.output_item.done", item=self._output[-1])
 
     def _call(self, call: ToolCall) -> Iterator[ResponseEvent]:
@@ -162,7 +162,7 @@ class ResponseReply(Reply):
         where = {"item_id": item["id"]}
         yield self._in_output(f"{name}.delta", delta=call.arguments, **where)
         yield self._in_output(f"{name}.done", name=call.name, arguments=call.arguments, **where)
-        yield self._end_item(arguments=call.arguments)
+        yield self._end_item("completed", arguments=call.arguments)
 
     def _in_part(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._in_output(name, item_id=self._output[-1]["id"], content_index=0, **fields)

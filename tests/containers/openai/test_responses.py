@@ -68,6 +68,7 @@ def test_it_is_the_chats_answer(openai: OpenAI, grpc: Client):
     assert response.output_text == grpc.infer({"messages": json.dumps(chat), **same}).text
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[-1].status == "incomplete"
 
 
 @pytest.mark.parametrize("script", ["plain", "thinks", "calls", "thinks and calls", "two", "long"])
