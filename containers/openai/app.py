@@ -40,7 +40,7 @@ from canvasrt.containers.openai.middleware import (
 )
 from canvasrt.containers.openai.ollama_models import add_ollama_models
 from canvasrt.containers.openai.options import FrontSettings
-from canvasrt.containers.openai.origin import Origin, add_cors
+from canvasrt.containers.openai.origin import Origin, with_cors
 from canvasrt.containers.openai.pages import add_pages
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.responses import RESPONSES
@@ -173,9 +173,9 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
         compresslevel=_LEVEL,
         exclude_content_types=(*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-ndjson"),
     )
-    add_cors(app, options)
     origin, timeout = Origin(options), settings.request_timeout
-    return Middleware(app, state, front.metrics, options.max_body, places, origin, timeout)
+    checked = Middleware(app, state, front.metrics, options.max_body, places, origin, timeout)
+    return with_cors(checked, options)  # outside, because a page must be able to read refusals, too
 
 
 def make_health_app(settings: FrontSettings, state: ServerState) -> ASGIApp:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.openai.errors import ApiError
@@ -50,16 +49,17 @@ class Origin:
             )
 
 
-def add_cors(app: FastAPI, options: FrontOptions) -> None:
-    """Allow pages of the allowed origins to read replies (CORS)."""
-    if options.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=options.origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
-        )
+def with_cors(app: ASGIApp, options: FrontOptions) -> ASGIApp:
+    """Return the application with headers that let pages of the allowed origins read its replies (CORS)."""
+    if not options.origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=options.origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
 
 
 def _host(headers: Mapping[bytes, bytes]) -> str:
