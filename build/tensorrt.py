@@ -25,8 +25,8 @@ from canvasrt.hashes import hash_files
 from canvasrt.machine import (
     BUILDER_MODULES,
     VISIBLE,
-    Gpu,
     available_bytes,
+    building_gpu,
     gpus,
     return_freed_memory,
 )
@@ -41,7 +41,6 @@ from canvasrt.roofline import (
     tensor_shapes,
 )
 from canvasrt.staging import link_or_copy, staging
-from canvasrt.targets import Target
 from canvasrt.types import Json
 
 
@@ -139,14 +138,6 @@ def _target(plan: Plan) -> Json:
     }
 
 
-def _gpu(target: Target) -> Gpu | None:
-    """Return this machine's GPU on which TensorRT builds and times a target's engines; None if they need no GPU, or if
-    there is none. CUDA's first GPU could be of another capability."""
-    fitting = [] if target.builds_anywhere else gpus()
-    fitting = [each for each in fitting if each.capability in target.capabilities]
-    return min(fitting, key=lambda each: target.gpu not in each.name, default=None)
-
-
 def _segment(
     plan: Plan, graphs: Bundle, entry: Json, target: Json, folder: Path
 ) -> list[SegmentBuild]:
@@ -164,7 +155,7 @@ def _segment(
         **{name: value for name, value in target.items() if name != "name"},
     }
     # TensorRT's engines are for the kind of GPU on which they were built.
-    if gpu := _gpu(plan.target):
+    if gpu := building_gpu(plan.target):
         made_from["gpu"] = gpu.name
     formats = tuple((entry.get("quantized") or {}).values())
     if whole:
@@ -227,7 +218,7 @@ def _builder(
     """Return a function that builds one engine, to be called on a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
     capabilities = plan.target.capabilities if plan.target.builds_anywhere else ()
-    gpu = _gpu(plan.target)
+    gpu = building_gpu(plan.target)
     # A process that is restricted to a MIG instance sees no other GPU.
     several = len(gpus()) > 1 and "MIG-" not in os.environ.get(VISIBLE, "")
     uuid = gpu.uuid if gpu and several else ""

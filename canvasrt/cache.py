@@ -196,8 +196,9 @@ def alone(works: Iterable[Mapping[str, Any]]) -> Iterator[None]:
             folder = cache_folder() / "builds" / key
             try:
                 stack.enter_context(_locked(folder, fcntl.LOCK_NB))
-            except OSError:
-                report("waiting for another build from the same graphs")
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    report("waiting for another build from the same graphs")
                 stack.enter_context(_locked(folder))
         yield
 

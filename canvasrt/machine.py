@@ -90,6 +90,14 @@ def _listed() -> tuple[Gpu, ...]:
     return tuple(gpu for line in answer.stdout.splitlines() if (gpu := parse_gpu(line)))
 
 
+def building_gpu(target: Target) -> Gpu | None:
+    """Return this machine's GPU on which TensorRT builds and times a target's engines; None if they need no GPU, or if
+    there is none. CUDA's first GPU could be of another capability."""
+    fitting = () if target.builds_anywhere else gpus()
+    alike = [each for each in fitting if each.capability in target.capabilities]
+    return min(alike, key=lambda each: target.gpu not in each.name, default=None)
+
+
 def parse_gpu(line: str) -> Gpu | None:
     """Parse one line of nvidia-smi's table; None if the line describes no GPU. For a GPU with unified memory, whose
     size is shown as [N/A], use the host's memory: a container's limit does not apply to what its driver allocates."""

@@ -71,7 +71,9 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
     ours = [
         plans[each] for each in missing if plans[each].quantizes or not plans[each].source.graphs
     ]
-    with alone(map(graphs_from, ours)):
+    # A build that quantizes can read graphs that another build removes.
+    exported = [exported_from(each) for each in ours if each.source.graphs is None]
+    with alone([*map(graphs_from, ours), *exported]):
         for number in missing:
             made = plans[number]
             if found := made.existing():  # another process has just written it

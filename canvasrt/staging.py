@@ -250,7 +250,8 @@ def system_error(error: Exception) -> CanvasError | None:
             f"{path if folder.is_dir() else folder} does not exist", "check the path"
         )
     # Without a usable temporary folder, `tempfile` raises a FileNotFoundError that names no file.
-    if isinstance(error, OSError) and (error.filename or isinstance(error, FileNotFoundError)):
+    refused = isinstance(error, FileNotFoundError | PermissionError)
+    if isinstance(error, OSError) and error.strerror and (error.filename or refused):
         place = f"{error.filename}: " if error.filename else ""
         return CanvasError(f"{place}{error.strerror}", "check the path and its permissions")
     if isinstance(error, MemoryError):

@@ -83,7 +83,8 @@ def check_weights(folder: Path) -> list[Path]:
     """Return the checkpoint's safetensors files. Raises CanvasError if a file is truncated or missing."""
     index = read_index(folder)
     if index is None:
-        files = sorted(folder.glob("*.safetensors"))
+        single = folder / SINGLE
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     else:
         files = [folder / name for name in sorted(set(index.values()))]
     if not files:
@@ -142,7 +143,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
     index = read_index(folder)
     if index is not None:
         return frozenset(index)
-    return frozenset().union(*map(_check_safetensors, sorted(folder.glob("*.safetensors"))))
+    return frozenset().union(*map(_check_safetensors, check_weights(folder)))
 
 
 def _check_safetensors(path: Path) -> set[str]:

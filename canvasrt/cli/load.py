@@ -58,11 +58,13 @@ def measure_servers(url: str, against: str | None, count: int, options: LoadOpti
         if options.report is not None:
             console.print(f"{options.report / 'bench.html'}")
 
-    emit(data, draw)
-    if options.report is not None:
-        text = shown.load_page(rounds, summaries, compared, settings)
-        (options.report / "bench.html").write_text(text, encoding="utf-8")
-        (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
+    try:
+        emit(data, draw)
+    finally:  # even if nobody reads the output
+        if options.report is not None:
+            text = shown.load_page(rounds, summaries, compared, settings)
+            (options.report / "bench.html").write_text(text, encoding="utf-8")
+            (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
     for name, summary in summaries.items():
         if sum(summary.errors.values()) == summary.calls:
             often = max(summary.errors, key=lambda error: summary.errors[error])

@@ -67,8 +67,9 @@ class OpenAIClient:
             body["stream_options"] = {"drafts": True}
         with self._reply("POST", path, body) as reply:
             for line in reply:
-                field, _, data = line.decode().strip().partition(":")
-                if field != "data" or data.strip() == "[DONE]":
+                data = line.decode().strip().removeprefix("data:").strip()
+                # Other lines of a stream of events. What is no such stream is not skipped, but named below.
+                if data in ("", "[DONE]") or data.startswith((":", "event:", "id:", "retry:")):
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:

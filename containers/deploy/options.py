@@ -123,7 +123,7 @@ class DeployOptions:
         """The server's environment variables: `server`, plus defaults if only this machine can call the server. These
         would take precedence over `variables_file`, so those that the file sets are left out."""
         file = self.variables_file
-        lines = file.read_text().splitlines() if file and file.is_file() else ()
+        lines = file.read_text("utf-8", "replace").splitlines() if file and file.is_file() else ()
         given = {line.partition("=")[0].strip() for line in lines}
         local = self.listen in LOOPBACK
         own = {
@@ -151,7 +151,7 @@ class DeployOptions:
                 raise UsageError(f"{flag} is {value!r}", f"give {wanted}")
         if self.cpus is not None and not self.cpus > 0:
             raise UsageError(f"--cpus is {self.cpus:g}", "give a number above 0")
-        if self.network == "host" and self.listen not in (LOOPBACK[0], "0.0.0.0"):  # noqa: S104
+        if self.network == "host" and self.listen not in (LOOPBACK[0], "localhost", "0.0.0.0"):  # noqa: S104
             raise UsageError(
                 f"--listen is {self.listen}, but with --network host the health check calls {LOOPBACK[0]}",
                 f"give {LOOPBACK[0]}, or 0.0.0.0 for all addresses",

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 
-from canvasrt.cache import cache_folder
+from canvasrt.cache import cache_folder, code_hash
 from canvasrt.containers.image.base import Base, BaseLayer
 from canvasrt.containers.package.requirements import Installed
 from canvasrt.staging import scratch, sync
@@ -26,7 +27,8 @@ def contents(base: Base) -> list[Installed]:
 
     Raises CanvasError for a layer that does not match its digest. In that case nothing is cached.
     """
-    file = cache_folder() / "bases" / f"{base.digest.removeprefix('sha256:')}.packages.json"
+    name = f"{base.digest.removeprefix('sha256:')}-{code_hash([Path(__file__)])[:16]}"
+    file = cache_folder() / "bases" / f"{name}.packages.json"
     if file.is_file():
         return [Installed(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
     found = _read(base.layers)

@@ -210,9 +210,8 @@ def _messages(messages: list[Json]) -> list[Json]:
 
 def _unlike(result: Json, call: Json) -> tuple[bool, bool]:
     """Return whether a tool's result has another id than a call, and whether it has another name."""
-    return result.get("tool_call_id") != call["id"], result.get("tool_name") != call["function"][
-        "name"
-    ]
+    name = call["function"]["name"]
+    return result.get("tool_call_id") != call["id"], result.get("tool_name") != name
 
 
 def _call(call: Any, id: str) -> Json:

@@ -175,8 +175,8 @@ def template_names(request: Conversation) -> dict[str, str]:
 def tools_grammar(request: Conversation, wanted: Format | None = None) -> dict[str, Any] | None:
     """Return the grammar that enforces the tools' schemas in calls, or None if no schema is enforced.
 
-    A required call follows its tool's schema. An optional call follows the schema only if its tool is `strict`, or if
-    the answer must otherwise follow a format, `wanted`. Raises ApiError if `wanted` is not JSON.
+    A required call follows its tool's schema. An optional call follows the schema only if its tool is `strict`. An
+    answer without calls follows the format `wanted`. Raises ApiError if `wanted` is not JSON.
     """
     found = schemas(request)
     if found is None:
@@ -198,13 +198,15 @@ def tools_grammar(request: Conversation, wanted: Format | None = None) -> dict[s
                 "unsupported_parameter",
             )
         answer = wanted.grammar.get("schema", {"type": "object"})
+        if answer is None:
+            return None  # the model refuses a format without a schema
     elif begun == "nothing" and not strict:
         return None
-    follows = begun != "nothing" or wanted is not None
     return {
         "type": "tool_calls",
         "tools": {
-            each.name: each.parameters or {} if follows or each.strict else {} for each in functions
+            each.name: each.parameters or {} if begun != "nothing" or each.strict else {}
+            for each in functions
         },
         "begun": begun,
         "answer": answer,

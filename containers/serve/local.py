@@ -120,4 +120,6 @@ def _key(checkpoint: Path, target: Target) -> str:
         "canvasrt": canvasrt.__version__,
         target.builder: extras.version(target.builder),
     }
+    if gpu := machine.building_gpu(target):
+        inputs["gpu"] = gpu.name  # the engines are for this kind of GPU
     return key_of(inputs)[:16]

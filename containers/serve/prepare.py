@@ -17,6 +17,7 @@ from canvasrt.cache import cache_folder, key_of
 from canvasrt.containers.serve.build_engines import EngineBuild, Wait, run_build
 from canvasrt.containers.serve.serving_profiles import ServingProfile
 from canvasrt.errors import CanvasError
+from canvasrt.machine import building_gpu
 from canvasrt.progress import listening
 from canvasrt.staging import NO_LOCKS
 
@@ -72,6 +73,11 @@ def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
 def set_aside_damaged(out: Path, wait: Wait) -> bool:
     """Return whether the engines that `prepare` returned are damaged. If so, move them away, so that `prepare` builds
     them again."""
+    with contextlib.suppress(
+        CanvasError
+    ):  # intact engines need no lock, which a read-only cache lacks
+        load_bundle(out, kind="engines")
+        return False
     with alone(out, wait):
         try:
             load_bundle(out, kind="engines")
@@ -97,6 +103,8 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
         "canvasrt": canvasrt.__version__,
         builder: extras.version(builder),
     }
+    if gpu := building_gpu(profile.target):
+        inputs["gpu"] = gpu.name  # the engines are for this kind of GPU
     return (cache or cache_folder()) / "profiles" / profile.id / key_of(inputs)[:16]
 
 

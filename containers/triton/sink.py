@@ -55,8 +55,10 @@ class ResponseSink:
 
     def fail(self, error: BaseException) -> None:
         """Send an error, unless the request has ended."""
-        if not self._end():
-            return
+        if self._end():
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
         code, message = describe(error)
         if self._error_events:
             failure = json.dumps({"code": code, "message": message})
@@ -79,7 +81,8 @@ class ResponseSink:
             # Shared memory may be full. Without an error, the caller would wait forever. Trying to send the last reply
             # has closed the sender, even if it failed.
             if not final:
-                self.fail(error)
+                self._end()
+                self._tell(error)
             raise
 
     def _end(self) -> bool:

@@ -298,11 +298,13 @@ def check_grammar(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
 
 
 def _check_size(source: Any, path: str, kind: str) -> None:
-    size = len((source if isinstance(source, str) else json.dumps(source)).encode())
-    if size > MAX_GRAMMAR_BYTES[kind]:
-        raise CanvasError(
-            f"{path} has {size} bytes", f"give at most {MAX_GRAMMAR_BYTES[kind]} bytes"
-        )
+    text = source if isinstance(source, str) else json.dumps(source)
+    # The schemas in a grammar have a limit of their own.
+    schemas = re.findall(r"%json .*", text) if kind == "grammar" else []
+    inside = sum(len(each.encode()) for each in schemas)
+    for part, size in ((kind, len(text.encode()) - inside), ("json_schema", inside)):
+        if size > (most := MAX_GRAMMAR_BYTES[part]):
+            raise CanvasError(f"{path} has {size} bytes", f"give at most {most} bytes")
 
 
 def _check_schemas(source: Any, path: str) -> None:

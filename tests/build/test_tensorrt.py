@@ -216,6 +216,7 @@ def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
     graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's first GPU may be another one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, "tensorrt", sys.modules["tensorrt_rtx"])
     jobs: list[compile.Job] = []

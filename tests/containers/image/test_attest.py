@@ -138,7 +138,7 @@ def test_an_image_next_to_the_signed_one_is_refused(
     more["platform"]["architecture"] = "unknown"
     index["manifests"].insert(0, more)
     (image.path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(CanvasError, match="more than one image"):
+    with pytest.raises(CanvasError, match="more than the signed image"):
         verify_image(image.path, keys[1])
     archive = tmp_path / "archive.tar"
     write_archive(image.path, image.tag, archive)  # as `canvasrt deploy` does
@@ -160,7 +160,7 @@ def test_an_archive_of_more_than_the_signed_image_is_refused(
     member.name = name
     with tarfile.open(archive, "a") as more:
         more.addfile(member, io.BytesIO(content))
-    with pytest.raises(CanvasError, match="more than one image"):
+    with pytest.raises(CanvasError, match="more than the signed image"):
         verify_image(archive, keys[1])
 
 

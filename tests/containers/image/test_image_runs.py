@@ -287,7 +287,7 @@ def test_deploy_runs_it_until_it_is_ready(
         assert asked.returncode == 0, asked.stderr
         again = command("deploy", STANDIN_TAG, *options)
         assert again.returncode == 1
-        assert f"port {ports[1]} on 0.0.0.0 is in use" in again.stderr
+        assert f"port {ports[1]} on 127.0.0.1 is in use" in again.stderr
     finally:
         docker.run("rm", "--force", "--volumes", "canvasrt-deployed")
 

@@ -200,7 +200,7 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FL
 @pytest.mark.parametrize("seed", range(2))
 def test_an_answer_of_a_format_or_a_call(client: OpenAI, seed: int) -> None:
     """A bias decides whether the model opens a call."""
-    asked: Any = {"tools": [tool("weather")], "response_format": FORM, "seed": seed}
+    asked: Any = {"tools": [tool("weather", strict=True)], "response_format": FORM, "seed": seed}
     called = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: 40}})
     assert valid(called.message.tool_calls)
     free = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: -100}})

@@ -350,13 +350,22 @@ def test_two_servers_build_once(graphs: Bundle, tmp_path: Path, monkeypatch: pyt
     assert len(built) == 1
 
 
-def test_other_versions_and_graphs_have_folders_of_their_own(engines: Bundle):
+def test_other_graphs_and_gpus_have_folders_of_their_own(
+    engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
     profile = ServingProfile(
         find_target("h100"), "fp8", 4096, 4, engines.path, "a" * 64, None, True
     )
     other = replace(profile, digest="b" * 64)
     assert engines_folder(profile, Path("/c")) != engines_folder(other, Path("/c"))
     assert engines_folder(profile, Path("/c")).parent.name == profile.id
+    # TensorRT's engines are for the kind of GPU on which they were built.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = set()
+    for gpu in (H100, replace(H100, name="NVIDIA H100 PCIe")):
+        monkeypatch.setattr("canvasrt.machine._listed", lambda gpu=gpu: (gpu,))
+        found.add(engines_folder(profile, Path("/c")))
+    assert len(found) == 2
 
 
 @pytest.fixture

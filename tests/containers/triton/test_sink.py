@@ -22,13 +22,17 @@ class FullMemory:
             raise RuntimeError("Failed to increase the shared memory pool size")
 
 
-def test_a_block_that_cannot_be_sent_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_block_that_cannot_be_sent_ends_in_an_error(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Also if a stop string has ended the answer."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
     sinks = importlib.import_module("canvasrt.containers.triton.sink")
     sender = FullMemory()
     sink = sinks.ResponseSink(sender, error_events=True)
-    sink.replies = MagicMock(ended=False)
-    sink.replies.replies.return_value = [{"event": "block"}]
+    sink.replies = MagicMock(ended=ended)
+    sink.replies.replies.return_value = [{"event": "block"}] * (1 + ended)
     with pytest.raises(RuntimeError):
         sink.event(object())
     assert sender.flags == [0, sinks.FINAL]
