@@ -83,8 +83,7 @@ def check_weights(folder: Path) -> list[Path]:
     """Return the checkpoint's safetensors files. Raises CanvasError if a file is truncated or missing."""
     index = read_index(folder)
     if index is None:
-        single = folder / SINGLE
-        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        files = _unlisted(folder)
     else:
         files = [folder / name for name in sorted(set(index.values()))]
     if not files:
@@ -143,7 +142,13 @@ def tensor_names(folder: Path) -> frozenset[str]:
     index = read_index(folder)
     if index is not None:
         return frozenset(index)
-    return frozenset().union(*map(_check_safetensors, check_weights(folder)))
+    return frozenset().union(*map(_check_safetensors, _unlisted(folder)))
+
+
+def _unlisted(folder: Path) -> list[Path]:
+    """Return the weights' files of a checkpoint that has no index."""
+    single = folder / SINGLE
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _check_safetensors(path: Path) -> set[str]:

@@ -33,12 +33,7 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
-# Fields that the response repeats, and their maximum characters of JSON.
-REPEATED = (
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning"),
-    *("temperature", "text", "tool_choice", "tools", "top_p", "user"),
-)
-MAX_REPEATED = 1 << 20
+MAX_REPEATED = 1 << 20  # characters of JSON that a response repeats
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -89,14 +84,14 @@ class ResponsesRequest(Sampling):
         # A stream repeats these fields three times, and the event loop stops while they are encoded.
         if size > MAX_REPEATED and (count := len(json.dumps(self.repeated()))) > MAX_REPEATED:
             raise bad_request(
-                f"{', '.join(REPEATED)} have {count} characters of JSON; at most {MAX_REPEATED} are allowed.",
+                f"Without input, the body has {count} characters of JSON; at most {MAX_REPEATED} are allowed.",
                 "metadata",
                 "invalid_value",
             )
 
     def repeated(self) -> dict[str, Any]:
-        """Return the fields that the response repeats, without those that are null."""
-        return self.model_dump(include=set(REPEATED), exclude_none=True)
+        """Return what the response repeats: all fields but the input, without those that are null."""
+        return self.model_dump(exclude={"input"}, exclude_none=True)
 
     @property
     def token_budget(self) -> tuple[str, int | None]:

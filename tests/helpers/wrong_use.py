@@ -207,6 +207,7 @@ WRONG = {
     "deploy p --shm-size much": "--shm-size is 'much'",
     "deploy p --memory much": "--memory is 'much'",
     "deploy p --cpus -1": "--cpus is -1",
+    "deploy p --network host --listen 192.0.2.1": "--listen is 192.0.2.1",
     "deploy p --timeout -1": "--timeout",
     "deploy p --env =1": "--env '=1' has no name",
 }
@@ -267,6 +268,9 @@ ELSEWHERE = {
     ("build/options.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
     ("build/options.py", "holds graphs of"): "tests/build/test_checks.py",
     ("containers/serve/settings.py", "are both set"): "tests/containers/serve/test_settings.py",
+    ("containers/package/image_settings.py", "SOURCE_DATE_EPOCH is"): (
+        "tests/containers/image/test_image.py"
+    ),
     # Typer refuses these values itself.
     ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"

@@ -232,6 +232,6 @@ def test_every_detail_of_openais_images(detail: str | None) -> None:
 def test_what_a_response_repeats_is_bounded(field: dict[str, Any]) -> None:
     """The event loop would encode it three times."""
     raw = json.dumps({"input": "x" * 1_100_000}).encode()
-    assert read_body(ResponsesRequest, raw).repeated() == {}
-    with pytest.raises(ApiError, match=r"have 1[0-9]{6} characters of JSON"):
+    assert "input" not in read_body(ResponsesRequest, raw).repeated()
+    with pytest.raises(ApiError, match=r"has 1[0-9]{6} characters of JSON"):
         read_body(ResponsesRequest, json.dumps({"input": "x"} | field).encode(), Ignored())
