@@ -187,7 +187,7 @@ class EngineCache:
 
 
 @contextlib.contextmanager
-def alone(works: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+def lock_graphs(works: Iterable[Mapping[str, Any]]) -> Iterator[None]:
     """Let no other process build engines from the graphs of these inputs while the block runs: a build removes weights
     that it has used, and damaged graphs. Waits for another process."""
     with contextlib.ExitStack() as stack:

@@ -21,7 +21,7 @@ from canvasrt.build.precision import choose_precisions
 from canvasrt.build.reuse import built_weights
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
-from canvasrt.cache import GraphCache, alone
+from canvasrt.cache import GraphCache, lock_graphs
 from canvasrt.formats import PLAIN
 from canvasrt.recipes.calibration import check_calibration
 from canvasrt.recipes.recipe import Recipe
@@ -73,7 +73,7 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
     ]
     # A build that quantizes can read graphs that another build removes.
     exported = [exported_from(each) for each in ours if each.source.graphs is None]
-    with alone([*map(graphs_from, ours), *exported]):
+    with lock_graphs([*map(graphs_from, ours), *exported]):
         for number in missing:
             made = plans[number]
             if found := made.existing():  # another process has just written it

@@ -73,9 +73,8 @@ def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
 def set_aside_damaged(out: Path, wait: Wait) -> bool:
     """Return whether the engines that `prepare` returned are damaged. If so, move them away, so that `prepare` builds
     them again."""
-    with contextlib.suppress(
-        CanvasError
-    ):  # intact engines need no lock, which a read-only cache lacks
+    # Intact engines need no lock, which a read-only cache lacks.
+    with contextlib.suppress(CanvasError):
         load_bundle(out, kind="engines")
         return False
     with alone(out, wait):

@@ -14,7 +14,7 @@ import pytest
 from canvasrt import cache
 from canvasrt import hashes as memo
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.cache import GraphCache, alone, code_hash, key_of, unfinished
+from canvasrt.cache import GraphCache, code_hash, key_of, lock_graphs, unfinished
 from canvasrt.containers.serve import prepare
 from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.errors import CanvasError
@@ -118,7 +118,11 @@ def test_a_disk_without_locks_is_used_all_the_same(
     (other := tmp_path / "works" / "other").mkdir(parents=True)
     (other / "state").write_bytes(b"state")
     monkeypatch.setattr("fcntl.flock", refuse)
-    with alone([{"n": 1}]), unfinished("works", {"n": 1}), prepare.alone(tmp_path / "out", Wait()):
+    with (
+        lock_graphs([{"n": 1}]),
+        unfinished("works", {"n": 1}),
+        prepare.alone(tmp_path / "out", Wait()),
+    ):
         assert (other / "state").exists()
 
 
