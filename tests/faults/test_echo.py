@@ -104,9 +104,9 @@ def rendered(
     threads: list[str] = []
     render = getattr(kind, method)
 
-    def shown(self: Any, given: Any) -> Any:
+    def shown(self: Any, *given: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return render(self, given)
+        return render(self, *given)
 
     patch.setattr(kind, method, shown)
     patch.setattr(app, "Upstream", source)
