@@ -40,6 +40,7 @@ class _Server:
     down_since: float | None = None
     rests_until: float = 0.0
     rest: float = _FIRST_REST
+    has_told_busy: bool = False
 
     def up(self) -> None:
         """Note that the server has answered."""
@@ -53,6 +54,12 @@ class _Server:
                 _log.warning("%s is tried again later: %s", self.root, why.partition("\n")[0])
             self.rests_until = now + max(self.rest, least)
             self.rest = min(2 * self.rest, _LONGEST_REST)
+
+    def busy(self, why: str) -> None:
+        """Tell, once, that the server refuses requests because it has too many."""
+        if not self.has_told_busy:
+            _log.warning("%s is busy, and is asked again: %s", self.root, why.partition("\n")[0])
+        self.has_told_busy = True
 
 
 class Servers:
@@ -120,6 +127,7 @@ class Servers:
                 return reply
             server.up()
             if reply.status == 429:
+                server.busy(_message(reply.body))
                 await asyncio.sleep(max(wait, _FIRST_REST))
                 continue
             if reply.status in (401, 403):

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.cache import cache_folder
+from tests.helpers import library
+
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 
@@ -38,12 +41,10 @@ def wait_for(condition: object, seconds: float) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    # The graphs come from other tests; only the engines are new.
-    cache.mkdir()
-    shared = Path(os.environ["CANVASRT_CACHE"]) / "graphs"
-    shared.mkdir(parents=True, exist_ok=True)
-    (cache / "graphs").symlink_to(shared)
+    library.graphs("demo", "bf16")
+    cache = library.empty_cache(tmp_path / "cache")
+    # The graphs come from the library; only the engines are new.
+    (cache / "graphs").symlink_to(cache_folder() / "graphs")
     arguments = ["build", "demo", "-t", "dgx-spark", "-p", "bf16", "-o", str(tmp_path / "out")]
     build = subprocess.Popen(
         [sys.executable, "-m", "canvasrt", *arguments],

@@ -159,7 +159,7 @@ def test_large_graphs_go_as_their_engines_are_built(
 ) -> None:
     """A segment's graph is removed once its engine is built. A second build uses the graphs that are left; if a
     segment's engine is missing, its graph is written again."""
-    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(tmp_path / "cache")))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)
     checkpoint, said = library.checkpoint("small"), list[str]()
@@ -186,7 +186,7 @@ def test_a_second_build_at_once_leaves_the_first_one_s_graphs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one is for another GPU. So it needs the weights that the first one has removed, and exports again."""
-    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(tmp_path / "cache")))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
     monkeypatch.setattr("canvasrt.build.tensorrt.available_bytes", lambda: 10**9)  # one by one
     checkpoint, options = library.checkpoint("small"), BuildOptions("int4", **OPTIONS)

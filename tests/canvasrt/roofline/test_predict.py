@@ -23,6 +23,8 @@ from tests.canvasrt.roofline.conftest import Released
 
 GPU = find_gpu("rtx-5090")
 
+pytestmark = pytest.mark.acceptance  # because of `released`
+
 
 @pytest.fixture(scope="module")
 def engines(released: Released) -> Bundle:

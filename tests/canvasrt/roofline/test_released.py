@@ -89,17 +89,10 @@ TOKENS = {256, 2 * 256, 4 * 256}
 LIMITS = Path(__file__).with_name("limits.json")
 
 
-# One pair is always built; the others are part of `make acceptance`.
-ALWAYS = ("nvfp4", "rtx-5090")
+pytestmark = pytest.mark.acceptance
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(each, marks=() if each == ALWAYS else pytest.mark.acceptance)
-        for each in TARGETS
-    ],
-    ids="-".join,
-)
+@pytest.fixture(params=TARGETS, ids="-".join)
 def built(request: pytest.FixtureRequest, released: Released) -> Bundle:
     return released(*request.param)
 

@@ -19,7 +19,7 @@ from canvasrt.cli.app import run as canvasrt
 from canvasrt.containers.batch import servers
 from canvasrt.containers.batch.journal import Outputs
 from canvasrt.containers.batch.local import Local
-from canvasrt.containers.batch.run import Done, run_batch
+from canvasrt.containers.batch.run import Done, Reply, run_batch
 from canvasrt.containers.batch.servers import Servers
 from canvasrt.containers.client.openai import KEY_VARIABLE
 from canvasrt.containers.openai.options import FrontOptions
@@ -148,6 +148,28 @@ def test_others_take_over_and_none_ends_it(
     ) as error:
         asked(file, "none.jsonl", Servers([dead], "", 60))
     assert "continues from here" in error.value.hint
+
+
+@needs_triton
+def test_a_busy_server_is_asked_again_and_named_once(
+    tmp_path: Path, front: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
+    post, refused, said = Servers._post, [], []
+
+    async def busy(self: Servers, *given: Any) -> Any:
+        if len(refused) < 5:
+            refused.append(given)
+            return Reply(429, {"error": {"message": "too many requests"}}), 0.0
+        return await post(self, *given)
+
+    monkeypatch.setattr(Servers, "_post", busy)
+    monkeypatch.setattr(servers._log, "warning", lambda form, *told: said.append(form % told))
+    done, _ = asked(file, "out.jsonl", over(front))
+    assert (done.answers, done.errors) == (len(TEXTS), 0)
+    assert said == [
+        f"{front.url.removesuffix('/v1')} is busy, and is asked again: too many requests"
+    ]
 
 
 @needs_triton

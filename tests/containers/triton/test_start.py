@@ -60,8 +60,7 @@ def test_requests_share_passes_only_if_every_gpu_proved_it(
     assert evidence["shared"] == (refuses is None)
 
 
-@pytest.mark.parametrize("proves", [False, True])
-@pytest.mark.parametrize("other", [0, 1e-6])
+@pytest.mark.parametrize(("other", "proves"), [(0, False), (1e-6, True)])
 def test_a_gpu_that_computes_other_bits_takes_no_requests(
     other: float,
     proves: bool,
