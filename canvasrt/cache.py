@@ -36,8 +36,17 @@ def cache_folder() -> Path:
     """Return the folder that `CANVASRT_CACHE` names, or else canvasrt's folder in the user's cache."""
     if own := os.environ.get("CANVASRT_CACHE"):
         return Path(own).expanduser().resolve()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser().resolve() / "canvasrt"
+    return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """Return canvasrt's folder in the one that `variable` names, or else in `default` in the user's home. Raises CanvasError
+    if there is neither."""
+    try:
+        base = Path(os.environ.get(variable) or f"~/{default}").expanduser()
+    except RuntimeError as error:
+        raise CanvasError("this user has no home folder", f"set HOME or {variable}") from error
+    return base.resolve() / "canvasrt"
 
 
 def check_cache() -> None:

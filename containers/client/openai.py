@@ -9,6 +9,7 @@ import os
 import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from canvasrt.containers import ports
 from canvasrt.containers.client import connection as http_connection
@@ -30,7 +31,7 @@ class OpenAIClient:
     """
 
     def __init__(self, url: str | None = None, timeout: float = ANSWER_TIMEOUT) -> None:
-        scheme, self._host, self._port = _parts(url)
+        scheme, self._host, self._port, self._path = _parts(url)
         self._secure = scheme == "https"
         self._timeout = timeout
         self._model: str | None = None
@@ -105,7 +106,7 @@ class OpenAIClient:
             headers["Authorization"] = f"Bearer {key}"
         try:
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, f"/v1/{path}", data, headers)
+            connection.request(method, f"{self._path}/{path}", data, headers)
             reply = connection.getresponse()
             if reply.status != 200:
                 text = reply.read()
@@ -148,16 +149,18 @@ class OpenAIClient:
 
 
 def address(url: str | None) -> str:
-    """Return a server's address with its scheme, port and `/v1`. Raises UsageError if the address is invalid."""
-    scheme, host, port = _parts(url)
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    """Return a server's address with its scheme, port and path, which ends with `/v1`. Raises UsageError if the address
+    is invalid."""
+    scheme, host, port, path = _parts(url)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{path}"
 
 
-def _parts(url: str | None) -> tuple[str, str, int]:
-    scheme, host, port = ports.split_url(
-        url or f"127.0.0.1:{API_PORT}", ("http", "https"), "give http://host:port/v1"
-    )
-    return scheme, host, port or (443 if scheme == "https" else API_PORT)
+def _parts(url: str | None) -> tuple[str, str, int, str]:
+    given = url or f"127.0.0.1:{API_PORT}"
+    scheme, host, port = ports.split_url(given, ("http", "https"), "give http://host:port/v1")
+    # A gateway may serve the API under a path of its own.
+    path = urlsplit(given if "://" in given else f"//{given}").path.rstrip("/").removesuffix("/v1")
+    return scheme, host, port or (443 if scheme == "https" else API_PORT), f"{path}/v1"
 
 
 def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]]:

@@ -333,11 +333,12 @@ def read_body(kind: type[BodyT], raw: bytes, ignored: Ignored | None = None) -> 
 
 def translated(kind: type[BodyT], fields: Mapping[str, Any], source: Body) -> BodyT:
     """Convert `source`, a request of one API, to a request of type `kind`. `fields` holds the result's fields; None
-    values are left out. Raises ApiError for a wrong value."""
+    values are left out, and so are unknown fields of tools. Raises ApiError for a wrong value."""
+    given = {name: value for name, value in fields.items() if value is not None}
     try:
-        made = kind.model_validate({k: v for k, v in fields.items() if v is not None})
-    except ValidationError as error:
-        raise from_validation(error) from None
+        made = kind.model_validate(given)
+    except ValidationError:
+        made = _validated(kind, json.dumps(given).encode(), source.ignored)
     made._ignored = source.ignored
     return made
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from canvasrt.cache import user_folder
 from canvasrt.containers.names import EXIT_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.openai.options import LEVELS, FrontOptions
 from canvasrt.containers.ports import Ports
@@ -189,8 +190,7 @@ class Settings:
 
 def default_log(http_port: int) -> Path:
     """Return the default log file of a server on this port, in the user's state folder."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "canvasrt" / f"triton-{http_port}.log"
+    return user_folder("XDG_STATE_HOME", ".local/state") / f"triton-{http_port}.log"
 
 
 _GROUPS = {"front": FrontOptions, "model": ModelOptions}

@@ -188,3 +188,19 @@ def test_a_damaged_memo_is_none(large: tuple[Path, list[str]], tmp_path: Path) -
     file, _ = large
     (tmp_path / "memo.json").write_text("[")
     assert HashMemo(tmp_path / "memo.json").hash_files(tmp_path, [file.name])
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that only a container's `--user` names."""
+    for variable in ("CANVASRT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def unknown(user: int) -> None:
+        raise KeyError(user)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(CanvasError, match="no home folder") as error:
+        cache.cache_folder()
+    assert "HOME or XDG_CACHE_HOME" in error.value.hint
+    monkeypatch.setenv("XDG_CACHE_HOME", "/else")
+    assert str(cache.cache_folder()) == "/else/canvasrt"

@@ -160,6 +160,15 @@ def client_of(url: str) -> OpenAIClient:
     return client
 
 
+@pytest.mark.parametrize("path", ["", "/v1", "/team", "/team/v1/"])
+def test_a_gateway_may_serve_the_api_under_a_path(path: str, tmp_path: Path) -> None:
+    with answering(200, b'{"id": "1", "choices": [], "usage": {}}') as (url, asked):
+        assert asked_of(tmp_path, url + path).answers == 1
+        client_of(url + path).post("decisions", {})
+    root = "/team/v1" if "team" in path else "/v1"
+    assert asked == [f"{root}/chat/completions", f"{root}/decisions"]
+
+
 @pytest.mark.parametrize("body", [b"[]", b"null", b'{"choices": [1]}'])
 def test_what_is_no_chat_is_named(body: bytes) -> None:
     with answering(200, body) as (url, _), pytest.raises(CanvasError, match="not an OpenAI API"):

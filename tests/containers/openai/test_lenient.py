@@ -14,6 +14,7 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
+from canvasrt.containers.openai import ollama
 from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.errors import ApiError
@@ -68,6 +69,15 @@ def test_each_of_many_tools_may_have_an_unknown_field() -> None:
     read = read_body(ChatRequest, body(tools=tools), ignored)
     assert [each.function.name for each in read.tools or ()] == [f"f{n}" for n in range(9)]
     assert ignored == ["Unknown parameter: 'tools[0].function.return'."]
+
+
+def test_tools_of_ollama_may_have_unknown_fields() -> None:
+    asked, ignored = body(tools=[{**TOOL, "more": {"a": 1}}]), Ignored()
+    ollama.chat(read_body(ollama.OllamaChat, asked, ignored))
+    assert ignored == ["Unknown parameter: 'tools[0].more'."]
+    with pytest.raises(ApiError) as caught:
+        ollama.chat(read_body(ollama.OllamaChat, asked))
+    assert caught.value.code == "unknown_parameter"
 
 
 def test_what_changes_no_answer_passes_without_a_word() -> None:
