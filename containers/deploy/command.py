@@ -7,7 +7,7 @@ from pathlib import Path
 from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package
-from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, LOOPBACK, PACKAGE
 from canvasrt.containers.package import image_settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 from canvasrt.errors import CanvasError
@@ -77,7 +77,9 @@ def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
         return words  # no ports can be published, because the container has no network of its own
-    listen = f"[{options.listen}]" if ":" in options.listen else options.listen
+    # Engines take no host names here.
+    listen = options.listen.replace("localhost", LOOPBACK[0])
+    listen = f"[{listen}]" if ":" in listen else listen
     for inside, outside in options.published.items():
         words += ["--publish", f"{listen}:{outside}:{inside}"]
     return words

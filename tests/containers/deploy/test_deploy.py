@@ -122,7 +122,8 @@ def test_on_the_hosts_network_it_uses_the_ports_that_were_asked_for():
         words(CPU, network="host", listen="192.0.2.1")
 
 
-def test_an_ipv6_address_is_written_in_brackets():
+def test_addresses_are_written_as_container_engines_take_them():
+    assert "--publish 127.0.0.1:8000:8000" in words(CPU, listen="localhost")
     said = words(CPU, listen="::1", grpc_port=9001)
     assert r"--publish '[::1]:8000:8000' --publish '[::1]:9001:8001'" in said
     found = deploying.addresses(DeployOptions(listen="::1", grpc_port=9001))
