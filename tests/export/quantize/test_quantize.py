@@ -283,7 +283,15 @@ def test_what_is_refused(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["broken.jsonl", "full"]
 
 
-def test_the_command(plain_graphs: Bundle, prompts: Path, tmp_path: Path, command: Command) -> None:
+def test_the_command(
+    plain_graphs: Bundle,
+    prompts: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A kept cache would have the calibration.
+    monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(tmp_path / "cache")))
     out = tmp_path / "out"
     recipe = tmp_path / "quick.yaml"
     recipe.write_text(json.dumps({**MIXED, "kv_cache": None}))
