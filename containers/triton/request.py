@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from canvasrt.chat_tokens import CALL
+from canvasrt.chat_tokens import CALL, THOUGHT, THOUGHT_END
 from canvasrt.containers.tensors import MAX_CANVAS, MAX_ECHOED, OPTIONS
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.inputs import (
@@ -29,6 +29,7 @@ from canvasrt.containers.triton.shared import Shared
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
+from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.answers.infill import filled, infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.conditions import Conditions, read_conditions
@@ -37,6 +38,7 @@ from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictur
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import LEAST_WORK, SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
 
 # Preprocessed images, which the `n` answers of a request share.
 _seen = Shared[list[Picture]](
@@ -119,6 +121,10 @@ class _Reader:
         tokenizer = self.encoder.tokenizer
         stops = self._stops()
         prompt, pictures, opening = self._prompt()
+        start = None
+        if "grammar" in self.values:
+            start = read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
+            prompt, opening = _after_thought(prompt, opening, start, tokenizer)
         room = self.model.max_context - len(prompt)
         params = params.fitted(
             self.model.config, room, self.model.canvas_sizes, "max_new_tokens" not in self.values
@@ -129,11 +135,10 @@ class _Reader:
             _check_echo(len(prompt), params, answers)
             wanted = self._scores(prompt, pictures, params)
         request = Request(prompt, params, pictures, self.owner, conditions, wanted)
-        if "grammar" in self.values:
+        if start is not None:
             if wanted is not None:
                 why = "echo is not supported with log-probabilities and a grammar"
                 raise CanvasError(why, "leave out echo")
-            start = read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
             call = str(self.values.get("prefix", "")).startswith(CALL)
             if call and params.max_new_tokens <= start.least:
                 raise CanvasError(
@@ -257,6 +262,22 @@ class _Reader:
         for file, budget in zip(files, budgets, strict=True):
             digest.update(f"{budget} {len(file)} ".encode() + file)
         return _seen.get(digest.digest(), lambda: read_pictures(files, vision, budgets))
+
+
+def _after_thought(
+    prompt: Sequence[int] | np.ndarray,
+    opening: str,
+    start: GrammarState,
+    tokenizer: Tokenizer | None,
+) -> tuple[Sequence[int] | np.ndarray, str]:
+    """Return a prompt and its `opening`. If the template has begun a thought that the grammar has no token to end, end
+    it, or the whole answer would be a thought."""
+    end = tokenizer.control_id(THOUGHT_END) if tokenizer and opening else None
+    if end is None or THOUGHT_END in opening or not opening.startswith(THOUGHT):
+        return prompt, opening
+    if end in start.copy().allowed():
+        return prompt, opening
+    return [*map(int, prompt), end], opening + THOUGHT_END
 
 
 def _check_echo(tokens: int, params: SamplingParams, answers: int) -> None:

@@ -211,6 +211,29 @@ def test_an_answer_of_a_format_or_a_call(client: OpenAI, seed: int) -> None:
     assert caught.value.param == "response_format.regex"
 
 
+@pytest.mark.parametrize(
+    ("form", "content"),
+    [(FORM, '{"on":'), ({"type": "regex", "regex": "so it is"}, "so it is")],
+    ids=["schema", "regex"],
+)
+def test_a_formatted_answer_after_a_result_is_no_thought(
+    client: OpenAI, form: Any, content: str
+) -> None:
+    """The template begins a thought after a tool's result, and the format has no place for its end."""
+    call = {"id": "1", "type": "function", "function": {"name": "lamp", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    messages: Any = [*HELLO, {"role": "assistant", "tool_calls": [call]}, result]
+    reply = client.chat.completions.create(
+        model="canvasrt",
+        messages=messages,
+        response_format=form,
+        extra_body={**FEW, "enable_thinking": True},
+    )
+    message = reply.choices[0].message.to_dict()
+    assert message["content"].startswith(content)
+    assert "reasoning_content" not in message
+
+
 def test_what_cannot_be_enforced(client: OpenAI) -> None:
     unknown = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     strict = {"type": "function", "function": {"name": "f", "parameters": unknown, "strict": True}}
