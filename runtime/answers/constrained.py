@@ -151,9 +151,8 @@ class ConstrainedState(RequestState):
         found, self._state = self._found, self._found.state
         reason: FinishReason | None = None
         if found.ended:
-            reason = "stop"
-        elif self._room <= len(found.tokens):
-            reason = "stop" if found.state.accepts else "length"
+            # A grammar that allows an empty answer allows free text, which the token limit can cut anywhere.
+            reason = "length" if found.cut and not self._start.least else "stop"
         block = Block(self.id, len(self._steps), self._step, found.tokens, reason)
         return self._commit_block(block, canvas)
 

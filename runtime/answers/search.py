@@ -23,13 +23,15 @@ _NEAR, _FARTHEST = 32, 192
 class Found:
     """The best string: its tokens, the allowed tokens at every position, and the grammar's state after the string.
 
-    `ended`: whether the last token ends the answer. `tokens` contains no padding.
+    `ended`: whether the last token ends the answer. `cut`: whether it does so only because no room is left, as another
+    token is likelier. `tokens` contains no padding.
     """
 
     tokens: list[int]
     allowed: list[np.ndarray]
     state: GrammarState
     ended: bool
+    cut: bool
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def search(
     winner = paths[0]
     places = range(len(winner.tokens))
     allowed = [_with_end(winner.states[place], end) for place in places]
-    return Found(list(winner.tokens), allowed, winner.states[-1], winner.ended)
+    likeliest = allowed[-1][scores[len(allowed) - 1, allowed[-1]].argmax()]
+    cut = winner.ended and len(allowed) == room and likeliest != end
+    return Found(list(winner.tokens), allowed, winner.states[-1], winner.ended, cut)
 
 
 def _grown(

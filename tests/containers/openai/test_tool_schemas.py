@@ -189,9 +189,13 @@ def test_a_strict_tool_that_may_be_called(client: OpenAI, seed: int) -> None:
     choice = ask(client, tools=[tool("weather", strict=True)], seed=seed, extra_body=extra)
     assert valid(choice.message.tool_calls)
     extra["logit_bias"] = {OPENING: -100}
-    free = ask(client, tools=[tool("weather", strict=True)], seed=seed, extra_body=extra)
+    tools = [tool("weather", strict=True)]
+    free = ask(client, tools=tools, seed=seed, extra_body=extra)
     assert not free.message.tool_calls
     assert free.message.content
+    extra["logit_bias"][str(core().token_to_id("<turn|>"))] = -100
+    endless = ask(client, tools=tools, seed=seed, extra_body=extra, max_tokens=20)
+    assert endless.finish_reason == "length"
 
 
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FLAG}}
