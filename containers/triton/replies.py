@@ -92,7 +92,7 @@ class ReplyBuilder:
         self._tokenizer = tokenizer
         self._control, self._silent = control, silent
         self._decoder = StreamDecoder(tokenizer, control) if tokenizer else None
-        self._cutter = StopCutter(stops)
+        self._cutter = StopCutter(stops, control, opening)
         self._seed = params.seed
         self._ends = params.eos_token_ids
         self._drafts = drafts

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, THOUGHT, THOUGHT_END
+
+_MARKS = re.compile(f"({'|'.join(map(re.escape, CONTROL_TOKENS))})")
+_ENDS = {THOUGHT: THOUGHT_END, CALL: CALL_END}
 
 
 class StopCutter:
@@ -10,10 +16,16 @@ class StopCutter:
 
     The first complete stop string ends the text; if several end at the same character, the longest one counts. A
     possible beginning of a stop string is held back until more text decides, so the result does not depend on how the
-    text is split.
+    text is split. With `control`, pieces hold whole control tokens, and thoughts and calls hold no stop strings.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], control: bool = False, opening: str = "") -> None:
+        """`opening`: the text before the first piece."""
+        self._control = control
+        self._until = ""  # the control token that ends the current thought or call
+        self._after = False  # whether only spaces have followed a control token
+        for mark in _MARKS.findall(opening):
+            self._pass(mark)
         self._stops = tuple(stops)
         self._borders = {stop: _borders(stop) for stop in self._stops}
         self._kept = ""
@@ -22,8 +34,31 @@ class StopCutter:
     def put(self, piece: str, final: bool = False) -> str:
         """Return the text that can be shown now. A stop string that ends the text is stored in `found`; from then on,
         return an empty string."""
+        given = ""
+        *parts, rest = _MARKS.split(piece) if self._control else [piece]
+        for part, mark in zip(parts[::2], parts[1::2], strict=True):
+            given += self._cut(part, True)
+            if self.found is None:
+                given += mark
+            self._pass(mark)
+        return given + self._cut(rest, final)
+
+    def _pass(self, mark: str) -> None:
+        """Enter or leave a thought or call at a control token."""
+        self._after = True
+        if not self._until:
+            self._until = _ENDS.get(mark, "")
+        elif mark == self._until:
+            self._until = ""
+
+    def _cut(self, piece: str, final: bool) -> str:
         if self.found is not None:
             return ""
+        if self._until or (self._after and not piece.strip()):
+            return piece
+        if self._after:  # spaces after thoughts and calls are syntax
+            self._after, rest = False, piece.lstrip()
+            return piece[: -len(rest)] + self._cut(rest, final)
         text = self._kept + piece
         ends = [(text.find(s) + len(s), -len(s), s) for s in self._stops if s in text]
         if ends:

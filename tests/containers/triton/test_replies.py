@@ -14,6 +14,7 @@ from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.runtime.request import Block, BlockScore, Draft, Finished, Result, Settled, Timings
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.scripted import core
 
 EOS = 1
 
@@ -112,6 +113,35 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert final["token_ids"] == ids[:3]
     assert final["steps"] == [5]
     assert final["finish_reason"] == "stop"
+
+
+THOUGHT = "<|channel>thought\nA < B\n<channel|>"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 99])
+@pytest.mark.parametrize(
+    ("opening", "said", "text"),
+    [
+        ("", f"{THOUGHT}one\ntwo", f"{THOUGHT}one"),
+        ("", "<|tool_call>call:f{x:\n}<tool_call|>\na<", "<|tool_call>call:f{x:\n}<tool_call|>\na"),
+        ("<|channel>thought\n", "so\n<channel|>one <two", "<|channel>thought\nso\n<channel|>one "),
+        ("<|tool_call>call:", "f{x:<}<tool_call|>", "<|tool_call>call:f{x:<}<tool_call|>"),
+    ],
+)
+def test_thoughts_and_calls_hold_no_stop_strings(opening: str, said: str, text: str, size: int):
+    tokenizer = Tokenizer(core(), None)
+    ids = tokenizer.encode(said, False)
+    replies = ReplyBuilder(
+        tokenizer, SamplingParams(), False, stops=["\n", "<"], control=True, opening=opening
+    )
+    sent: list[dict[str, Any]] = []
+    for begin in range(0, len(ids), size):
+        last = "length" if begin + size >= len(ids) else None
+        if not replies.ended:
+            sent += replies.replies(Block(0, begin // size, 1, ids[begin : begin + size], last))
+    if not replies.ended:
+        sent += replies.replies(finished(ids, "length"))
+    assert sent[-1]["text"] == "".join(each["text"] for each in sent[:-1]) == text
 
 
 def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
