@@ -13,7 +13,7 @@ from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.request import Block, BlockScore, Draft, Event, Finished, Result, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+from canvasrt.runtime.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
 
 Reply = dict[str, Any]
 
@@ -279,6 +279,9 @@ class ReplyBuilder:
     def _name(self, token: int) -> str:
         """Return the beginning of a token's JSON, up to its log-probability."""
         if token not in self._named:
-            text = json.dumps(self._spell(token), ensure_ascii=False)
-            self._named[token] = f'{{"token_id": {token}, "text": {text}, "logprob": '
+            text, raw = self._spell(token), ""
+            if REPLACEMENT in text and self._tokenizer:  # perhaps a part of a character
+                raw = f'"bytes": {list(self._tokenizer.token_bytes(token))}, '
+            text = json.dumps(text, ensure_ascii=False)
+            self._named[token] = f'{{"token_id": {token}, "text": {text}, {raw}"logprob": '
         return self._named[token]

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.openai.chunks import token_score, visible_scores
 from canvasrt.containers.tensors import OUTPUTS
 from canvasrt.containers.triton.replies import ReplyBuilder
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.request import Block, BlockScore, Draft, Finished, Result, Settled, Timings
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -113,6 +117,21 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert final["token_ids"] == ids[:3]
     assert final["steps"] == [5]
     assert final["finish_reason"] == "stop"
+
+
+def test_log_probabilities_have_the_bytes_of_parts_of_characters():
+    pieces = ["<pad>", *(f"<0x{byte:02X}>" for byte in "é".encode()), "é"]
+    byte_level = Core(
+        models.BPE({each: id for id, each in enumerate(pieces)}, [], byte_fallback=True)
+    )
+    byte_level.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    replies = ReplyBuilder(Tokenizer(byte_level, None), SamplingParams(logprobs=True), False)
+    scores = [TokenScore(token, -0.5, ((token, -0.5),), 1) for token in (1, 2, 3)]
+    (reply,) = replies.replies(Block(0, 0, 1, [1, 2, 3], "length", logprobs=scores))
+    shown = [token_score(each) for each in visible_scores(reply["logprobs"])]
+    assert reply["text"] == "éé"
+    assert [each["bytes"] for each in shown] == [[0xC3], [0xA9], [0xC3, 0xA9]]
+    assert [each["top_logprobs"][0]["bytes"] for each in shown] == [[0xC3], [0xA9], [0xC3, 0xA9]]
 
 
 THOUGHT = "<|channel>thought\nA < B\n<channel|>"
