@@ -130,11 +130,12 @@ class AnswerParser:
         body, found, rest = self._text.partition(THOUGHT_END)
         if found or final:
             given, self._text = body.rstrip(), rest
-        elif not self._begun and _CHANNEL.startswith(body):
-            return False  # this is perhaps only a part of the channel's name
         else:
             keep = _held(body, (THOUGHT_END,))
-            given, self._text = body[: len(body) - keep], body[len(body) - keep :]
+            given, rest = body[: len(body) - keep], body[len(body) - keep :]
+            if not self._begun and _CHANNEL.startswith(given):
+                return False  # this is perhaps only a part of the channel's name
+            self._text = rest
         if not self._begun:
             given = "" if given == _CHANNEL.strip() else given.removeprefix(_CHANNEL).lstrip()
         if given:

@@ -65,7 +65,7 @@ def test_the_reference_agrees(text: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
-@pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("text", [*ANSWERS.values(), "<|channel>thought <so>\n<channel|>Hello"])
 def test_pieces_add_up(text: str, size: int) -> None:
     whole, parser = parsed(text, {}), AnswerParser({})
     pieces = [each for at in range(0, len(text), size) for each in parser.put(text[at : at + size])]
