@@ -80,7 +80,8 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
     allowed = set(request.logprob_token_ids or ()) if _of(request, "diffusion_constrained") else ()
     for each in scores:
         shown = [each, *each["top"]]
-        among = [other["logprob"] for other in each["top"] if other["token_id"] in allowed]
+        read = each["token_id"] in allowed  # a pinned token is not
+        among = [other["logprob"] for other in each["top"] if read and other["token_id"] in allowed]
         total = math.log(sum(map(math.exp, among))) if among else 0.0
         for other in shown:
             if among:

@@ -21,6 +21,7 @@ from canvasrt.containers.openai.generation import Served, answer_inputs
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.responses import ResponsesRequest, response_generation
 from canvasrt.containers.openai.tokenize import TokenizeRequest, tokenize
+from canvasrt.containers.openai.vllm_fields import vllm_scores
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.errors import CanvasError
 
@@ -164,6 +165,19 @@ def test_vllms_settings_of_this_model(nested: bool) -> None:
     ignored = Ignored()
     parsed(CompletionRequest, {"prompt": "a", "vllm_xargs": {"odd": 1}}, ignored)
     assert ignored == ["Unknown parameter: 'vllm_xargs.odd'."]
+
+
+@pytest.mark.parametrize(("token", "logprob"), [(3, -3.0), (4, -0.0067)])
+def test_only_labels_of_a_read_are_normalized(token: int, logprob: float) -> None:
+    """Relative to the labels, the probability of a pinned token would exceed 1."""
+    read = {"diffusion_constrained": True, "logprob_token_ids": [4, 9]}
+    request = CompletionRequest(prompt="a", **read)  # type: ignore[arg-type]
+    top = [
+        {"token_id": each, "text": "", "logprob": -float(each)}
+        for each in dict.fromkeys((token, 4, 9))
+    ]
+    (shown,) = vllm_scores(request, [{**top[0], "top": top}])
+    assert shown["logprob"] == top[0]["logprob"] == pytest.approx(logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize(
