@@ -143,8 +143,10 @@ class Generator:
 
     def probe(self) -> None:
         """Run the shortest possible request, to test the engines. Raises the errors of its passes."""
-        params = SamplingParams.from_defaults(self.model.sampler, self.model.config, **LEAST_WORK)
-        self.run([Request([0], params)])
+        model = self.model
+        params = SamplingParams.from_defaults(model.sampler, model.config, **LEAST_WORK)
+        fitted = params.fitted(model.config, model.max_context - 1, model.canvas_sizes)
+        self.run([Request([0], fitted)])
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Yield one request's events as they happen. Leaving the iteration early cancels the

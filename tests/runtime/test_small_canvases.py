@@ -191,3 +191,9 @@ def test_engines_from_before_say_so(tiny: Pair, prompt: Prompt) -> None:
         generator.add(Request(prompt(5), replace(BASE, canvas_length=8)))
     assert "build the bundle again" in error.value.hint
     generator.run([Request(prompt(5), BASE)])
+
+
+def test_a_context_of_one_canvas_can_be_probed(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker probes its engines after a failed pass, and gives up if they seem broken."""
+    monkeypatch.setattr(demo.model, "max_context", demo.model.canvas_length)
+    Generator(demo.model).probe()
