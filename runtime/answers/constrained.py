@@ -58,6 +58,7 @@ class ConstrainedState(RequestState):
     def __init__(self, id: int, request: ConstrainedRequest, model: Model, added: float) -> None:
         super().__init__(id, request, model, added)
         self._end, self._start, self._state = request.end, request.start, request.start.copy()
+        self._ends = sorted({request.end, *request.params.eos_token_ids})
         self._near = near(request.start)
         self._found: Found | None = None  # the last step's string
         self._left = SEARCH_SECONDS
@@ -121,6 +122,8 @@ class ConstrainedState(RequestState):
         logits = biased(head.logits(hidden), params)
         logits /= params.temperature_at(self._step)
         logs = log_softmax(logits)
+        # The answer ends with `end`, whichever token the model would end it with.
+        logs[:, self._end] = np.logaddexp.reduce(logs[:, self._ends], axis=1)
         most = min(length, self._room)
         seconds = self._left if slow else QUICK_SECONDS
         allowance = Allowance(seconds, lambda: self.cancelled, 0.0 if slow else EAGER)

@@ -182,6 +182,20 @@ def test_the_streaming_helper(client: OpenAI) -> None:
         assert isinstance(call.function.parsed_arguments, Lamp)
 
 
+def test_every_token_that_ends_an_answer_counts(client: OpenAI) -> None:
+    """As in the released model, a call is followed by the token that begins its result, and then by padding. One
+    position of the first canvas is left for it."""
+    function = {"name": "lamp", "parameters": {"type": "object", "additionalProperties": False}}
+    ends = {str(core().token_to_id(each)): 100 for each in ("<|tool_response>", "<pad>")}
+    choice = ask(
+        client,
+        tools=[{"type": "function", "function": function}],
+        tool_choice="required",
+        extra_body={**FEW, "canvas_length": 8, "logit_bias": {**ends, OPENING: 98}},
+    )
+    assert len(choice.message.tool_calls) == 1
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_strict_tool_that_may_be_called(client: OpenAI, seed: int) -> None:
     """A bias makes the model open a call; what follows is up to the grammar."""
