@@ -66,7 +66,6 @@ class Message(TypedDict):
     role: str
     content: str | None
     reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]  # the same text, under vLLM's name
     tool_calls: NotRequired[list[dict[str, Any]]]
 
 
@@ -244,15 +243,14 @@ class ChatReply(CompletionReply):
         message: Json = {"role": "assistant", "content": None if calls and not text else text}
         message["refusal"] = None
         if thought:
-            message["reasoning_content"] = message["reasoning"] = thought
+            message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = calls
         return {"message": message}
 
     def deltas(self, piece: Piece) -> list[Any]:
         if piece.call is None:
-            names = ("content",) if piece.kind == "content" else ("reasoning_content", "reasoning")
-            return [dict.fromkeys(names, piece.text)]
+            return [{"content" if piece.kind == "content" else "reasoning_content": piece.text}]
         head = {"index": piece.index, **piece.call.to_json()}
         head["function"] = {**head["function"], "arguments": ""}
         rest = {"index": piece.index, "function": {"arguments": piece.call.arguments}}

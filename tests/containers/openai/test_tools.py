@@ -38,6 +38,8 @@ def test_a_thought_is_apart_from_the_answer(ask):
     message = ask("thinks", reasoning_effort="high").choices[0].message
     assert message.content == "Hello there."
     assert message.reasoning_content == "They greet me."
+    # Clients in Rust take vLLM's `reasoning` for the same field, and fail if it comes twice.
+    assert "reasoning" not in message.to_dict()
     assert "reasoning_content" not in ask("plain").choices[0].message.to_dict()
 
 
@@ -45,6 +47,7 @@ def test_a_thought_is_streamed(ask):
     deltas = [chunk.choices[0].delta for chunk in ask("thinks", stream=True)]
     thought = [d.reasoning_content for d in deltas if getattr(d, "reasoning_content", None)]
     assert "".join(thought) == "They greet me."
+    assert not any("reasoning" in each.to_dict() for each in deltas)
     assert "".join(d.content or "" for d in deltas) == "Hello there."
 
 
