@@ -218,9 +218,12 @@ class Reply(ABC):
         return [error.to_json()]
 
     def encode(self, chunk: Any) -> bytes:
-        """Return an object of a stream as bytes. If the object has a `type`, that becomes the event's name."""
+        """Return an object of a stream as bytes. If the object has a `type`, that becomes the event's name.
+
+        In ASCII, because some clients (httpx) also end lines at characters such as U+2028.
+        """
         name = f"event: {chunk['type']}\n" if "type" in chunk else ""
-        return f"{name}data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
+        return f"{name}data: {json.dumps(chunk)}\n\n".encode()
 
     def own_fields(self) -> dict[str, Any]:
         """Return the fields that we add to a reply: the seed, and warnings about ignored parameters."""

@@ -264,7 +264,7 @@ class GenerateReply(Reply):
         return [{"error": error.message}]
 
     def encode(self, chunk: Json) -> bytes:
-        return json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(chunk).encode() + b"\n"  # in ASCII, as in `Reply.encode`
 
     def text(self, text: str, more: Json) -> Json:
         """Return a line's fields: `text`, and `more`, which holds the thoughts and tool calls."""

@@ -15,9 +15,10 @@ from canvasrt.containers.openai.chat import (
     chat_generation,
     completion_generation,
 )
+from canvasrt.containers.openai.chunks import ChatReply
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
-from canvasrt.containers.openai.generation import Served, answer_inputs
+from canvasrt.containers.openai.generation import Generation, Served, answer_inputs
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.responses import ResponsesRequest, response_generation
 from canvasrt.containers.openai.tokenize import TokenizeRequest, tokenize
@@ -249,3 +250,11 @@ def test_what_a_response_repeats_is_bounded(field: dict[str, Any]) -> None:
     assert "input" not in read_body(ResponsesRequest, raw).repeated()
     with pytest.raises(ApiError, match=r"has 1[0-9]{6} characters of JSON"):
         read_body(ResponsesRequest, json.dumps({"input": "x"} | field).encode(), Ignored())
+
+
+@pytest.mark.parametrize(("reply", "lines"), [(ChatReply, 2), (ollama.ChatLines, 1)])
+def test_an_object_of_a_stream_is_one_line_for_every_client(reply: Any, lines: int) -> None:
+    # httpx, and with it Ollama's client, also ends lines at these characters.
+    chunk = {"text": "a\u2028b\u2029c\u0085d"}
+    read = reply(None, Generation({}), 0, Served()).encode(chunk).decode().splitlines()
+    assert (len(read), json.loads(read[0].removeprefix("data: "))) == (lines, chunk)
