@@ -74,7 +74,7 @@ def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, An
     calls = message.get("tool_calls") if role == "assistant" else None
     if calls:
         read["tool_calls"] = _calls(calls, f"{where}.tool_calls", found)
-    if not calls or message.get("content"):
+    if message.get("content") or role not in ("assistant", "tool"):
         parts = _content(message.get("content"), f"{where}.content", found)
         if role != "user" and not isinstance(parts, str):
             raise bad_request(

@@ -84,6 +84,22 @@ def test_a_chat(ask: Any, fields: dict[str, Any], param: str | None, says: str) 
     assert says in json.dumps(error)
 
 
+@pytest.mark.parametrize("content", [None, []])
+def test_an_answer_and_a_result_may_be_empty(ask: Any, content: Any) -> None:
+    # Pydantic AI sends null for an answer that is only a thought.
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = [
+        *user({"type": "text", "text": "a"}),
+        {"role": "assistant", "content": content, "reasoning_content": "b"},
+        *user({"type": "text", "text": "c"}),
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": content, "tool_call_id": "c"},
+    ]
+    assert ask("/v1/chat/completions", messages=chat) is None
+    error = ask("/v1/chat/completions", messages=[{"role": "user", "content": content}])
+    assert "must be a string or a list of parts" in error["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/decisions"])
 def test_input_is_called_by_its_name(ask: Any, path: str) -> None:
     part = {"type": "input_image", "image_url": "https://example.com/a.png"}
