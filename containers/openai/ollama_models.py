@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-import canvasrt
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.endpoint import errors
@@ -19,6 +18,8 @@ from canvasrt.containers.untrusted import load_json
 from canvasrt.types import Json
 
 _ARCHITECTURE = "diffusion_gemma"
+# Ollama's release whose API this is. Clients such as GitHub Copilot refuse old releases.
+_VERSION = "0.12.11"
 
 
 def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: BodyPool) -> None:
@@ -87,7 +88,11 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
             raise bad_request("model is required", "model")
         if name.removesuffix(":latest") not in options.names:
             raise ApiError(404, f"model {name!r} not found")
-        info = {"general.architecture": _ARCHITECTURE, f"{_ARCHITECTURE}.context_length": context}
+        info = {
+            "general.architecture": _ARCHITECTURE,
+            "general.basename": name.removesuffix(":latest"),
+            f"{_ARCHITECTURE}.context_length": context,
+        }
         return JSONResponse(
             {
                 "modelfile": "",
@@ -103,9 +108,9 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys, pool: Bod
 
     @app.get(
         "/api/version",
-        summary="The release, for Ollama's clients.",
+        summary="The release of Ollama's API.",
         response_model=dict[str, str],
         responses=errors(403, body=OllamaError),
     )
     async def version() -> Response:
-        return JSONResponse({"version": canvasrt.__version__})
+        return JSONResponse({"version": _VERSION})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -86,6 +87,14 @@ def test_completions(client: Any, acting: Script) -> None:
     assert "".join(each.response for each in lines) == "Hello there."
     short = client.generate("canvasrt", "Hello", options={**options, "num_predict": 4})
     assert (short.response, short.done_reason) == ("Hell", "length")
+
+
+def test_copilot_takes_the_version_and_the_name(client: Any, acting_server: Served) -> None:
+    url = acting_server.front.url.removesuffix("/v1") + "/api/version"
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        version = json.load(reply)["version"]
+    assert [int(each) for each in version.split(".")] >= [0, 6, 4]
+    assert client.show("canvasrt:latest").modelinfo["general.basename"] == "canvasrt"
 
 
 def test_models(client: Any) -> None:
