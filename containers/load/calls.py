@@ -145,7 +145,7 @@ def first_model(url: str, key: str = "") -> str:
         if reply.status != 200:
             raise CanvasError(f"{url} answers HTTP {reply.status}", "check the address and the key")
         return str(json.loads(reply.read())["data"][0]["id"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise CanvasError(
             f"no OpenAI API answers at {url}: {error or type(error).__name__}",
             "give the address that clients use, such as http://localhost:8000/v1",

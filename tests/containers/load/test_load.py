@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,3 +281,13 @@ def test_a_server_that_is_not_there_is_one_clear_line(command: Command) -> None:
     done = command("bench", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert "no OpenAI API answers" in done.stderr
+
+
+@pytest.mark.parametrize("body", [b'[{"id": "m"}]', b'{"data": null}', b"3"])
+def test_a_list_of_models_in_another_form_is_no_bug(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = SimpleNamespace(status=200, read=lambda: body)
+    monkeypatch.setattr(LoadConnection, "_ask", lambda *_: reply)
+    with pytest.raises(CanvasError, match="no OpenAI API answers"):
+        first_model("http://127.0.0.1:9")
