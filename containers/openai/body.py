@@ -116,8 +116,11 @@ def _integer(value: Any) -> Any:
 # Accepts 5.0 as an integer, because some clients write all numbers like that. In an annotation, this validator must
 # follow the integer's limits; otherwise pydantic leaves the limits out of the OpenAPI document.
 INTEGRAL = BeforeValidator(_integer)
+UNLIMITED = BeforeValidator(lambda tokens: None if tokens == -1 else tokens)  # as in LM Studio
 Budget = Annotated[
-    Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None, about("Most new tokens.")
+    Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None,
+    UNLIMITED,
+    about("Most new tokens; -1 as if absent."),
 ]
 Seed = Annotated[
     Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None,

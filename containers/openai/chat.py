@@ -12,6 +12,7 @@ from canvasrt.containers.openai.body import (
     INTEGRAL,
     MAX_ANSWERS,
     OWN,
+    UNLIMITED,
     Budget,
     ImageTokens,
     Sampling,
@@ -83,6 +84,7 @@ class CompletionRequest(Sampling):
 
     max_tokens: Annotated[
         Annotated[int, Field(ge=0, le=MAX_INT32), INTEGRAL] | None,
+        UNLIMITED,
         about("Most new tokens; with `echo`, 0 returns the prompt alone."),
     ] = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -103,6 +103,10 @@ def test_what_clients_of_others_send() -> None:
     assert asked.options["stop"] == stops
     assert json.loads(asked.options["grammar"]) == {"type": "json_schema", "schema": SCHEMA}
     assert "stop" not in parsed(ChatRequest, CHAT | {"stop": ""}).options
+    # LM Studio's examples send -1 for no limit.
+    assert "max_new_tokens" not in parsed(ChatRequest, CHAT | {"max_tokens": -1}).options
+    whole = {"prompt": "1", "max_tokens": -1}
+    assert "max_new_tokens" not in parsed(CompletionRequest, whole).options
     for kind in PARSERS:
         body = kind.model_construct()
         body.check_model(("one", "two"))
