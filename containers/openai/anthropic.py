@@ -356,9 +356,18 @@ class CountReply(Reply):
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Replace a chat's field names in an error's message with Anthropic's, and return the error."""
+    """Replace a chat's field names in an error's message with Anthropic's, and return the error.
+
+    If the context is too short, the message begins as Anthropic's: Claude Code then asks for fewer tokens, or compacts
+    the conversation.
+    """
     for chat, own in _NAMES.items():
         error.message = re.sub(chat, own, error.message)
+    if error.code == "context_length_exceeded":
+        fewer = re.search(r"of (\d+) tokens and (\d+) .* of (\d+) tokens: .*ask for", error.message)
+        begin = "input length and `max_tokens` exceed context limit: {} + {} > {}. "
+        begin = begin.format(*fewer.groups()) if fewer else "prompt is too long: "
+        error.message = begin + error.message
     return error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -246,6 +247,25 @@ def test_nothing_is_counted_for_what_is_refused(client: Any) -> None:
 def test_a_refusal_of_thoughts_names_its_field() -> None:
     error = renamed(bad_request("enable_thinking is not a variable: leave out enable_thinking."))
     assert error.message == "thinking is not a variable: leave out thinking."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "says"),
+    [
+        (
+            300,
+            32760,
+            r"^input length and `max_tokens` exceed context limit: \d+ \+ 32768 > 32768\b",
+        ),
+        (33000, 256, "^prompt is too long: "),
+        (300_000, 256, "^prompt is too long: "),
+    ],
+)
+def test_claude_code_sees_what_does_not_fit(ask: Any, prompt: int, tokens: int, says: str) -> None:
+    """It then asks for fewer tokens, or compacts the conversation."""
+    with pytest.raises(anthropic.BadRequestError) as error:
+        ask("plain", messages=[{"role": "user", "content": "x" * prompt}], max_tokens=tokens)
+    assert re.search(says, error.value.body["error"]["message"])
 
 
 def test_errors_are_in_its_form(ask: Any, acting_server: Served) -> None:
