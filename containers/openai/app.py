@@ -44,7 +44,12 @@ from canvasrt.containers.openai.origin import Origin, with_cors
 from canvasrt.containers.openai.pages import add_pages
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.responses import RESPONSES
-from canvasrt.containers.openai.streaming import Disconnected, streamed, unless_disconnected
+from canvasrt.containers.openai.streaming import (
+    Disconnected,
+    kept_alive,
+    streamed,
+    unless_disconnected,
+)
 from canvasrt.containers.openai.systemone import SYSTEM_ONE
 from canvasrt.containers.openai.tokenize import DETOKENIZE, TOKENIZE
 from canvasrt.containers.openai.tracing import telemetry
@@ -129,7 +134,10 @@ class Front:
                 endpoint.path,
             )
             if endpoint.streams and body.stream:
-                return await streamed(request.receive, run.chunks(self.pool), reply.media_type)
+                chunks = run.chunks(self.pool)
+                if reply.media_type == "text/event-stream":
+                    chunks = kept_alive(chunks, lambda error: run.failed(endpoint.renamed(error)))
+                return await streamed(request.receive, chunks, reply.media_type)
             answers = await unless_disconnected(request.receive, run.answers())
             size = sum(len(each.final.logprobs) + len(each.final.text) for each in answers)
             return await self.pool.run(size, lambda: JSONResponse(reply.whole(answers)))

@@ -314,6 +314,10 @@ class Run:
         for chunk in last:
             yield reply.encode(chunk)
 
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last chunks of a stream that fails."""
+        return b"".join(map(self._reply.encode, self._reply.failed(error)))
+
     async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
         """Yield pairs of an answer's index and an event, as events arrive. Errors have the caller's field names."""
         try:

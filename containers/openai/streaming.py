@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from canvasrt.containers.openai.errors import ApiError
+
 ReplyT = TypeVar("ReplyT")
+# Seconds of silence after which a stream sends a comment. Proxies close what is silent for a minute.
+_SILENCE = 30.0
+_COMMENT = b": still working\n\n"
 
 
 class Disconnected(Exception):
@@ -38,6 +43,32 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ReplyT
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def kept_alive(
+    chunks: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Yield the chunks of an event stream, and a comment after every `_SILENCE` seconds without one. After a comment,
+    an error can no longer set the HTTP status, so it becomes the chunk that `failed` returns."""
+    begun = False
+    async with aclosing(chunks):
+        while True:
+            following = asyncio.ensure_future(anext(chunks, None))
+            try:
+                while not (await asyncio.wait((following,), timeout=_SILENCE))[0]:
+                    begun = True
+                    yield _COMMENT
+                chunk = following.result()
+            except ApiError as error:
+                if not begun:
+                    raise
+                chunk = failed(error)
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+            if chunk is None:
+                return
+            yield chunk
 
 
 async def streamed(

@@ -116,6 +116,7 @@ async function* events(reply) {
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
+      if (part.startsWith(":")) continue; // a comment, which keeps a silent stream open
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       yield JSON.parse(data);

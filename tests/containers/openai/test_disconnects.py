@@ -11,10 +11,12 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from canvasrt.containers.openai import streaming
+from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import DISCONNECTED, Middleware
-from canvasrt.containers.openai.streaming import streamed
+from canvasrt.containers.openai.streaming import kept_alive, streamed
 
 
 class _Kept(logging.Handler):
@@ -68,3 +70,31 @@ def test_a_stream_s_caller_who_leaves_is_no_error(
         each.getMessage().split()[:3] for each in records if each.name.startswith("canvasrt")
     ] == [["POST", "/stream", str(status)]]
     assert dict(metrics.requests) == {("/stream", status): 1}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("silence", [0.01, 60])
+def test_a_silent_stream_sends_comments(
+    silence: float, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "_SILENCE", silence)
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.05)
+        if fails:
+            raise bad_request("no")
+        yield b"first"
+        yield b"last"
+
+    async def read() -> list[bytes]:
+        kept = kept_alive(chunks(), lambda error: error.message.encode())
+        return [each async for each in kept]
+
+    if fails and silence == 60:  # the error still sets the status
+        with pytest.raises(ApiError, match="no"):
+            asyncio.run(read())
+        return
+    found = asyncio.run(read())
+    comments = [each for each in found if each.startswith(b":")]
+    assert bool(comments) == (silence < 1)
+    assert found == [*comments, *([b"no"] if fails else [b"first", b"last"])]
