@@ -279,7 +279,8 @@ class GenerateReply(Reply):
     def _durations(self) -> Json:
         """Return durations in nanoseconds. The duration of the answer includes encoding the prompt."""
         taken = time.perf_counter_ns() - self._begin
-        return {"total_duration": taken, "load_duration": 0, "eval_duration": taken}
+        spent = {"total_duration": taken, "load_duration": 0, "eval_duration": taken}
+        return {**spent, "prompt_eval_duration": 0}  # without it, ollama-rs drops all counts
 
     def _line(self, pieces: list[Piece]) -> Json:
         thought = text_of(pieces, "reasoning")

@@ -33,6 +33,7 @@ def test_a_chat_whole_and_streamed(client: Any, acting: Script) -> None:
     assert whole.message.thinking == "They greet me."
     assert (whole.done, whole.done_reason) == (True, "stop")
     assert whole.eval_count > 20
+    assert (whole.load_duration, whole.prompt_eval_duration) == (0, 0)
     lines = list(client.chat("canvasrt:latest", HELLO, options=options, think=True, stream=True))
     assert "".join(each.message.content for each in lines) == "Hello there."
     assert "".join(each.message.thinking or "" for each in lines) == "They greet me."
