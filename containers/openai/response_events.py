@@ -81,7 +81,8 @@ class ResponseReply(Reply):
     def failed(self, error: ApiError) -> list[ResponseEvent]:
         response = self.response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
-        return [self._event("response.failed", response=response)]
+        begin = [] if self._number else self.open(0)  # clients expect `response.created` first
+        return [*begin, self._event("response.failed", response=response)]
 
     def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
         """Return the response in its current state."""

@@ -178,8 +178,9 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             )
         else:
+            why = ": nothing is stored here; set store to false" * (kind == "item_reference")
             raise bad_request(
-                f"{where} is of type {kind!r}, which is not supported.",
+                f"{where} is of type {kind!r}, which is not supported{why}.",
                 where,
                 "unsupported_parameter",
             )

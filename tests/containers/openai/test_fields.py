@@ -20,6 +20,7 @@ from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.generation import Generation, Served, answer_inputs
 from canvasrt.containers.openai.messages import read_messages
+from canvasrt.containers.openai.response_events import ResponseReply
 from canvasrt.containers.openai.responses import ResponsesRequest, response_generation
 from canvasrt.containers.openai.tokenize import TokenizeRequest, tokenize
 from canvasrt.containers.openai.vllm_fields import vllm_scores
@@ -223,6 +224,21 @@ def test_two_thoughts_of_a_response_are_kept() -> None:
     read = read_body(ResponsesRequest, json.dumps({"input": items}).encode())
     (_, turn) = response_generation(read).messages or ()
     assert turn == {"role": "assistant", "content": "Hm.", "reasoning_content": "one, two"}
+
+
+def test_a_response_that_fails_at_once_begins_like_others() -> None:
+    read = read_body(ResponsesRequest, b'{"input": "?"}')
+    reply = ResponseReply(read, response_generation(read), 0, Served())
+    kinds = [each["type"] for each in reply.failed(ApiError(503, "no"))]
+    assert kinds == ["response.created", "response.in_progress", "response.failed"]
+    assert [each["type"] for each in reply.failed(ApiError(503, "no"))] == ["response.failed"]
+
+
+def test_items_that_name_stored_ones_are_refused_with_what_to_do() -> None:
+    # Vercel's AI SDK sends them unless it is told that nothing is stored.
+    items = [{"role": "user", "content": "?"}, {"type": "item_reference", "id": "fc_1"}]
+    with pytest.raises(ApiError, match="set store to false"):
+        response_generation(read_body(ResponsesRequest, json.dumps({"input": items}).encode()))
 
 
 def test_ollamas_null_streams_and_its_raw_prompts_take_no_images() -> None:
