@@ -20,7 +20,7 @@ from canvasrt.containers.openai.body import (
     fail,
 )
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
+from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table, settle
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_formats import Format, format_of
 from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
@@ -87,8 +87,14 @@ class CompletionRequest(Sampling):
         UNLIMITED,
         about("Most new tokens; with `echo`, 0 returns the prompt alone."),
     ] = None
+    max_completion_tokens: Budget = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Annotated[bool | None, about("Also return the prompt, and its log-probabilities.")] = None
+
+    def check(self, size: int) -> None:
+        super().check(size)
+        name, same = "max_completion_tokens", (self.max_tokens,)  # GuideLLM sends both
+        settle(name, self.max_completion_tokens, {name: same}, self.ignored)
 
 
 def chat_generation(request: ChatRequest) -> Generation:

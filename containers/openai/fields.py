@@ -71,7 +71,6 @@ CHAT: Table = {
 }
 COMPLETION: Table = {
     **GENERATION,
-    "max_completion_tokens": (),
     "suffix": ("",),
     "best_of": (1,),
     "add_special_tokens": (True,),

@@ -114,6 +114,18 @@ def test_what_clients_of_others_send() -> None:
         assert body.model == "one"
 
 
+def test_a_completion_may_have_its_budget_under_both_names() -> None:
+    """As GuideLLM sends it up to 0.3."""
+    both = {"prompt": "1", "max_tokens": 5, "max_completion_tokens": 5}
+    assert parsed(CompletionRequest, both).options["max_new_tokens"] == 5
+    for other in ({"prompt": "1", "max_completion_tokens": 5}, both | {"max_tokens": 6}):
+        with pytest.raises(ApiError, match="max_completion_tokens is not supported"):
+            parsed(CompletionRequest, other)
+        ignored = Ignored(lenient=True)
+        parsed(CompletionRequest, other, ignored)
+        assert "max_completion_tokens" in ignored[0]
+
+
 def test_a_prompt_beyond_the_context_is_told_a_length_that_fits() -> None:
     served = Served(max_context=64, canvas=32)
     for count, fits in ((65, False), (32, True)):
