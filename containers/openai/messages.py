@@ -53,7 +53,16 @@ def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = 
     """
     found = _Found([], ignored)
     read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]
-    return Chat(read, found.images)
+    return Chat([part for each in read for part in _in_order(each)], found.images)
+
+
+def _in_order(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an answer with calls as two messages: its thought and text, which the model wrote first, and its calls. In
+    one message, the released template writes the text after the calls' results, and ends the model's turn."""
+    if not (message.get("tool_calls") and message["content"].strip()):
+        return [message]
+    calls = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
+    return [{name: each for name, each in message.items() if name != "tool_calls"}, calls]
 
 
 def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, Any]:

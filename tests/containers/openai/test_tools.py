@@ -11,6 +11,7 @@ from openai import BadRequestError, OpenAI
 from transformers import PreTrainedTokenizerFast
 
 from canvasrt.containers.client.triton import Client
+from canvasrt.containers.openai.messages import read_messages
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.agents import CLOCK, WEATHER
@@ -201,6 +202,20 @@ def test_prompts_are_those_of_transformers(chat: Any, tools: Any, thinking: bool
     after = thinking and chat[-1]["role"] == "tool"
     assert opening == ("<|channel>thought\n" if after else "")
     assert "greet" not in text
+
+
+def test_text_before_calls_stays_before_them() -> None:
+    """The template alone would write it after the result, and end the model's turn."""
+    call = {"id": "c", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    told = {"content": "Let me see.", "reasoning_content": "hm", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    chat = read_messages([*HELLO, {"role": "assistant", **told}, result]).messages
+    tokenizer = Tokenizer(core(), gemma_template(), {"bos_token": "<bos>"})
+    text = core().decode(tokenizer.open_chat(chat, {})[0], skip_special_tokens=False)
+    assert text.endswith(
+        "<|turn>model\n<|channel>thought\nhm\n<channel|>Let me see.<|tool_call>call:clock{}<tool_call|>"
+        '<|tool_response>response:clock{value:<|"|>noon<|"|>}<tool_response|>'
+    )
 
 
 def test_what_is_sent_is_what_the_template_gets(ask):
