@@ -189,9 +189,6 @@ class Plan:
         source, graphs = self.source, None
         if source.graphs is None or self.quantizes:
             graphs = replace(self.weights, on_cpu=False, in_files=True)
-            if not self.quantizes:
-                exported = source.precision or self.precision.exported
-                graphs = replace(graphs, precision=exported, formats=source.formats)
         calibration = None
         with contextlib.suppress(CanvasError):  # unusable prompts are reported by `check_plan`
             calibration = self.calibrates
@@ -208,8 +205,8 @@ class Plan:
         """What the calibration needs; None if the build does not calibrate, or if its prompts are unknown. Raises
         CanvasError for unusable prompts."""
         recipe, checkpoint = self.precision.recipe, self.source.checkpoint
-        if recipe is None and checkpoint and checkpoint.quantization:
-            leaves = self.source.is_quantized and not checkpoint.quantization.static
+        if recipe is None and self.precision.is_quantized and checkpoint:
+            leaves = checkpoint.quantization and not checkpoint.quantization.static
             recipe = load_recipe(self.precision.name) if leaves else None
         if (
             recipe is None

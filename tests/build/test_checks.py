@@ -19,6 +19,7 @@ from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source, find_source
+from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.cli import build as cli
 from canvasrt.console import choose_json
 from canvasrt.defaults import ADAPTER_FILES
@@ -114,6 +115,17 @@ def test_what_is_quantized_already_is_built_as_it_is() -> None:
     with pytest.raises(CanvasError, match="cannot become nvfp4-experts engines") as raised:
         check_source(target, parse_precision("nvfp4-experts"), source)
     assert "rtx-5090, rtx-pro-6000, dgx-spark" in raised.value.hint
+
+
+def test_a_quantized_checkpoint_without_input_scales_can_be_widened() -> None:
+    found = find_source("demo").checkpoint
+    assert found
+    how = Quantization("compressed-tensors", "FP8-dynamic", "fp8", static=False)
+    source = Source(Path("fp8"), RELEASED, {}, None, "fp8", replace(found, quantization=how))
+    for target, precision in (("cpu", "fp32"), ("h200", "bf16")):
+        made = plan(source, target, "out", BuildOptions(precision))
+        assert made.calibrates is None
+        assert made.needs.graphs == released(target, precision).needs.graphs
 
 
 def precisions(checkpoint: Path | str, names: str, precision: str | None) -> list[str]:
