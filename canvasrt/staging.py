@@ -66,21 +66,20 @@ def scratch(out: Path) -> Iterator[Path]:
 
 
 def check_output(out: Path | str) -> None:
-    """Raise CanvasError when `out` is not empty or cannot be created."""
+    """Raise CanvasError when `out` is not empty, or cannot be created or replaced."""
     out = Path(out).expanduser().resolve()
+    parent = next(folder for folder in out.parents or [out] if folder.exists())
     if out.is_dir():
         if next(out.iterdir(), None) is not None:
             raise CanvasError(f"{out} is not empty", "name another folder, or empty this one first")
+        if out.is_mount():  # it cannot be replaced by the finished folder
+            raise CanvasError(f"{out} is a mount point", f"name a folder in it: {out / 'new'}")
     elif out.exists():
         raise CanvasError(f"{out} is a file", "name a folder")
-    else:
-        parent = next(folder for folder in out.parents if folder.exists())
-        if not parent.is_dir():
-            raise CanvasError(
-                f"{parent} is a file, so {out} cannot be created", "name another folder"
-            )
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise CanvasError(f"{parent} is not writable", "name a folder elsewhere")
+    elif not parent.is_dir():
+        raise CanvasError(f"{parent} is a file, so {out} cannot be created", "name another folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CanvasError(f"{parent} is not writable", "name a folder elsewhere")
 
 
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:

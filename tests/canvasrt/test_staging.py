@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.staging import scratch, staging, system_error
+from canvasrt.staging import check_output, scratch, staging, system_error
 
 
 def write_some(folder: Path) -> None:
@@ -78,6 +78,21 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CanvasError, match="is a file"), staging(out):
             pytest.fail("the block must not run")
+
+
+def test_an_empty_folder_that_cannot_be_replaced_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, how: path != tmp_path)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CanvasError, match=f"{tmp_path} is not writable"):
+        check_output(tmp_path / "out")
+
+
+def test_a_mounted_disk_is_refused_at_once(small_disk: Path) -> None:
+    with pytest.raises(CanvasError, match="is a mount point") as raised:
+        check_output(small_disk)
+    assert raised.value.hint == f"name a folder in it: {small_disk / 'new'}"
 
 
 def test_something_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
