@@ -180,7 +180,8 @@ def fingerprint(folder: Path, hasher: Callable[..., dict[str, str]] = hash_files
 
     `hasher` works like `hash_files`.
     """
-    names = [path.name for pattern in _HUB_FILES for path in folder.glob(pattern)]
+    found = (path for pattern in _HUB_FILES for path in folder.glob(pattern))
+    names = [path.name for path in found if not path.is_dir()]
     names += (read_index(folder) or {}).values()
     return hasher(folder, sorted(set(names)), "hashing the checkpoint")
 

@@ -80,6 +80,7 @@ def test_a_file_that_the_index_names_and_is_missing(checkpoint_files: Path) -> N
 
 def test_the_fingerprint_follows_every_file_that_matters(checkpoint_files: Path) -> None:
     before = checkpoints.fingerprint(checkpoint_files)
+    (checkpoint_files / "tokenizer").mkdir()
     assert set(before) == {"config.json", "generation_config.json", "model.safetensors"}
     (checkpoint_files / "README.md").write_text("unimportant")
     assert checkpoints.fingerprint(checkpoint_files) == before
