@@ -313,7 +313,7 @@ def plan(
         options.max_batch,
         Path(out).expanduser(),
         layers,
-        options.calibration,
+        options.calibration and options.calibration.expanduser(),
         options.adapters,
         experts,
         options.keep_graphs,

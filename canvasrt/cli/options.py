@@ -221,7 +221,7 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
     found = []
     for value in values or ():
         folder, equals, weight = value.rpartition("=")
-        if not equals or Path(value).is_dir():
+        if not equals or Path(value).expanduser().is_dir():
             folder, weight = value, "1"
         number = math.nan
         with contextlib.suppress(ValueError):
@@ -231,7 +231,7 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
                 f"--adapter {value}: {weight!r} is not a finite number",
                 "give DIR=WEIGHT, such as --adapter my-adapter=0.5",
             )
-        found.append((Path(folder), number))
+        found.append((Path(folder).expanduser(), number))
     return found
 
 

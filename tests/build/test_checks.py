@@ -21,6 +21,7 @@ from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source, find_source
 from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.cli import build as cli
+from canvasrt.cli.options import adapters
 from canvasrt.console import choose_json
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError, UsageError
@@ -305,6 +306,17 @@ def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_
     options = BuildOptions("fp32", calibration=tmp_path / "prompts.jsonl")
     with pytest.raises(UsageError, match="--calibration has no effect: fp32 needs no calibration"):
         plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)
+
+
+def test_a_shell_that_leaves_a_tilde_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bash does in `--calibration=~/prompts.jsonl`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
+    options = BuildOptions("fp8", calibration=Path("~/prompts.jsonl"))
+    assert plan(find_source("demo"), "rtx-4090", "out", options).calibration_hash
+    assert adapters(["~/adapter=0.5"]) == [(tmp_path / "adapter", 0.5)]
 
 
 def test_options_that_the_model_or_the_graphs_rule_out(tmp_path: Path) -> None:
