@@ -191,6 +191,7 @@ def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, J
             if kernels := cache.kernels(each.made_from):
                 link_or_copy(kernels, out / each.kernels)
             made[each.name] = found[1]
+            _spend(plan, each)
             continue
         need = builder_memory(each.name, each.weights, each.formats)
         check_memory_here(each.name, need)
@@ -230,11 +231,16 @@ def _builder(
         facts = {"activation_bytes": compile.compile_graph(job, children)}
         listed = job.kernels if job.kernels.is_file() else None
         kept = cache.keep(segment.made_from, engine, facts, listed)
-        if plan.spends_graphs:
-            segment.graph.with_suffix(".bin").unlink(missing_ok=True)
+        _spend(plan, segment)
         return kept
 
     return run
+
+
+def _spend(plan: Plan, segment: SegmentBuild) -> None:
+    """Remove a graph's weights, which are not needed any more, unless the plan keeps them."""
+    if plan.spends_graphs:
+        segment.graph.with_suffix(".bin").unlink(missing_ok=True)
 
 
 def _timings(made_from: Json) -> Path:

@@ -180,6 +180,8 @@ def test_large_graphs_go_as_their_engines_are_built(
     assert build("third", keep_graphs=True).manifest == first.manifest
     assert {"quantizing", "building body_0 for rtx-4090"} <= set(said)
     assert list(graphs.glob("body_*.bin"))
+    build("fourth")  # as for the second of two targets of one capability
+    assert not list(graphs.glob("body_*.bin"))
 
 
 def test_a_second_build_at_once_leaves_the_first_one_s_graphs_alone(
