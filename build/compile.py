@@ -184,7 +184,11 @@ def compile_engine(job: Job) -> None:
     config = _config(trt, builder, network, job)
     # Stream to the file: holding the whole engine in memory next to its weights would take a third more memory.
     with job.engine.open("wb") as file:
-        if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
+        writer = _writer(trt, file)
+        made = builder.build_serialized_network_to_stream(network, config, writer)
+        if writer.error:
+            raise writer.error
+        if not made:
             raise CanvasError("no engine was built", "see the builder's messages above")
     _keep_timings(config, job.timing)
     _write_kernels(trt, network, job, capture)
@@ -218,15 +222,23 @@ def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
         if not capture.write(trt, network, fixed, job.kernels):
             print("WARNING: the builder did not list its kernels", flush=True)
     except Exception as error:
+        job.kernels.unlink(missing_ok=True)
         print(f"WARNING: the kernels cannot be listed: {error!r}", flush=True)
 
 
 def _writer(trt: Any, file: BinaryIO) -> Any:
-    """Return a TensorRT stream writer over an open file."""
+    """Return a TensorRT stream writer over an open file. Its `error` says why a write failed, since the bindings ignore
+    exceptions."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        error: OSError | None = None
+
         def write(self, data: bytes) -> int:
-            return file.write(data)
+            try:
+                return file.write(data)
+            except OSError as error:
+                self.error = error
+                return 0
 
     return Writer()
 
