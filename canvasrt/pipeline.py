@@ -102,8 +102,10 @@ def plan_all(
     """
     found = find_source(source)
     precisions = choose_precisions(targets, options.precision, found.precision)
-    is_calibrated = any(each.is_calibrated for each in precisions)
-    check_calibration(options.calibration, is_calibrated, precisions[0].text)
+    ends = found.graphs is not None and found.is_quantized
+    is_calibrated = not ends and any(each.is_calibrated for each in precisions)
+    what = "what is already quantized" if ends else precisions[0].text
+    check_calibration(options.calibration, is_calibrated, what)
     folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
     plans = cut_alike(
         [

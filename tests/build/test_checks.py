@@ -302,10 +302,17 @@ def test_options_of_the_graphs(checkpoint_files: Path) -> None:
     assert smaller < plan(source, "rtx-5090", "out").needs.segments["body_0"]
 
 
-def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_path: Path) -> None:
+def test_a_calibration_that_nothing_uses_is_refused(
+    checkpoint_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = BuildOptions("fp32", calibration=tmp_path / "prompts.jsonl")
     with pytest.raises(UsageError, match="--calibration has no effect: fp32 needs no calibration"):
         plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)
+    graphs: Any = SimpleNamespace(manifest=SimpleNamespace(options={}, segments=[]))
+    quantized = Source(Path("fp8"), RELEASED, {}, graphs, "fp8")
+    monkeypatch.setattr("canvasrt.pipeline.find_source", lambda source: quantized)
+    with pytest.raises(UsageError, match="what is already quantized needs no calibration"):
+        plan_all("fp8", parse_targets("h200"), tmp_path / "out", replace(options, precision="fp8"))
 
 
 def test_a_shell_that_leaves_a_tilde_alone(
