@@ -125,7 +125,8 @@ def check_space(plans: Sequence[Plan]) -> None:
         engine = kind, plan.target.capabilities
         same = [each for each in plans if each.precision.text == kind]
         if not same_disk(cache, plan.out):
-            outputs[plan.out.resolve()] = needs.engines
+            # Links from the cache become copies.
+            outputs[plan.out.resolve()] = max(needs.engines, needs.graphs)
         if graphs := reusable_graphs(same):
             needs = needs.left({Path(name).stem for name in built_weights([plan], graphs)})
             there = needs.graphs

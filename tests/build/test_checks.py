@@ -289,6 +289,14 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
     assert more - total == pytest.approx(16.1e9, rel=0.03)
 
 
+def test_graphs_on_another_disk_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: dict[Path, int] = {}
+    monkeypatch.setattr(checks, "check_disk", needed.update)
+    monkeypatch.setattr(checks, "same_disk", lambda one, other: False)
+    checks.check_space([released("cpu", "fp32")])
+    assert needed[Path("out").resolve()] == pytest.approx(101e9, rel=0.03)
+
+
 def test_options_of_the_graphs(checkpoint_files: Path) -> None:
     source = Source(checkpoint_files, replace(RELEASED), {"kind": "checkpoint"})
     assert plan(source, "cpu", "out").layers_per_segment == 3
