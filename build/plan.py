@@ -117,8 +117,8 @@ class Plan:
 
     @cached_property
     def formats(self) -> dict[str, str] | None:
-        """The quantized weights' formats by global name; None if they are unknown before the export."""
-        if self.precision.recipe is None and self.source.is_quantized:
+        """The quantized weights' formats by global name; None if only the source's precision is known."""
+        if self.precision.recipe is None and self.precision.is_quantized:
             return self.source.formats
         return self.precision.formats(self.source.model)
 
@@ -322,11 +322,8 @@ def plan(
 
 
 def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
-    """Return the formats of the experts' weights. Before the export of a quantized checkpoint, only its precision is
-    known, so return that."""
-    if source.is_quantized and source.graphs is None:
-        return {str(source.precision)}
-    found = (source.formats if source.is_quantized else formats) or {}
+    """Return the formats of the experts' weights; `formats` is None if the source's are kept."""
+    found = (source.formats if formats is None else formats) or {}
     return {each for name, each in found.items() if name.endswith((GATE_UP, DOWN))}
 
 

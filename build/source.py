@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.cache import hash_memo, load_checked
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.description import Description, describe
+from canvasrt.checkpoints.locate import tensor_names
+from canvasrt.checkpoints.weight_names import DECODER, DOWN, ENCODER, GATE_UP, TABLE, matrices
+from canvasrt.formats import FORMATS
+from canvasrt.recipes.recipe import load_recipe
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,37 @@ class Source:
         """Whether the weights are already quantized."""
         return self.precision is not None and self.precision not in PLAIN
 
-    @property
+    @cached_property
     def formats(self) -> dict[str, str] | None:
-        """The formats of the graphs' quantized weights by global name; None for a checkpoint."""
-        if self.graphs is None:
-            return None
-        entries = self.graphs.manifest.segments
-        return {n: form for each in entries for n, form in (each.get("quantized") or {}).items()}
+        """The formats of quantized weights by global name; None for a plain checkpoint."""
+        if self.graphs is not None:
+            entries = self.graphs.manifest.segments
+            return {
+                n: form for each in entries for n, form in (each.get("quantized") or {}).items()
+            }
+        found = self.checkpoint
+        return _stored_formats(found, str(self.precision)) if found and self.precision else None
+
+
+def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
+    """Return the formats that a quantized checkpoint's weights will have in graphs, from its tensors' names."""
+    model, found = checkpoint.model, dict[str, str]()
+    names = {each.replace(ENCODER, DECODER) for each in tensor_names(checkpoint.folder)}
+    for name, matrix in matrices(model).items():
+        module = matrix.tensors[0].removesuffix(".weight")
+        if name.endswith((GATE_UP, DOWN)):  # each expert's matrices are stored apart
+            module = module.replace("experts.", "experts.0.").replace("gate_up", "gate")
+        formats = [format for part, format in _PARTS.items() if f"{module}.{part}" in names]
+        if formats:
+            found[name] = formats[0]
+    table = load_recipe(precision).formats(model).get(TABLE)
+    if table and not FORMATS[table.format].rounds_inputs:  # as in export/prequantized.py
+        found.setdefault(TABLE, table.format)
+    return found
+
+
+# A tensor that only a quantized weight has → the weight's format.
+_PARTS = {"weight_packed": "int4", "weight_scale_2": "nvfp4", "weight_scale": "fp8"}
 
 
 def find_source(source: Path | str) -> Source:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from canvasrt.checkpoints.locate import check_adapter, read_json
-from canvasrt.checkpoints.weight_names import DECODER
+from canvasrt.checkpoints.weight_names import DECODER, ENCODER
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, Shard
-from canvasrt.export.weights import ENCODER, check_finite
+from canvasrt.export.weights import check_finite
 from canvasrt.hashes import hash_files
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES

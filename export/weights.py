@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import (
     DECODER,
+    ENCODER,
     HEAD_NORMS,
     LAYER_NORMS,
     Matrix,
@@ -28,7 +29,6 @@ from canvasrt.export.checkpoint import Checkpoint
 Sources = dict[str, tuple[str, ...]]
 """Name of a graph's weight → the checkpoint's tensors that are stacked along the first axis to form it."""
 
-ENCODER = "model.encoder.language_model"
 VISION_TOWER = "model.encoder.vision_tower"
 
 # The dtypes in which weights need no scales.

@@ -11,6 +11,7 @@ from typing import Any
 from canvasrt.checkpoints.config import ModelConfig
 
 DECODER = "model.decoder"
+ENCODER = "model.encoder.language_model"
 # The embedding table, which is also the matrix of the final projection.
 TABLE = "table"
 # A quantized copy of the embedding table for its two matrix products. Lookups then use the table in 16 bits.

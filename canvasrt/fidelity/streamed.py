@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from canvasrt.checkpoints.weight_names import DECODER
+from canvasrt.checkpoints.weight_names import DECODER, ENCODER
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.compressed_tensors import read_int4
 from canvasrt.export.modelopt import read_codes
-from canvasrt.export.weights import ENCODER, Weight, parts_of
+from canvasrt.export.weights import Weight, parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""A build that is interrupted or killed leaves no process and nothing half-written."""
+"""A build that is interrupted, killed or out of disk leaves no process and nothing half-written."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.build.compile import Job, compile_graph
 from canvasrt.cache import cache_folder
+from canvasrt.errors import CanvasError
+from canvasrt.pass_shapes import Range
 from tests.helpers import library
+from tests.helpers.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
@@ -66,3 +70,18 @@ def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -
             build.stderr.close()
     if number != signal.SIGKILL:  # the next build cleans these up
         assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+
+
+def test_a_disk_that_fills_up_under_an_engine_is_an_error(tmp_path: Path) -> None:
+    """TensorRT's bindings ignore exceptions of the writer."""
+    graph = small_graphs().file("head.onnx")
+    sizes = {"all": {"batch": Range(1, 1, 1), "length": Range(256, 256, 256)}}
+    job = Job("tensorrt_rtx", graph, tmp_path / "head.engine", ((12, 0),), sizes)
+    job.engine.symlink_to("/dev/full")
+    with pytest.raises(CanvasError, match=r"built no engine: .*No space left on device"):
+        compile_graph(job)
+    job.engine.unlink()
+    job.kernels.symlink_to("/dev/full")
+    compile_graph(job)
+    assert job.engine.is_file()
+    assert not job.kernels.is_symlink()  # no cut-off list of kernels is left behind

@@ -90,7 +90,8 @@ def test_the_graph_has_the_checkpoint_s_codes(
     np.testing.assert_array_equal(found, expected)
 
 
-def test_the_manifest_says_what_it_is(exported: Bundle) -> None:
+def test_the_manifest_says_what_it_is(checkpoint: Path, exported: Bundle) -> None:
+    assert find_source(checkpoint).formats == find_source(exported.path).formats
     options = exported.manifest.options
     assert options["precision"] == "int4"
     assert options["checkpoint_quantization"]["algorithm"] == "INT4"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from canvasrt.build.source import find_source
 from canvasrt.bundle import Bundle, Manifest
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
@@ -151,7 +152,8 @@ def test_the_rest_is_bf16_as_it_was(nvfp4: Path, exported: Bundle) -> None:
     assert np.array_equal(found["layers.1.attention.o.weight"], tensors[name].float().numpy())
 
 
-def test_the_manifest_says_what_it_is(exported: Bundle) -> None:
+def test_the_manifest_says_what_it_is(nvfp4: Path, exported: Bundle) -> None:
+    assert find_source(nvfp4).formats == find_source(exported.path).formats
     options = exported.manifest.options
     assert options["precision"] == "nvfp4"
     assert options["base_precision"] == "bf16"
@@ -179,6 +181,7 @@ def test_fp8_computes_what_modelopt_does(fp8: Any, fp8_graphs: Bundle, tmp_path:
 
 
 def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
+    assert find_source(fp8[0]).formats == find_source(fp8_graphs.path).formats
     tensors, found = load_file(fp8[0] / "model.safetensors"), weights_of(fp8_graphs)
     prefix = "model.decoder.layers.0.self_attn"
     parts = [f"{prefix}.{name}_proj" for name in "qkv"]
