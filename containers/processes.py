@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -10,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,34 @@ def end_group(group: int, grace: float) -> None:
         time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def holding(name: str) -> Iterator[int]:
+    """Mark a server's files as in use; at the end, remove its shared memory. Yields a descriptor: while a process that
+    inherited it is running, the files stay in use."""
+    held = os.open(SHARED_MEMORY / f"{name}lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield held
+    finally:
+        os.close(held)
+        remove_shm(name)
+
+
+def _is_held(name: str) -> bool | None:
+    """Return whether a server's files are in use; None if they have no lock."""
+    try:
+        held = os.open(SHARED_MEMORY / f"{name}lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(held)
+    return False
+
+
 def remove_shm(prefix: str) -> None:
     """Remove the shared memory files whose names start with `prefix`."""
     for file in SHARED_MEMORY.glob(f"{prefix}*"):
@@ -73,13 +102,21 @@ def protect_shm(prefix: str) -> None:
 
 
 def remove_stale() -> None:
-    """Remove the shared memory and folders of dead servers whose parents were killed."""
-    pattern = re.compile(rf"canvasrt-{_pid_namespace()}-(\d+)-[0-9a-f]{{8}}-")
-    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir()), Path("/tmp")):
-        for path in folder.glob("canvasrt-*"):
+    """Remove the shared memory and folders of dead servers whose parents were killed.
+
+    Locks also tell this of servers in other containers. In Kubernetes, /dev/shm outlives a killed container, whose
+    server had another namespace, or the process id that ours has now.
+    """
+    pattern = re.compile(r"canvasrt-(\d+)-(\d+)-[0-9a-f]{8}-")
+    for folder in (Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY):  # locks go last
+        for path in sorted(folder.glob("canvasrt-*"), key=lambda each: each.name.endswith("lock")):
             match = pattern.match(path.name)
+            if match is None or (held := _is_held(match[0])):
+                continue
             # A server can outlive its parent until its last requests are finished.
-            if match is None or is_running(int(match[1])) or processes_of(match[0]):
+            if held is None and (
+                match[1] != _pid_namespace() or is_running(int(match[2])) or processes_of(match[0])
+            ):
                 continue
             with contextlib.suppress(OSError):  # it belongs to another user
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -24,9 +24,9 @@ from canvasrt.containers.processes import (
     children,
     die_with_parent,
     end_group,
+    holding,
     is_running,
     protect_shm,
-    remove_shm,
     remove_stale,
     run_name,
 )
@@ -162,7 +162,7 @@ class Server:
             self.ports = self._cleanup.enter_context(ports)
             self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
             self._cleanup.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._cleanup.callback(remove_shm, self.run_name)
+            held = self._cleanup.enter_context(holding(self.run_name))
             with self._output() as output:
                 self._process = subprocess.Popen(
                     self._command(installation, self._folder),
@@ -170,6 +170,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
+                    pass_fds=[held],
                     start_new_session=True,  # so that Ctrl-C only reaches this process, which stops the server
                     preexec_fn=die_with_parent(),
                 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -107,3 +110,22 @@ def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: p
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
         [f"{mine}a", f"{elsewhere}a", "canvasrt-other", "another"]
     )
+
+
+def test_what_a_killed_container_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pod's /dev/shm outlives its containers, whose servers all have process id 1."""
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    own = processes.run_name()  # as that of a dead process with the id that this process has now
+    other, live = "canvasrt-1-1-00000000-", "canvasrt-1-1-00000001-"
+    for name in (own, other, live):
+        (tmp_path / f"{name}lock").touch()
+        (tmp_path / f"{name}region").touch()
+    with contextlib.suppress(OSError), processes.holding(live) as held:
+        server = subprocess.Popen(["sleep", "60"], pass_fds=[held])
+        os.close(held)  # as if this process were killed
+        processes.remove_stale()
+        assert sorted(each.name for each in tmp_path.iterdir()) == [f"{live}lock", f"{live}region"]
+        server.kill()
+        server.wait()
+        processes.remove_stale()
+    assert not list(tmp_path.iterdir())
