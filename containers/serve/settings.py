@@ -16,13 +16,14 @@ from canvasrt.containers.ports import Ports
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.defaults import MAX_SECONDS
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.option import CommandOption, flags_of, option, option_of, read_switch
+from canvasrt.option import CommandOption, flags_of, option, option_of, read_port, read_switch
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
 # Endings of the variables that Kubernetes sets for a service. A service whose name begins with nim gets NIM_ variables.
-_SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)\w*)?)$")
+# NAME_PORT is a service's address, such as tcp://10.0.0.1:80; as a number, it is a port that a user set.
+_SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)=|_PORT=\w+://")
 
 
 def _read_tls_mode(text: str) -> str:
@@ -199,7 +200,14 @@ OPTION_CLASSES = (FrontOptions, Ports, ModelOptions, Settings)
 _OPTIONS: dict[str, CommandOption] = {
     each.name: of for kind in OPTION_CLASSES for each in fields(kind) if (of := option_of(each))
 }
-_BY_VARIABLE = {of.variable: name for name, of in _OPTIONS.items() if of.variable}
+# Other names of ports in NIM's containers with Triton. NVIDIA's operator sets them.
+_PORTS = {
+    "NIM_HTTP_API_PORT": "port",
+    "NIM_GRPC_API_PORT": "grpc_port",
+    "NIM_TRITON_GRPC_PORT": "grpc_port",
+    "NIM_TRITON_METRICS_PORT": "metrics_port",
+}
+_BY_VARIABLE = _PORTS | {of.variable: name for name, of in _OPTIONS.items() if of.variable}
 # This variable is accepted but has no effect, because nothing is downloaded.
 _NO_DOWNLOAD = "NIM_DISABLE_MODEL_DOWNLOAD"
 VARIABLES = (*_BY_VARIABLE, _NO_DOWNLOAD, PASSTHROUGH)
@@ -248,9 +256,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             _read(name, read_switch, text)
         elif name in _BY_VARIABLE:
             option_name = _BY_VARIABLE[name]
-            read = _OPTIONS[option_name].read
+            read = read_port if name in _PORTS else _OPTIONS[option_name].read
             found[option_name] = _read(name, read or str, text)
-        elif not _SERVICE_LINK.search(name):
+        elif not _SERVICE_LINK.search(f"{name}={text}"):
             raise UsageError(
                 f"{name} is not supported",
                 f"unset it; the supported NIM variables are {', '.join(VARIABLES)}",

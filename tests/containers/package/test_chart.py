@@ -260,6 +260,7 @@ def test_probes_of_mutual_tls_use_a_port_without_it(chart: Path) -> None:
         ),
         *(
             "env[0].name=NIM_SERVER_PORT,env[0].value=9000",
+            "env[0].name=NIM_HTTP_API_PORT,env[0].value=9000",
             "args={--port=9000}",
             "args={--port}",
         ),

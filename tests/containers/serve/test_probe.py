@@ -57,6 +57,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_server_that_is_ready_is_healthy(environment: dict[str, str]) -> None:
     assert probe.main(environment) == 0
+    assert probe.main({"NIM_HTTP_API_PORT": environment["NIM_SERVER_PORT"]}) == 0
     _Answers.statuses["ready"] = 503
     assert probe.main(environment) == 1
     assert probe.main({**environment, "NIM_SERVER_PORT": "1"}) == 1

@@ -78,6 +78,8 @@ def test_every_variable_of_nims_contract_is_known():
         ("NIM_SERVED_MODEL_NAME", ",", "contains no name"),
         ("NIM_TENSOR_PARALLEL_SIZE", "2", "is not supported"),
         ("NIM_ENABLE_KV_CACHE_REUSE", "1", "is not supported"),
+        ("NIM_TRITON_HTTP_PORT", "9000", "is not supported"),
+        ("NIM_TRITON_METRICS_PORT", "x", "not a port number"),
     ],
 )
 def test_what_cannot_be_done_is_an_error(variable: str, value: str, says: str):
@@ -89,7 +91,17 @@ def test_what_cannot_be_done_is_an_error(variable: str, value: str, says: str):
 
 def test_variables_that_are_empty_or_of_kubernetes_mean_nothing():
     links = {"NIM_LLM_SERVICE_HOST": "10.0.0.1", "NIM_LLM_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    links |= {"NIM_LLM_SERVICE_PORT_HTTP": "80", "NIM_LLM_PORT": "tcp://10.0.0.1:80"}
     assert from_environment(NIM_MODEL_PROFILE=" ", **links) == from_environment()
+
+
+def test_the_ports_of_nvidias_operator():
+    """What its NIMService sets. All of it was taken for a service's address, and ignored."""
+    same = {"NIM_SERVER_PORT": "9000", "NIM_HTTP_API_PORT": "9000"}
+    more = {"NIM_GRPC_API_PORT": "9001", "NIM_TRITON_GRPC_PORT": "9001"}
+    found = from_environment(**same, **more, NIM_TRITON_METRICS_PORT="9002")
+    assert (found.front.port, found.ports.grpc, found.ports.metrics) == (9000, 9001, 9002)
+    assert from_environment(NIM_HTTP_API_PORT="9000").front.port == 9000
 
 
 def test_the_command_line_wins_over_passthrough_over_the_environment():

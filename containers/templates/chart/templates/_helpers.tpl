@@ -93,7 +93,7 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- $hint := "set tls.existingSecret to a secret with the certificate instead: probes follow it" -}}
 {{- range .Values.env -}}
 {{- if hasPrefix "NIM_SSL_" .name }}{{ fail (printf "env sets %s; %s" .name $hint) }}{{ end -}}
-{{- if eq "NIM_SERVER_PORT" .name }}{{ fail (printf "env sets %s: %s" .name $port) }}{{ end -}}
+{{- if has .name (list "NIM_SERVER_PORT" "NIM_HTTP_API_PORT") }}{{ fail (printf "env sets %s: %s" .name $port) }}{{ end -}}
 {{- end -}}
 {{- range .Values.args -}}
 {{- if hasPrefix "--ssl-" . }}{{ fail (printf "args sets %s; %s" . $hint) }}{{ end -}}
