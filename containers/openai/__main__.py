@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.descriptors import affordable, raise_file_limit, report_seldom
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontSettings
-from canvasrt.containers.openai.tls import server_context
+from canvasrt.containers.openai.tls import renew, server_context
 from canvasrt.containers.openai.triton_grpc import start_grpc_guard
 from canvasrt.containers.openai.triton_http import make_triton_app
 from canvasrt.containers.ports import BACKLOG
@@ -82,7 +83,9 @@ def main() -> None:
 async def _serve(
     settings: FrontSettings, most: int, state: ServerState, commands: io.FileIO
 ) -> None:
-    servers = [(_server(settings, most, state), settings.socket)]
+    files = settings.options.tls
+    context = server_context(files) if files else None
+    servers = [(_server(settings, most, state, context), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
     if settings.triton_socket is not None:
@@ -99,7 +102,9 @@ async def _serve(
         for server, number in servers
     ]
     guard = await start_grpc_guard(settings, state) if settings.grpc_address else None
-    beats = asyncio.create_task(_beat(heartbeat))
+    background = [asyncio.create_task(_beat(heartbeat))]
+    if context is not None and files is not None:
+        background.append(asyncio.create_task(renew(context, files)))
     drained = asyncio.create_task(_drained(state))
     await asyncio.wait([drained, *running], return_when=asyncio.FIRST_COMPLETED)
     drained.cancel()
@@ -108,7 +113,8 @@ async def _serve(
     if guard is not None:
         await guard.stop(None)
     await asyncio.gather(*running)
-    beats.cancel()
+    for each in background:
+        each.cancel()
 
 
 async def _beat(heartbeat: Heartbeat | None) -> None:
@@ -154,9 +160,10 @@ def _apply(state: ServerState, report: dict[str, Any]) -> None:
         state.detail = report.get("detail", "")
 
 
-def _server(settings: FrontSettings, most: int, state: ServerState) -> _Uvicorn:
-    files = settings.options.tls
-    places = Places(most, server_context(files) if files else None)
+def _server(
+    settings: FrontSettings, most: int, state: ServerState, context: ssl.SSLContext | None
+) -> _Uvicorn:
+    places = Places(most, context)
     return _Uvicorn(_config(make_app(settings, state, places), places))
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import ssl
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Mapping
 
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY = 60.0  # seconds
 # Bytes of every connection's read buffer. asyncio's default, 256 KiB, is six times as much memory as everything else
 # that a pending handshake needs.
 SSLProtocol.max_size = 32 * 1024
@@ -21,3 +27,26 @@ def server_context(files: Mapping[str, str]) -> ssl.SSLContext:
         context.load_verify_locations(files["ca"])
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+async def renew(context: ssl.SSLContext, files: Mapping[str, str]) -> None:
+    """Load the files of a running server's context again whenever they change, because certificates expire."""
+    known = _stamps(files)
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        try:
+            if (now := _stamps(files)) == known:
+                continue
+            server_context(files)  # a failure would leave `context` without a key
+            context.load_cert_chain(files["certificate"], files["key"])
+            if files.get("ca"):
+                context.load_verify_locations(files["ca"])
+        except OSError as error:  # also ssl.SSLError
+            log.warning("the changed TLS files cannot be used, so the former ones stay: %s", error)
+            continue
+        known = now
+        log.info("the TLS files have changed: new connections use them")
+
+
+def _stamps(files: Mapping[str, str]) -> list[tuple[int, int]]:
+    return [(found.st_ino, found.st_mtime_ns) for found in map(os.stat, files.values())]

@@ -1,0 +1,46 @@
+"""TLS certificates that are renewed while the server runs."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+
+from canvasrt.containers.openai import tls
+from tests.helpers.certificates import make_certificates
+
+
+def test_a_renewed_certificate_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "_LOOK_EVERY", 0.02)
+    first = make_certificates(tmp_path)
+    (tmp_path / "renewed").mkdir()
+    second = make_certificates(tmp_path / "renewed")
+    files = {"certificate": str(first / "server.pem"), "key": str(first / "server.key")}
+    context = tls.server_context(files)
+
+    async def shown(port: int) -> bytes | None:
+        trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        writer.close()
+        return found
+
+    async def serve() -> None:
+        renewing = asyncio.create_task(tls.renew(context, files))
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        before = await shown(port)
+        (second / "server.pem").replace(files["certificate"])  # its key has not come yet
+        await asyncio.sleep(0.2)
+        assert await shown(port) == before
+        (second / "server.key").replace(files["key"])
+        await asyncio.sleep(0.2)
+        renewed = ssl.PEM_cert_to_DER_cert(Path(files["certificate"]).read_text())
+        assert await shown(port) == renewed != before
+        renewing.cancel()
+        server.close()
+
+    asyncio.run(serve())
