@@ -28,6 +28,14 @@ canvasrt/target: {{ .Values.target }}
 {{- if .Values.node.capability }}true{{ end -}}
 {{- end -}}
 
+{{/* There may be no spare GPU for a new replica, so the old one makes room first. */}}
+{{- define "canvasrt.strategy" -}}
+type: RollingUpdate
+rollingUpdate:
+  maxSurge: {{ ternary 0 1 (eq (include "canvasrt.onGpu" .) "true") }}
+  maxUnavailable: {{ ternary 1 0 (eq (include "canvasrt.onGpu" .) "true") }}
+{{- end -}}
+
 {{/* Resources with the memory of all GPUs. */}}
 {{- define "canvasrt.resources" -}}
 {{- $memory := .resources.memory | toString -}}
