@@ -105,10 +105,11 @@ def commands_of(package: str, options: DeployOptions, engine: str | None = None)
         if Path(package).exists():
             raise
         found = Package(package, None, "image", {}, None)
+    store = "containers-storage" if chosen.name == "podman" else "docker-daemon"
     first = {
         "context": f"{chosen.name} build --tag {shlex.quote(found.tag)} {shlex.quote(package)}",
         "docker": f"{chosen.name} load --input {shlex.quote(package)}",
-        "oci": f"skopeo copy oci:{shlex.quote(package)} docker-daemon:{shlex.quote(found.tag)}",
+        "oci": f"skopeo copy oci:{shlex.quote(package)} {store}:{shlex.quote(found.tag)}",
     }
     commands = [first[found.kind]] if found.kind in first else []
     return [*commands, shlex.join(run_command(found, options, chosen))]

@@ -256,6 +256,19 @@ def test_a_package_says_what_it_is(packaged: Bundle, engines: Bundle, tmp_path: 
     assert f"--volume {folder}:/opt/canvasrt/package/engines:ro" in words(found)
 
 
+@pytest.mark.parametrize(
+    ("engine", "store"), [("docker", "docker-daemon"), ("podman", "containers-storage")]
+)
+def test_print_copies_a_layout_to_the_engine_that_runs_it(
+    engine: str, store: str, monkeypatch: pytest.MonkeyPatch
+):
+    layout = Package("canvasrt:1", Path("image"), "oci", {}, "amd64")
+    monkeypatch.setattr(deploying, "open_package", lambda *_: layout)
+    copy, run = deploying.commands_of("image", DeployOptions(), engine)
+    assert copy == f"skopeo copy oci:image {store}:canvasrt:1"
+    assert run.startswith(f"{engine} run ")
+
+
 def test_print_shows_the_commands(packaged: Bundle, command: Command):
     done = command("deploy", packaged.path, "--print", "--name", "one", "--json")
     assert done.returncode == 0, done.stderr
