@@ -113,6 +113,15 @@ def test_constraints_pin_every_requirement() -> None:
         assert name.group().lower().replace("_", "-") in pinned, requirement
 
 
+def test_a_gpu_machine_gets_what_its_first_ten_minutes_need() -> None:
+    """These serve, which needs an extra of its own."""
+    page = (ROOT / "docs" / "hardware.md").read_text("utf-8")
+    lines = re.findall(r"^pip install .* -e '\.\[(.*)\]'", page, re.M)
+    assert len(lines) == 2
+    for extras in lines:
+        assert {"export", "serve", "gpu"} <= set(extras.split(","))
+
+
 def test_the_pinned_tensorrt_is_in_an_image_that_triton_runs_in() -> None:
     """TensorRT loads only engines of exactly its own version: others could not be packaged."""
     from canvasrt.containers.package.releases import DEFAULT_BASE, base_for
