@@ -77,17 +77,31 @@ def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
     return found
 
 
-@cache
+def why_no_gpu() -> str:
+    """Return why `gpus` is empty."""
+    if _listed():
+        return f"{VISIBLE} is {os.environ.get(VISIBLE)!r}, which names no GPU here"
+    return f"nvidia-smi failed: {_asked()[1]}" if _asked()[1] else "nvidia-smi reports no GPU"
+
+
 def _listed() -> tuple[Gpu, ...]:
     """Return nvidia-smi's list of GPUs; empty if nvidia-smi is missing or does not answer."""
+    return tuple(gpu for line in _asked()[0].splitlines() if (gpu := parse_gpu(line)))
+
+
+@cache
+def _asked() -> tuple[str, str]:
+    """Return nvidia-smi's table, and its error if it failed, such as after an update of the driver."""
     if shutil.which("nvidia-smi") is None:
-        return ()
+        return "", ""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(gpu for line in answer.stdout.splitlines() if (gpu := parse_gpu(line)))
+        # Without persistence mode, the driver starts each GPU, which can take seconds.
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    said = (answer.stdout + answer.stderr).strip().splitlines()
+    return answer.stdout, "; ".join(said[:2]) if answer.returncode else ""
 
 
 def building_gpu(target: Target) -> Gpu | None:

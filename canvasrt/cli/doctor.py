@@ -169,7 +169,11 @@ def _gpus() -> list[MachineCheck]:
     if not found and (lacks := wsl_lacks(platform.release())):
         return [MachineCheck("GPU", "gap", f"Windows' Linux (WSL) has no {lacks}", _WSL_FIX)]
     if not found:
-        return [MachineCheck("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
+        why = machine.why_no_gpu()
+        if "failed" in why:
+            fix = "restart the machine, or install NVIDIA's driver again, until nvidia-smi answers"
+            return [MachineCheck("GPU", "gap", why, fix)]
+        return [MachineCheck("GPU", "info", f"{why}; everything runs on the CPU")]
     now, checks = nvml.readings(), []
     for number, gpu in enumerate(found):
         text = (

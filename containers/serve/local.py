@@ -54,7 +54,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     """Return the target of the largest GPU that has a usable one, and an empty string. If no GPU has one, return `cpu`
     and the reasons."""
     gpus = machine.gpus() if gpus is None else gpus
-    reasons = [] if gpus else ["nvidia-smi reports no GPU"]
+    reasons = [] if gpus else [machine.why_no_gpu()]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
         # Skip targets with several capabilities: they are limited to the formats of their oldest GPU.
         alike = [each for each in TARGETS if each.capabilities == (gpu.capability,)]

@@ -86,7 +86,7 @@ class ServingProfile:
         if self.target.capability is None:
             return ""
         if not gpus:
-            return f"needs {self.target.gpu}; nvidia-smi reports no GPU here"
+            return f"needs {self.target.gpu}; {machine.why_no_gpu()}"
         fitting = self._of_kind(gpus)
         if not fitting:
             found = ", ".join(f"{gpu.name} ({gpu.capability_text})" for gpu in gpus)

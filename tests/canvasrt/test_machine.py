@@ -9,6 +9,7 @@ import pytest
 
 from canvasrt import machine
 from canvasrt.containers.serve.gpus import use_gpu
+from canvasrt.containers.serve.local import best_target
 from canvasrt.errors import UsageError
 from canvasrt.machine import Gpu, description, memory_bytes, parse_gpu
 
@@ -19,6 +20,26 @@ def test_lines_of_nvidia_smi() -> None:
     assert parse_gpu(line) == expected
     assert parse_gpu("No devices were found") is None
     assert parse_gpu("a, b, c, d, e") is None
+
+
+def test_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update of the driver, where everything ran on the CPU because "nvidia-smi reports no GPU"."""
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    for script, why in (
+        (f"echo '{said}'; exit 18", f"nvidia-smi failed: {said}"),
+        ("echo 'No devices were found'; exit 6", "nvidia-smi failed: No devices were found"),
+        ("true", "nvidia-smi reports no GPU"),
+        ("echo 'L4, 1, 8.9, 580.1, GPU-1'", "CUDA_VISIBLE_DEVICES is '', which names no GPU here"),
+    ):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setenv(machine.VISIBLE, "")
+        machine._asked.cache_clear()
+        assert not machine.gpus()
+        assert machine.why_no_gpu() == why
+        assert why in best_target()[1]
+    machine._asked.cache_clear()
 
 
 def test_unified_memory_counts_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:

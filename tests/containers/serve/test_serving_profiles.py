@@ -227,7 +227,7 @@ def test_a_profile_can_be_requested(several: Bundle):
 @pytest.mark.parametrize(
     ("gpus", "says"),
     [
-        ([], "no GPU here"),
+        ([], "reports no GPU"),
         (
             [RTX_4090],
             r"needs compute capability 12.0; this machine has NVIDIA GeForce RTX 4090 \(8.9\)",
