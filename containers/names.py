@@ -49,6 +49,8 @@ STALL_TIMEOUT = 300.0  # limit for a pass, including kernel compilation, and for
 # Addresses that only this machine can reach.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+# The API keys, separated by commas.
+API_KEYS = "CANVASRT_API_KEYS"
 # The Host names that a server without API keys accepts; `*` accepts any name.
 ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
 # Environment variables that `canvasrt deploy` and the compose file set by default, if only this machine can call the
@@ -62,7 +64,7 @@ COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 SECRETS = (
     "CANVASRT_AGAINST_API_KEY",
     "CANVASRT_API_KEY",
-    "CANVASRT_API_KEYS",
+    API_KEYS,
     "CANVASRT_API_KEYS_FILE",
     "CANVASRT_SIGNING_PASSWORD",
     "HF_TOKEN",

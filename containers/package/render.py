@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.names import CONTAINER_VARIABLES, END_UNHEALTHY, PACKAGE, ROOT
+from canvasrt.containers.names import API_KEYS, CONTAINER_VARIABLES, END_UNHEALTHY, PACKAGE, ROOT
 from canvasrt.containers.package import image_settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 
@@ -49,6 +49,7 @@ def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
         "command": image.COMMAND,
         "temporary": TEMPORARY,
         "end_unhealthy": END_UNHEALTHY,
+        "keys": API_KEYS,
         "variables": {name: make(_SERVICE) for name, make in CONTAINER_VARIABLES.items()},
         "service": _SERVICE,
         "grace": image.STOP_GRACE,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.cache import user_folder
-from canvasrt.containers.names import EXIT_TIMEOUT, STALL_TIMEOUT
+from canvasrt.containers.names import API_KEYS, EXIT_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.openai.options import LEVELS, FrontOptions
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.triton.options import ModelOptions
@@ -19,7 +19,7 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import CommandOption, flags_of, option, option_of, read_port, read_switch
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
-KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
+KEYS, KEYS_FILE = API_KEYS, "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
 # Endings of the variables that Kubernetes sets for a service. A service whose name begins with nim gets NIM_ variables.
 # NAME_PORT is a service's address, such as tcp://10.0.0.1:80; as a number, it is a port that a user set.

@@ -69,6 +69,9 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
     assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"
+    # Without a value, compose passes on what the shell or .env sets, and otherwise sets nothing.
+    assert service["environment"]["CANVASRT_API_KEYS"] is None
+    assert service["logging"]["driver"] == "json-file"  # podman refuses docker's `local`
 
 
 @pytest.mark.parametrize(("precision", "on_gpu"), [("fp32", False), ("bf16", True)])
