@@ -166,12 +166,14 @@ def start_limit(engine: ContainerEngine, image: str) -> float:
 def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
     """Wait until the container's health check passes."""
     deadline = time.monotonic() + timeout
-    while engine.run("exec", name, *PROBE).returncode != 0:
+    while (check := engine.run("exec", name, *PROBE)).returncode != 0:
         state = (engine.inspect("container", name) or {}).get("State") or {}
         if state.get("Running") and time.monotonic() <= deadline:
             time.sleep(_LOOK_EVERY)
             continue
-        message, hint = f"was not ready after {timeout:g} s", "allow more time with --timeout; "
+        said = last_line(check.stdout + check.stderr)
+        message = f"was not ready after {timeout:g} s (its health check: {said})"
+        hint = "allow more time with --timeout; "
         if not state.get("Running"):
             cause = _cause(engine, name)
             message = f"ended with exit code {state.get('ExitCode')}" + (cause and f": {cause}")

@@ -54,7 +54,9 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
         connection.request("GET", path)
         return connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        print(f"{host}:{port}: {error}", file=sys.stderr)
+        # This presents the server's own certificate, which may be for servers only.
+        way_out = "; with mtls, set NIM_HEALTH_PORT" if mode == "mtls" and not health else ""
+        print(f"{host}:{port}: {error}{way_out}", file=sys.stderr)
         return None
     finally:
         connection.close()

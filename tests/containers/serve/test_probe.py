@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.containers.serve import probe
+from tests.helpers.certificates import make_certificates
 
 # A process that the probe takes for the supervisor; it may ignore SIGTERM.
 _SERVER = """
@@ -61,6 +62,19 @@ def test_a_server_that_is_ready_is_healthy(environment: dict[str, str]) -> None:
     _Answers.statuses["ready"] = 503
     assert probe.main(environment) == 1
     assert probe.main({**environment, "NIM_SERVER_PORT": "1"}) == 1
+
+
+def test_a_certificate_that_is_for_servers_only_has_a_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With mutual TLS, the check presents the server's own certificate, and failed forever without a reason."""
+    made = make_certificates(tmp_path)
+    files = {
+        "NIM_SSL_CERTS_PATH": str(made / "server.pem"),
+        "NIM_SSL_KEY_PATH": str(made / "server.key"),
+    }
+    assert probe.main({"NIM_SERVER_PORT": "1", "NIM_SSL_MODE": "mtls", **files}) == 1
+    assert "NIM_HEALTH_PORT" in capsys.readouterr().err
 
 
 def test_a_dead_server_is_ended_after_a_few_checks(
