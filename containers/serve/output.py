@@ -21,6 +21,8 @@ _LOOK_EVERY = 0.2
 _KEPT = 1000
 LOG_BYTES = 64 * 2**20  # size at which a log is copied to FILE.1 and emptied
 _GLOG = re.compile(r"([IWEF])\d{4} ")
+# A line of our own, from a model's process, in the form that `configure` sets.
+_OURS = re.compile(r"\d{4}-\d\d-\d\d \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)")
 _TAIL = 2**20  # bytes to read from a log's end
 _CAUSES = (
     # The traceback follows on the same line, with escaped line breaks.
@@ -118,6 +120,8 @@ class ServerOutput:
                 self.recent.append(text)
                 if not self._json:
                     self._put(text)
+                elif ours := _OURS.fullmatch(text):
+                    self._put(json_line(*ours.groups()))
                 elif text and text[0] not in "|+":
                     match = _GLOG.match(text)
                     level = _LEVELS[match[1]] if match else "INFO"
