@@ -56,7 +56,13 @@ def package(
         releases.check_tensorrt(manifest.target, options.tensorrt, options.base)
     needed = architecture_of(manifests)
     architecture = needed or options.architecture
-    pins = requirements(backends_of(manifests, options.tensorrt), options.python, architecture)
+    backends = backends_of(manifests, options.tensorrt)
+    if options.wheels and "tensorrt" in backends and options.tensorrt is None:
+        raise CanvasError(
+            f"--wheels needs the TensorRT version of {options.base}, which is not known",
+            f"give one of known version, such as --base {releases.REPOSITORY}:{next(iter(releases.TENSORRT))}",
+        )
+    pins = requirements(backends, options.python, architecture)
     platform = (options.python, architecture)
     fetched = wheels.fetch(pins, *platform) if options.wheels or options.fetch else {}
     # `docker build` may run on any architecture on which the engines run.

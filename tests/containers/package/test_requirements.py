@@ -98,6 +98,14 @@ def test_bundles_that_do_not_go_together_are_refused(
         package([old, rtx], tmp_path / "versions")
 
 
+def test_wheels_of_an_unknown_tensorrt_are_refused(relabelled: Relabelled, tmp_path: Path):
+    """The Dockerfile would look for its bindings in a package index, which `--wheels` promises not to need."""
+    options = PackageOptions(wheels=True).on("somewhere/triton:1")
+    with pytest.raises(CanvasError, match="--wheels needs the TensorRT version") as refused:
+        package(relabelled("", precision="bf16"), tmp_path / "package", options)
+    assert releases.tensorrt_of_name(refused.value.hint.split()[-1])
+
+
 def test_a_base_on_disk_with_the_default_s_name_is_not_exchanged(
     relabelled: Relabelled, tmp_path: Path
 ):
