@@ -37,10 +37,12 @@ def run_command(
         words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # also read by the health check
     for name, text in options.environment.items():
         words += ["--env", f"{name}={text}"]
-    words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]
+    # podman's hosts often have SELinux, under which a container reads only folders that are labelled for it.
+    label = ",z" if engine.name == "podman" else ""
+    words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}:rw{label}"]
     engines = options.engines or package.engines
     if engines is not None:
-        words += ["--volume", f"{_folder(engines)}:{PACKAGE}/engines:ro"]
+        words += ["--volume", f"{_folder(engines)}:{PACKAGE}/engines:ro{label}"]
     for variable in options.variables:
         words += ["--env", variable]
     if options.variables_file is not None:

@@ -61,7 +61,12 @@ class ContainerEngine:
     def gpu_options(self, gpus: str) -> list[str]:
         """Return the options that give a container GPUs. `gpus` is `all`, or numbers separated by commas."""
         if self.name == "podman":  # podman uses names of the Container Device Interface
-            return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
+            devices = [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
+            return [
+                *devices,
+                "--security-opt",
+                "label=disable",
+            ]  # for SELinux, as NVIDIA's manual says
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 
     def health_options(self) -> list[str]:

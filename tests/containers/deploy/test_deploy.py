@@ -85,6 +85,14 @@ def test_gpus_are_given_to_gpu_targets_alone():
     assert "--gpus '\"device=0,2\"'" in words(GPU, gpus="0,2")
     assert "--device=nvidia.com/gpu=all" in words(GPU, PODMAN)
     assert "--device=nvidia.com/gpu=0 --device=nvidia.com/gpu=2" in words(GPU, PODMAN, gpus="0,2")
+    assert "label=disable" in words(GPU, PODMAN)
+    assert "label=disable" not in words(CPU, PODMAN) + words(GPU)
+
+
+def test_folders_are_labelled_for_the_container_where_podman_has_selinux(tmp_path: Path):
+    said = words(CPU, PODMAN, engines=tmp_path)
+    assert "/opt/nim/.cache:rw,z" in said
+    assert "/engines:ro,z" in said
 
 
 def test_limits_ports_and_variables_are_passed_on(tmp_path: Path):
