@@ -81,4 +81,8 @@ def _render(console: Any, data: dict[str, Any]) -> None:
     for key in ("openai", "grpc", "http"):
         if key in data:
             console.print(f"{key:<7} {data[key]}")
+    if not data["restarts"]:
+        console.print(
+            f"note    this {data['engine']} does not restart it after a failure: use systemd"
+        )
     console.print(f"stop    {data['engine']} stop {data['name']}")

@@ -84,13 +84,14 @@ def deploy(
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
     wait_ready(chosen, options.name, start_limit(chosen, found.tag) if timeout is None else timeout)
-    # Has no effect on podman, which restarts containers through systemd units.
-    chosen.run("update", "--restart", RESTART, options.name)
+    # podman has this since 5.1.
+    restarts = chosen.run("update", "--restart", RESTART, options.name).returncode == 0
     return {
         "name": options.name,
         "engine": chosen.name,
         "image": found.tag,
         "seconds": round(time.monotonic() - started, 1),
+        "restarts": restarts,
         **addresses(options),
     }
 

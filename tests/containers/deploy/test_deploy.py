@@ -8,11 +8,14 @@ import os
 import shlex
 import socket
 import stat
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.cli.app import run as run_command_line
 from canvasrt.containers.deploy import deploy as deploying
 from canvasrt.containers.deploy.command import run_command
 from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine
@@ -275,6 +278,27 @@ def test_print_copies_a_layout_to_the_engine_that_runs_it(
     copy, run = deploying.commands_of("image", DeployOptions(), engine)
     assert copy == f"skopeo copy oci:image {store}:canvasrt:1"
     assert run.startswith(f"{engine} run ")
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_container_that_is_not_restarted_is_said_to_be(
+    updates: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """podman before 5.1 cannot set a restart policy later, and nobody was told."""
+
+    def run(_: ContainerEngine, *words: str, **__: object) -> subprocess.CompletedProcess[str]:
+        failed = words[0] == "update" and not updates
+        return subprocess.CompletedProcess(words, int(failed), "{}", "")
+
+    monkeypatch.setattr(ContainerEngine, "run", run)
+    monkeypatch.setattr(deploying, "find_engine", lambda _: PODMAN)
+    monkeypatch.setattr(deploying, "open_package", lambda *_: replace(CPU, architecture=None))
+    monkeypatch.setattr(deploying, "start_limit", lambda *_: 1.0)
+    free = socket.create_server(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+    free.close()
+    assert run_command_line(["deploy", "one", "--port", str(port)]) == 0
+    assert ("does not restart it" in capsys.readouterr().out) != updates
 
 
 def test_print_shows_the_commands(packaged: Bundle, command: Command):
