@@ -179,8 +179,17 @@ def runs_here(target: Target) -> str:
     """Return why a target's engines cannot run on this machine; empty if they can."""
     if target.capability is not None and not has_gpu(target):
         return f"needs its GPU ({target.gpu})"
+    if old := old_driver([gpu for gpu in gpus() if gpu.capability in target.capabilities]):
+        return old
     module, extra = BUILDER_MODULES[target.builder]
     return "" if extras.is_installed(module) else f"needs canvasrt[{extra}]"
+
+
+def old_driver(found: Sequence[Gpu]) -> str:
+    """Return that the driver of these GPUs is too old; empty if it is not."""
+    if not found or any(gpu.driver_number >= OLDEST_DRIVER for gpu in found):
+        return ""
+    return f"needs a driver of {OLDEST_DRIVER} or newer; this machine has {found[0].driver}"
 
 
 def has_gpu(target: Target) -> bool:

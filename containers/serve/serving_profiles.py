@@ -96,8 +96,8 @@ class ServingProfile:
         most = max(gpu.memory for gpu in fitting)
         if self.memory is not None and self.memory > most:
             return f"needs {self.memory / 1e9:.1f} GB; the GPU has {most / 1e9:.1f} GB"
-        if all(gpu.driver_number < machine.OLDEST_DRIVER for gpu in fitting):
-            return f"needs a driver of {machine.OLDEST_DRIVER} or newer; this machine has {fitting[0].driver}"
+        if old := machine.old_driver(fitting):
+            return old
         module, extra = machine.BUILDER_MODULES[self.target.builder]
         if not extras.is_installed(module):
             return f"needs {module}: pip install 'canvasrt[{extra}]'"

@@ -64,6 +64,16 @@ def test_without_a_usable_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert (target.name, why) == ("cpu", "l4 needs canvasrt[rtx]")
 
 
+def test_an_old_driver_is_noticed_before_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was noticed after it, when the engines were to be served."""
+    old = Gpu("NVIDIA L4", 24 * GB, (8, 9), "575.51")
+    monkeypatch.setattr(machine, "gpus", lambda: (old,))
+    monkeypatch.setattr(machine, "builds_here", lambda target: "")
+    target, why = local.best_target()
+    assert target.name == "cpu"
+    assert "needs a driver of 580 or newer; this machine has 575.51" in why
+
+
 def test_what_is_a_checkpoint(checkpoint_files: Path, tmp_path: Path) -> None:
     assert local.is_checkpoint(checkpoint_files)
     assert local.is_checkpoint(Path("demo"))
