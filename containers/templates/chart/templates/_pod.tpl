@@ -29,9 +29,12 @@ imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
 securityContext:
   runAsNonRoot: true
+  {{- /* OpenShift chooses a namespace's user and group, and refuses others. */}}
+  {{- if not (.Capabilities.APIVersions.Has "security.openshift.io/v1") }}
   runAsUser: 1000
   runAsGroup: 1000
   fsGroup: 1000
+  {{- end }}
   seccompProfile:
     type: RuntimeDefault
 affinity: {{ include "canvasrt.affinity" . | nindent 2 }}
