@@ -288,7 +288,7 @@ def api_keys(environment: Mapping[str, str]) -> tuple[str, ...]:
         raise UsageError(f"{KEYS} and {KEYS_FILE} are both set", "unset one of them")
     if file is not None:
         try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise CanvasError(
                 f"cannot read the API keys in {file}: {error}",

@@ -117,7 +117,7 @@ def test_the_command_line_wins_over_passthrough_over_the_environment():
 
 def test_keys_come_from_the_environment_or_a_file(tmp_path: Path):
     file = tmp_path / "keys"
-    file.write_text("first\n\n second \n")
+    file.write_text("first\n\n second \n", encoding="utf-8-sig")  # as Windows' editors write it
     assert from_environment(CANVASRT_API_KEYS="a, b,").front.keys == ("a", "b")
     assert from_environment(CANVASRT_API_KEYS_FILE=str(file)).front.keys == ("first", "second")
     assert "first" not in repr(from_environment(CANVASRT_API_KEYS_FILE=str(file)))
