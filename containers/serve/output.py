@@ -121,7 +121,7 @@ class ServerOutput:
                 if not self._json:
                     self._put(text)
                 elif ours := _OURS.fullmatch(text):
-                    self._put(json_line(*ours.groups()))
+                    self._put(json_line(ours[1], ours[2], ours[3]))
                 elif text and text[0] not in "|+":
                     match = _GLOG.match(text)
                     level = _LEVELS[match[1]] if match else "INFO"
