@@ -272,17 +272,6 @@ def test_what_probes_would_not_follow_is_refused(chart: Path, setting: str) -> N
     assert ("tls.existingSecret" if "ssl" in setting.lower() else "8000") in result.stderr
 
 
-def test_openshift_chooses_the_user(chart: Path) -> None:
-    """Its default constraint, restricted-v2, refuses a pod that names another user or group."""
-    ids = {"runAsUser", "runAsGroup", "fsGroup"}
-    assert ids <= set(pod(render(chart))["securityContext"])
-    openshift = ("--api-versions", "security.openshift.io/v1")
-    result = helm("template", "release", str(chart), *openshift)
-    spec = next(each for each in yaml.safe_load_all(result.stdout) if each["kind"] == "StatefulSet")
-    found = spec["spec"]["template"]["spec"]["securityContext"]
-    assert found == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-
-
 def test_replicas_spread_over_nodes_and_zones(chart: Path) -> None:
     spec = pod(render(chart))
     constraints = {each["topologyKey"]: each for each in spec["topologySpreadConstraints"]}
