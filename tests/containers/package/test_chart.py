@@ -381,8 +381,6 @@ def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:
     assert predictor["containers"][0]["image"] == "registry.example:5000/team/canvasrt:1"
     # Without Knative, KServe takes no other metric but memory.
     assert (predictor["scaleMetric"], predictor["scaleTarget"]) == ("cpu", 80)
-    # By default, KServe starts the new replica first, which waits forever for the old one's GPU.
-    assert predictor["deploymentStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert "svc/release-predictor 8000:80" in notes(chart, "kserve.enabled=true")
 
 

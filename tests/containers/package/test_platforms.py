@@ -1,4 +1,4 @@
-"""The chart on OpenShift."""
+"""The chart on OpenShift and KServe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tests.helpers.helm import helm, needs_helm
+from tests.helpers.helm import helm, needs_helm, render
 
 pytestmark = needs_helm
 
@@ -25,3 +25,10 @@ def test_openshift_chooses_the_user(chart: Path) -> None:
     chosen = context("--api-versions", "security.openshift.io/v1")
     assert chosen == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     assert set(context()) - set(chosen) == ids
+
+
+def test_kserve_frees_the_gpu_before_it_starts_a_new_replica(chart: Path) -> None:
+    """By default, it starts the new replica first, which waits forever for the old one's GPU."""
+    service = render(chart, "kserve.enabled=true")["InferenceService"]
+    strategy = service["spec"]["predictor"]["deploymentStrategy"]
+    assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
