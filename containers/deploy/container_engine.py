@@ -62,11 +62,8 @@ class ContainerEngine:
         """Return the options that give a container GPUs. `gpus` is `all`, or numbers separated by commas."""
         if self.name == "podman":  # podman uses names of the Container Device Interface
             devices = [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
-            return [
-                *devices,
-                "--security-opt",
-                "label=disable",
-            ]  # for SELinux, as NVIDIA's manual says
+            # Otherwise SELinux denies the devices, as NVIDIA's manual says.
+            return [*devices, "--security-opt", "label=disable"]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 
     def health_options(self) -> list[str]:
