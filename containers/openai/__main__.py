@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -84,8 +83,8 @@ async def _serve(
     settings: FrontSettings, most: int, state: ServerState, commands: io.FileIO
 ) -> None:
     files = settings.options.tls
-    context = server_context(files) if files else None
-    servers = [(_server(settings, most, state, context), settings.socket)]
+    places = Places(most, server_context(files) if files else None)
+    servers = [(_server(settings, state, places), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
     if settings.triton_socket is not None:
@@ -103,8 +102,8 @@ async def _serve(
     ]
     guard = await start_grpc_guard(settings, state) if settings.grpc_address else None
     background = [asyncio.create_task(_beat(heartbeat))]
-    if context is not None and files is not None:
-        background.append(asyncio.create_task(renew(context, files)))
+    if files is not None:
+        background.append(asyncio.create_task(renew(places, files)))
     drained = asyncio.create_task(_drained(state))
     await asyncio.wait([drained, *running], return_when=asyncio.FIRST_COMPLETED)
     drained.cancel()
@@ -160,10 +159,7 @@ def _apply(state: ServerState, report: dict[str, Any]) -> None:
         state.detail = report.get("detail", "")
 
 
-def _server(
-    settings: FrontSettings, most: int, state: ServerState, context: ssl.SSLContext | None
-) -> _Uvicorn:
-    places = Places(most, context)
+def _server(settings: FrontSettings, state: ServerState, places: Places) -> _Uvicorn:
     return _Uvicorn(_config(make_app(settings, state, places), places))
 
 

@@ -53,16 +53,24 @@ def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = 
     """
     found = _Found([], ignored)
     read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]
-    return Chat([part for each in read for part in _in_order(each)], found.images)
+    last = max((i for i, each in enumerate(read) if each["role"] == "user"), default=-1)
+    parts = [part for i, each in enumerate(read) for part in _in_order(each, i < last)]
+    return Chat(parts, found.images)
 
 
-def _in_order(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _in_order(message: dict[str, Any], is_past: bool) -> list[dict[str, Any]]:
     """Return an answer with calls as two messages: its thought and text, which the model wrote first, and its calls. In
-    one message, the released template writes the text after the calls' results, and ends the model's turn."""
+    one message, the released template writes the text after the calls' results, and ends the model's turn.
+
+    `is_past`: whether a later turn follows. There, the template keeps only thoughts of messages with calls.
+    """
     if not (message.get("tool_calls") and message["content"].strip()):
         return [message]
     calls = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
-    return [{name: each for name, each in message.items() if name != "tool_calls"}, calls]
+    told = {name: each for name, each in message.items() if name != "tool_calls"}
+    if is_past and "reasoning_content" in told:
+        calls["reasoning_content"] = told.pop("reasoning_content")
+    return [told, calls]
 
 
 def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from canvasrt.containers.openai.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT")
 # Seconds of silence after which a stream sends a comment. Proxies close what is silent for a minute.
@@ -62,10 +65,12 @@ async def kept_alive(
             except ApiError as error:
                 if not begun:
                     raise
+                log.info("a stream failed after a comment: %d %s", error.status, error.message)
                 chunk = failed(error)
             finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                if not following.done():
+                    following.cancel()
+                    await asyncio.gather(following, return_exceptions=True)
             if chunk is None:
                 return
             yield chunk

@@ -9,6 +9,8 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Mapping
 
+from canvasrt.containers.openai.connections import Places
+
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 60.0  # seconds
@@ -29,18 +31,15 @@ def server_context(files: Mapping[str, str]) -> ssl.SSLContext:
     return context
 
 
-async def renew(context: ssl.SSLContext, files: Mapping[str, str]) -> None:
-    """Load the files of a running server's context again whenever they change, because certificates expire."""
+async def renew(places: Places, files: Mapping[str, str]) -> None:
+    """Give new connections a new context whenever the files change, because certificates expire."""
     known = _stamps(files)
     while True:
         await asyncio.sleep(_LOOK_EVERY)
         try:
             if (now := _stamps(files)) == known:
                 continue
-            server_context(files)  # a failure would leave `context` without a key
-            context.load_cert_chain(files["certificate"], files["key"])
-            if files.get("ca"):
-                context.load_verify_locations(files["ca"])
+            places.tls = server_context(files)
         except OSError as error:  # also ssl.SSLError
             log.warning("the changed TLS files cannot be used, so the former ones stay: %s", error)
             continue

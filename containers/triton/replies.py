@@ -268,7 +268,8 @@ class ReplyBuilder:
         return made
 
     def _show(self, score: TokenScore) -> str:
-        """Return a log-probability as JSON: token_id, text, logprob, step, end, and top, the likeliest tokens."""
+        """Return a log-probability as JSON: token_id, text, bytes if the token is a part of a character, logprob, step, end, and
+        top, the likeliest tokens."""
         top = ", ".join([f"{self._name(token)}{logprob!r}}}" for token, logprob in score.top])
         end = json.dumps(score.step > 0 and score.token in self._ends)
         own = "null" if score.logprob is None else repr(score.logprob)

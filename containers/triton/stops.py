@@ -24,7 +24,7 @@ class StopCutter:
         self._control = control
         self._until = ""  # the control token that ends the current thought or call
         self._after = False  # whether only spaces have followed a control token
-        for mark in _MARKS.findall(opening):
+        for mark in _MARKS.findall(opening) if control else ():
             self._pass(mark)
         self._stops = tuple(stops)
         self._borders = {stop: _borders(stop) for stop in self._stops}
