@@ -84,6 +84,12 @@ def why_no_gpu() -> str:
     return f"nvidia-smi failed: {_asked()[1]}" if _asked()[1] else "nvidia-smi reports no GPU"
 
 
+def has_nvidia_device() -> bool:
+    """Return whether a device of NVIDIA is on the PCI bus, even if its driver does not work."""
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    return any(each.read_text().strip() == "0x10de" for each in vendors)
+
+
 def _listed() -> tuple[Gpu, ...]:
     """Return nvidia-smi's list of GPUs; empty if nvidia-smi is missing or does not answer."""
     return tuple(gpu for line in _asked()[0].splitlines() if (gpu := parse_gpu(line)))
@@ -100,8 +106,10 @@ def _asked() -> tuple[str, str]:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return "", str(error)
+    if answer.returncode == 0:
+        return answer.stdout, ""
     said = (answer.stdout + answer.stderr).strip().splitlines()
-    return answer.stdout, "; ".join(said[:2]) if answer.returncode else ""
+    return answer.stdout, "; ".join(said[:2]) or f"exit code {answer.returncode}"
 
 
 def building_gpu(target: Target) -> Gpu | None:

@@ -26,7 +26,7 @@ CALLER_SECRET = secrets.token_hex(16)
 def run_name() -> str:
     """Return a prefix for the names of one server's shared memory and scratch folder.
 
-    It contains the owner's process id, by which other servers recognize the leftovers of a dead server.
+    It contains the owner's process id, by which other servers recognize leftovers without a lock.
     """
     return f"canvasrt-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}-"
 
@@ -62,9 +62,12 @@ def end_group(group: int, grace: float) -> None:
 def holding(name: str) -> Iterator[int]:
     """Mark a server's files as in use; at the end, remove its shared memory. Yields a descriptor: while a process that
     inherited it is running, the files stay in use."""
-    held = os.open(SHARED_MEMORY / f"{name}lock", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = SHARED_MEMORY / f"{name}lock"
+    new = SHARED_MEMORY / f"{name}new"  # until there is a lock, the process id protects the files
+    held = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
+        new.rename(lock)
         yield held
     finally:
         os.close(held)

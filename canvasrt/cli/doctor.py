@@ -170,7 +170,7 @@ def _gpus() -> list[MachineCheck]:
         return [MachineCheck("GPU", "gap", f"Windows' Linux (WSL) has no {lacks}", _WSL_FIX)]
     if not found:
         why = machine.why_no_gpu()
-        if "failed" in why:
+        if "failed" in why and machine.has_nvidia_device():
             fix = "restart the machine, or install NVIDIA's driver again, until nvidia-smi answers"
             return [MachineCheck("GPU", "gap", why, fix)]
         return [MachineCheck("GPU", "info", f"{why}; everything runs on the CPU")]

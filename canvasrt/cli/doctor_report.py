@@ -74,7 +74,7 @@ def secrets_of(environment: Mapping[str, str]) -> list[str]:
     named = [name for name, text in environment.items() if _SECRET.search(name) and len(text) > 5]
     found = [environment.get(name, "") for name in (*SECRETS, *named) if name != KEYS_FILE]
     with contextlib.suppress(KeyError, OSError, UnicodeDecodeError):
-        found.append(Path(environment[KEYS_FILE]).read_text(encoding="utf-8"))
+        found.append(Path(environment[KEYS_FILE]).read_text(encoding="utf-8-sig"))
     return [word for each in found for word in re.split(r"[,\s]+", each)]
 
 

@@ -155,7 +155,7 @@ KeepGraphs = Annotated[
     bool,
     typer.Option(
         "--keep-graphs",
-        help="Keep large graphs in the cache, for other targets and later builds for a CPU. By default, a graph is deleted once its engine is built.",
+        help="Keep large graphs in the cache, for other targets and later builds for a CPU. Without this option, a build deletes each graph once its engine exists.",
     ),
 ]
 DryRun = Annotated[

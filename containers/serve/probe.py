@@ -41,7 +41,7 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
     host = "127.0.0.1"
     health = environment.get("NIM_HEALTH_PORT", "").strip()
     given = (environment.get(name, "").strip() for name in ("NIM_SERVER_PORT", "NIM_HTTP_API_PORT"))
-    port = int(health or next(filter(None, given), API_PORT))
+    port = int(health or next(filter(str.isdecimal, given), API_PORT))
     mode = environment.get("NIM_SSL_MODE", "").strip().lower()
     connection: http.client.HTTPConnection
     if mode in ("tls", "mtls") and not health:  # the separate health port has no TLS

@@ -252,13 +252,15 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         ours = name.startswith("NIM_") or name in _BY_VARIABLE
         if not ours or not text.strip() or name == PASSTHROUGH:
             continue
+        if _SERVICE_LINK.search(f"{name}={text}"):
+            continue
         if name == _NO_DOWNLOAD:
             _read(name, read_switch, text)
         elif name in _BY_VARIABLE:
             option_name = _BY_VARIABLE[name]
             read = read_port if name in _PORTS else _OPTIONS[option_name].read
             found[option_name] = _read(name, read or str, text)
-        elif not _SERVICE_LINK.search(f"{name}={text}"):
+        else:
             raise UsageError(
                 f"{name} is not supported",
                 f"unset it; the supported NIM variables are {', '.join(VARIABLES)}",

@@ -280,7 +280,7 @@ def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
         *keyless.state.glob(f"tmp/canvasrt-*-{pid}-*"),
         *Path("/tmp").glob(f"canvasrt-*-{pid}-*"),
     ]
-    assert shared
+    assert [each for each in shared if not each.name.endswith("lock")]
     assert any((each / "http").is_socket() for each in scratch)
     assert not [each for each in shared + scratch if each.stat().st_mode & 0o077]
 

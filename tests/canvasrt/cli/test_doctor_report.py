@@ -27,7 +27,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("key-in-a-file\n")
+    keys.write_text("key-in-a-file\n", encoding="utf-8-sig")
     for name, text in {
         **SECRETS,
         "NIM_LOG_LEVEL": "DEBUG",

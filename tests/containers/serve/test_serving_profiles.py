@@ -237,8 +237,13 @@ def test_a_profile_can_be_requested(several: Bundle):
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
-    tmp_path: Path, engines: Bundle, gpus: list[Gpu], says: str
+    tmp_path: Path,
+    engines: Bundle,
+    gpus: list[Gpu],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr("canvasrt.machine._asked", lambda: ("", ""))
     bundle = load_bundle(make(tmp_path / "a", engines, "rtx-5090"))
     with pytest.raises(CanvasError, match=says) as caught:
         choose_profile(bundle, gpus=gpus)
