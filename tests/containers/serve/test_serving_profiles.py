@@ -35,7 +35,8 @@ RTX_3090 = Gpu("NVIDIA GeForce RTX 3090", 25 * GB, (8, 6), "580.1")
 
 @pytest.fixture(autouse=True)
 def _builders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every builder were installed, and the host an x86-64 one."""
+    """As if every builder were installed, and the host an x86-64 one without a GPU."""
+    monkeypatch.setattr("canvasrt.machine._asked", lambda: ("", ""))
     monkeypatch.setattr("canvasrt.extras.is_installed", lambda module: True)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
@@ -237,13 +238,8 @@ def test_a_profile_can_be_requested(several: Bundle):
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
-    tmp_path: Path,
-    engines: Bundle,
-    gpus: list[Gpu],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, engines: Bundle, gpus: list[Gpu], says: str
 ):
-    monkeypatch.setattr("canvasrt.machine._asked", lambda: ("", ""))
     bundle = load_bundle(make(tmp_path / "a", engines, "rtx-5090"))
     with pytest.raises(CanvasError, match=says) as caught:
         choose_profile(bundle, gpus=gpus)
