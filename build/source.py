@@ -18,6 +18,10 @@ from canvasrt.formats import FORMATS
 from canvasrt.recipes.recipe import load_recipe
 
 
+# A tensor that only a quantized weight has → the weight's format.
+_PARTS = {"weight_packed": "int4", "weight_scale_2": "nvfp4", "weight_scale": "fp8"}
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint, described by `checkpoint`, or the graph bundle `graphs`. `made_from` has the source's hashes.
@@ -64,10 +68,6 @@ def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
     if table and not FORMATS[table.format].rounds_inputs:  # as in export/prequantized.py
         found.setdefault(TABLE, table.format)
     return found
-
-
-# A tensor that only a quantized weight has → the weight's format.
-_PARTS = {"weight_packed": "int4", "weight_scale_2": "nvfp4", "weight_scale": "fp8"}
 
 
 def find_source(source: Path | str) -> Source:

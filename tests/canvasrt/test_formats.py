@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 NAMED_IN = {
     "canvasrt/formats.py",
     "export/quantize/quantizers.py",
+    "build/source.py",
     "export/modelopt.py",
     "export/compressed_tensors.py",
     # Experts over sorted rows: their kernels have a branch per format, and the plan refuses sizes that these kernels'
