@@ -17,7 +17,6 @@ from canvasrt.checkpoints.weight_names import DECODER, DOWN, ENCODER, GATE_UP, T
 from canvasrt.formats import FORMATS
 from canvasrt.recipes.recipe import load_recipe
 
-
 # A tensor that only a quantized weight has → the weight's format.
 _PARTS = {"weight_packed": "int4", "weight_scale_2": "nvfp4", "weight_scale": "fp8"}
 
