@@ -216,6 +216,11 @@ def test_text_before_calls_stays_before_them() -> None:
         "<|turn>model\n<|channel>thought\nhm\n<channel|>Let me see.<|tool_call>call:clock{}<tool_call|>"
         '<|tool_response>response:clock{value:<|"|>noon<|"|>}<tool_response|>'
     )
+    past = read_messages([*HELLO, {"role": "assistant", **told}, result, *HELLO]).messages
+    said, calls = past[len(HELLO) : len(HELLO) + 2]
+    # In earlier turns, the template keeps only thoughts of messages with calls.
+    assert (said["content"], calls["reasoning_content"]) == ("Let me see.", "hm")
+    assert "reasoning_content" not in said
 
 
 def test_what_is_sent_is_what_the_template_gets(ask):

@@ -163,6 +163,16 @@ def test_thoughts_and_calls_hold_no_stop_strings(opening: str, said: str, text: 
     assert sent[-1]["text"] == "".join(each["text"] for each in sent[:-1]) == text
 
 
+def test_an_echoed_prompt_hides_no_stop_string():
+    """Its control tokens are text, so the answer is no thought."""
+    tokenizer = Tokenizer(core(), None)
+    echoed = ReplyBuilder(
+        tokenizer, SamplingParams(), False, stops=["\n"], opening="<|channel>thought\n"
+    )
+    (reply,) = echoed.replies(Block(0, 0, 1, tokenizer.encode("\ntwo", False), "length"))[-1:]
+    assert (reply["finish_reason"], reply["text"]) == ("stop", "<|channel>thought\n")
+
+
 def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(eos_token_ids=(EOS,)), drafts=True)
     best, noisy = tokenizer.encode("46", False), tokenizer.encode("9b", False)
