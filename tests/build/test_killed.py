@@ -14,6 +14,7 @@ import pytest
 
 from canvasrt.bundle import load_bundle
 from canvasrt.calibration_prompts import CALIBRATED
+from tests.helpers import library
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1200)]
 
@@ -62,13 +63,12 @@ def start(cache: Path, out: Path, prompts: Path) -> subprocess.Popen[str]:
 
 
 def test_five_kills_change_no_byte(prompts: Path, tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole-cache", tmp_path / "whole", prompts)
+    whole_cache, cache = (library.empty_cache(tmp_path / each) for each in ("whole-cache", "cache"))
+    whole = start(whole_cache, tmp_path / "whole", prompts)
     said, _ = whole.communicate()
     assert whole.returncode == 0, said
     assert "calibrating for nvfp4-mixed: 2 prompts" in said
-    cache, out = tmp_path / "cache", tmp_path / "out"
-    cache.mkdir()
-    (cache / "traces").symlink_to(tmp_path / "whole-cache" / "traces")
+    out = tmp_path / "out"
     for place, is_there in PLACES.items():
         before = state_of(cache)
         build = start(cache, out, prompts)
