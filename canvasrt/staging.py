@@ -187,7 +187,7 @@ def remove_stale(folder: Path, name: str = "") -> None:
     """Remove partial folders in `folder` whose writer has ended. If `name` is given, remove only those for `name`."""
     for found in folder.glob(f".{glob.escape(name) or '*'}.partial-*"):
         pid = found.name.rpartition("-")[2]
-        if pid.isdigit() and not _is_running(int(pid)) and not _is_locked(found):
+        if pid.isdigit() and not _is_running(int(pid)) and not is_locked(found):
             shutil.rmtree(found, ignore_errors=True)
 
 
@@ -203,13 +203,13 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _is_locked(folder: Path) -> bool:
-    """Return whether a living process holds the folder's lock.
+def is_locked(path: Path) -> bool:
+    """Return whether a living process holds the lock of a folder or file.
 
     A process in another container may share the disk but not the process table.
     """
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:

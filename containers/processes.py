@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from canvasrt.children import signal_at_death_of
 from canvasrt.containers.names import SECRETS
+from canvasrt.staging import is_locked
 
 SHARED_MEMORY = Path("/dev/shm")
 # A secret that only the front end and the models inherit from this process.
@@ -74,21 +75,6 @@ def holding(name: str) -> Iterator[int]:
         remove_shm(name)
 
 
-def _is_held(name: str) -> bool | None:
-    """Return whether a server's files are in use; None if they have no lock."""
-    try:
-        held = os.open(SHARED_MEMORY / f"{name}lock", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(held)
-    return False
-
-
 def remove_shm(prefix: str) -> None:
     """Remove the shared memory files whose names start with `prefix`."""
     for file in SHARED_MEMORY.glob(f"{prefix}*"):
@@ -113,11 +99,14 @@ def remove_stale() -> None:
     pattern = re.compile(r"canvasrt-(\d+)-(\d+)-[0-9a-f]{8}-")
     for folder in (Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY):  # locks go last
         for path in sorted(folder.glob("canvasrt-*"), key=lambda each: each.name.endswith("lock")):
-            match = pattern.match(path.name)
-            if match is None or (held := _is_held(match[0])):
+            if (match := pattern.match(path.name)) is None:
+                continue
+            lock = SHARED_MEMORY / f"{match[0]}lock"
+            has_lock = lock.exists()  # before `is_locked`, since the lock may appear in between
+            if is_locked(lock):
                 continue
             # A server can outlive its parent until its last requests are finished.
-            if held is None and (
+            if not has_lock and (
                 match[1] != _pid_namespace() or is_running(int(match[2])) or processes_of(match[0])
             ):
                 continue
