@@ -15,6 +15,7 @@ from canvasrt.build import profile_ranges
 from canvasrt.bundle import Bundle, write_manifest
 from canvasrt.containers.package.package import package
 from canvasrt.pass_shapes import plan_passes
+from canvasrt.runtime.backends.compiled_kernels import PARTIAL
 from tests.helpers.fake_tensorrt import engine_file
 from tests.helpers.faulty import write_model
 
@@ -83,6 +84,12 @@ class Rehearsal:
     def forget(self) -> None:
         """Restart the count."""
         (self.folder / "state" / "events").unlink(missing_ok=True)
+
+
+def kernels_in(cache: Path) -> Path:
+    """Return the only file of compiled kernels. A process that was killed while it wrote one may have left a part."""
+    (whole,) = (each for each in (cache / "compiled").iterdir() if PARTIAL not in each.name)
+    return whole
 
 
 def rehearsal(

@@ -13,7 +13,7 @@ from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.package.sizes import _COMPILE_SECONDS, sizes_of
 from canvasrt.targets import find_target
 from tests.helpers import container_tools as tools
-from tests.helpers.rehearsal import rehearsal
+from tests.helpers.rehearsal import kernels_in, rehearsal
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.standin_image import (
     STANDIN_TAG,
@@ -67,7 +67,7 @@ def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
             said = tools.inside(docker, name, THREE_PROTOCOLS)
             assert said["http"] == said["grpc"] == said["openai"]
             assert "are not stored" not in json.dumps(docker.logs(name, 400))
-        (compiled,) = (cache / "compiled").iterdir()
+        compiled = kernels_in(cache)
         shapes = compiled.stat().st_size // PER_SHAPE
         assert compiled.stat().st_size > 256 << 20
         if start == "second":  # the shape that was being compiled may be lost
