@@ -92,7 +92,7 @@ def package(
             data = _of_image(image, sign is not None)
         else:
             options = options.on(base or releases.DEFAULT_BASE, python)
-            data = _of_context(packages.package(bundles, out, options=options), options)
+            data = _of_context(packages.package(bundles, out, options=options))
     emit(data, lambda console: console.print("\n".join(_lines(data))))
 
 
@@ -162,16 +162,18 @@ def _check(
         )
 
 
-def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
-    path = made.path.resolve()
+def _of_context(made: Bundle) -> dict[str, Any]:
+    from canvasrt.containers.package import releases
+
+    path, image = made.path.resolve(), made.manifest.options["image"]
     return {
         "path": str(path),
         "format": "context",
-        "tag": options.tag,
+        "tag": image["tag"],
         "digest": made.manifest.digest,
         "bytes": made.manifest.total_bytes,
-        "base": options.base,
-        "base_pinned": bool(options.base_digest),
+        "base": image["base"],
+        "base_pinned": bool(releases.digest_of_name(image["base"])),
         "model_repository": str(path / MODEL_REPOSITORY),
     }
 

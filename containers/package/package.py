@@ -300,6 +300,7 @@ def _write_manifest(
         "targets": [target_name(each.manifest) for each in described.values()],
         "image": {
             "tag": options.tag,
+            "base": options.base,
             "labels": settings_for([each.manifest for each in described.values()]).labels,
             "architecture": architecture_of([each.manifest for each in described.values()]),
         },

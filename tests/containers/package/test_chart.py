@@ -26,6 +26,7 @@ EVERYTHING = [
     "image.pullSecrets[0].name=registry",
     "networkPolicy.from[0].podSelector.matchLabels.app=gateway",
     "priorityClassName=high",
+    "runtimeClassName=nvidia",
     "tolerations[0].key=nvidia.com/gpu",
     "tls.existingSecret=certificates",
     "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
@@ -55,13 +56,15 @@ def test_helm_lints_every_target(tmp_path: Path) -> None:
 def test_objects_are_what_kubernetes_takes(tmp_path: Path, target: str) -> None:
     write_chart(tmp_path / "chart", "canvasrt:1", find_target(target))
     check_schemas(render(tmp_path / "chart"))
-    check_schemas(render(tmp_path / "chart", *EVERYTHING))
+    objects = render(tmp_path / "chart", *EVERYTHING)
+    check_schemas(objects)
+    assert pod(objects)["runtimeClassName"] == "nvidia"
 
 
 @pytest.mark.parametrize("release", ["on", "1e5", "a" * 53])
 def test_names_are_texts_of_a_length_that_kubernetes_takes(chart: Path, release: str) -> None:
     """A StatefulSet's pods have a label of its name, a dash and a hash of 10 characters."""
-    names = "priorityClassName=1,apiKeys.existingSecret=2,tls.existingSecret=3,cache.storageClass=4"
+    names = "priorityClassName=1,runtimeClassName=5,apiKeys.existingSecret=2,tls.existingSecret=3,cache.storageClass=4"
     result = helm("template", release, str(chart), "--set-string", names)
     objects = {each["kind"]: each for each in yaml.safe_load_all(result.stdout) if each}
     check_schemas(objects)

@@ -246,6 +246,19 @@ def test_a_base_that_may_change_is_noted(engines: Bundle, tmp_path: Path, comman
     assert json.loads(done.stdout)["base_pinned"] is (releases.NEWEST in releases.DIGESTS)
 
 
+def test_the_base_that_is_named_is_the_one_in_the_dockerfile(
+    relabelled: Relabelled, tmp_path: Path, command: Command
+) -> None:
+    """Engines of an older TensorRT get an older base."""
+    engines = relabelled("h100", "tensorrt", "11.1.0.106")
+    done = command("package", engines, "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert f"note: {releases.REPOSITORY}:26.07-py3 is a tag" in done.stdout
+    assert f"ARG BASE_IMAGE={releases.REPOSITORY}:26.07-py3\n" in (
+        tmp_path / "out" / "Dockerfile"
+    ).read_text("utf-8")
+
+
 def test_the_newest_release_is_the_default() -> None:
     assert releases.DEFAULT_BASE.startswith(f"{releases.REPOSITORY}:{releases.NEWEST}")
     tags = [tag for tag in releases.TENSORRT if tag.endswith("-py3")]
