@@ -20,11 +20,11 @@ from bench import results
 from bench.build import memory_of
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.bench import random_prompts
+from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
-from canvasrt.runtime.tables import pass_work
 
 PROMPT = 64
 WIDTH = 2048

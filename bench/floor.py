@@ -14,7 +14,7 @@ from bench.shape import Prepared
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.machine import gpus
-from canvasrt.runtime.tables import pass_work
+from canvasrt.runtime.bundle_facts import pass_work
 
 # The products that torch has on a GPU.
 _MEASURED = ("bf16", "fp8")

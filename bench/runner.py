@@ -16,6 +16,7 @@ from bench.shape import Prepared
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.bench import measure_round, random_prompts
+from canvasrt.runtime.bundle_facts import map_table
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.workspace import DeviceSegment
@@ -25,7 +26,6 @@ from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.runtime.tables import map_table
 
 WARM_UP = 4  # a call is captured when it occurs for the third time
 # The tokens of a canvas by routing, since equal tokens have the same experts: all of the vocabulary; a few, some of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.calibration import CalibrationNeeds
+from canvasrt.build.calibration_needs import CalibrationNeeds
 from canvasrt.build.expert_forms import Experts
 from canvasrt.build.memory import ENGINE_CODE, Weights
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, matrices

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canvasrt import extras
-from canvasrt.build.calibration import CalibrationNeeds, calibration_needs, prompts_of
+from canvasrt.build.calibration_needs import CalibrationNeeds, calibration_needs, prompts_of
 from canvasrt.build.expert_forms import SLOTS, Experts, find_experts
 from canvasrt.build.memory import Estimate, Weights, estimate
 from canvasrt.build.needs import Needs, builder_needs, builders_at_once, host_needs
@@ -26,6 +26,7 @@ from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
 from canvasrt.cache import load_checked
+from canvasrt.calibration_prompts import check_calibration
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import (
@@ -39,7 +40,6 @@ from canvasrt.defaults import (
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
 from canvasrt.pass_shapes import PassPlan, plan_passes
-from canvasrt.recipes.calibration import check_calibration
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.targets import Target, find_target
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.calibration import prompts_of
+from canvasrt.build.calibration_needs import prompts_of
 from canvasrt.build.graph_keys import graphs_from, lowered_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle
@@ -28,7 +28,7 @@ def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
 
 
 def reusable_graphs(plans: Sequence[Plan]) -> Bundle | None:
-    """Return the graphs that these plans of one precision share; None if a weight that the plans read is missing."""
+    """Return the graphs shared by these plans, which have one precision; None if a weight that the plans read is missing."""
     if plans[0].source.graphs is not None and not plans[0].quantizes:
         return plans[0].source.graphs
     return _cached(plans[0], partial(built_weights, plans))

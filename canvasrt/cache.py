@@ -1,4 +1,4 @@
-"""The cache of graphs and engines. The key is a hash of all inputs that determine the result."""
+"""The cache of graphs and engines. A key is a hash of all inputs that determine the result; callers choose these inputs."""
 
 from __future__ import annotations
 

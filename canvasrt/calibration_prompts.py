@@ -15,7 +15,7 @@ from canvasrt.cache import QUANTIZED_BY, versions
 from canvasrt.checkpoints import locate as checkpoints
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import MAX_CONTEXT, PREFILL_CHUNK
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.types import Json
@@ -33,6 +33,25 @@ _HINT = (
 
 # Maximum size in bytes of the keys and values of concurrent requests. Further requests wait.
 CACHE_BYTES = 4 * 10**9
+
+
+def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None:
+    """Check the option for calibration prompts.
+
+    Raises UsageError if there is a file although `is_calibrated` is false; the message says that `what` needs no
+    calibration. Raises CanvasError if the file does not exist.
+    """
+    if file is None:
+        return
+    if not is_calibrated:
+        raise UsageError(
+            f"--calibration has no effect: {what} needs no calibration",
+            "leave --calibration out, or choose a recipe that rounds activations",
+        )
+    if not file.expanduser().is_file():
+        raise CanvasError(
+            f"no calibration file at {file}", "give a JSONL file of prompts, or leave it out"
+        )
 
 
 def default_prompts(files: Mapping[str, str] | None) -> Path:
@@ -296,7 +315,7 @@ def _short(value: Any) -> str:
 
 
 # The two kinds of unfinished work, and the file with a calibration's result. That file is kept when the work ends, so
-# that graphs made again get the same calibrated scales, even with a different number of layers per segment.
+# that graphs that are made again get the same calibrated scales, even with a different number of layers per segment.
 CALIBRATIONS, QUANTIZATIONS = "calibrations", "quantizations"
 CALIBRATED = "calibrated.json"
 

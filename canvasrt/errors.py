@@ -7,8 +7,8 @@ from typing import ClassVar
 class CanvasError(Exception):
     """A mistake in the input or the environment. `message` says what is wrong, and `hint` what to do about it.
 
-    An unreadable or invalid file is a CanvasError and not a UsageError, because the same command works once the file is
-    corrected.
+    Both texts are written where the error is raised. An unreadable or invalid file is a CanvasError and not a
+    UsageError, because the same command works once the file is corrected.
 
     log: last lines of a log that explains the error, if the user has not seen it.
     """

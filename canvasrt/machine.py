@@ -102,7 +102,7 @@ def _asked() -> tuple[str, str]:
         return "", ""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        # Without persistence mode, the driver starts each GPU, which can take seconds.
+        # Without persistence mode, the driver has to initialize each GPU, which can take seconds.
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         return "", str(error)

@@ -22,8 +22,8 @@ from canvasrt.build.reuse import built_weights
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
 from canvasrt.cache import GraphCache, lock_graphs
+from canvasrt.calibration_prompts import check_calibration
 from canvasrt.formats import PLAIN
-from canvasrt.recipes.calibration import check_calibration
 from canvasrt.recipes.recipe import Recipe
 from canvasrt.staging import check_output, remove_stale
 from canvasrt.targets import Target, find_target

@@ -19,6 +19,7 @@ from canvasrt.calibration_prompts import (
     CALIBRATIONS,
     QUANTIZATIONS,
     CalibrationPrompts,
+    check_calibration,
     work_of,
 )
 from canvasrt.checkpoints.config import Layer, ModelConfig
@@ -36,9 +37,8 @@ from canvasrt.export.quantize.quantize import Quantizer, counted
 from canvasrt.export.quantize.stored_weights import CheckpointWeights
 from canvasrt.export.segments import EMBEDDING_FILE, SegmentModule, segments
 from canvasrt.export.weights import weights
-from canvasrt.graphs.table import embedding_entry
+from canvasrt.graphs.embedding_table import embedding_entry
 from canvasrt.progress import counter
-from canvasrt.recipes.calibration import check_calibration
 from canvasrt.recipes.recipe import Recipe
 from canvasrt.staging import check_output, staging
 
@@ -67,7 +67,7 @@ def export_graphs(
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
         calibration: a JSONL file of prompts that calibrate the recipe, or a quantized checkpoint that has no activation
         scales. By default, canvasrt's own prompts are used.
-        recipe: how to quantize weights while bf16 graphs are exported. The result equals that of `quantize_graphs`.
+        recipe: how to quantize the weights during a bf16 export. The result equals that of `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and if
     `out` is not empty. A call that fails does not write `out`. Its progress in calibrating and quantizing stays in the

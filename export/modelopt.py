@@ -117,7 +117,7 @@ def read_codes(weight: Weight) -> StoredCodes | None:
         other = next(part for part in others if formats[part] != formats[first])
         raise CanvasError(
             f"{first} is {_said(formats[first])} and {other} is {_said(formats[other])},"
-            " but they are one product in the graph",
+            " but the graph computes them as one matrix product",
             "quantize the bf16 checkpoint with canvasrt instead",
         )
     (format,) = kinds

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from canvasrt.export import traces
+from canvasrt.export import trace_cache
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.weights import Weight
 from canvasrt.graphs import external
@@ -73,7 +73,7 @@ def trace(
             each.metadata_props.clear()
         return model
 
-    return traces.kept(module, inputs, [*input_names, *output_names], make)
+    return trace_cache.kept(module, inputs, [*input_names, *output_names], make)
 
 
 def _scoped_name(node: ir.Node) -> str:

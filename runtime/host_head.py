@@ -11,7 +11,7 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.tables import Table, host_dtype
+from canvasrt.runtime.bundle_facts import Table, host_dtype
 
 # maximum number of rows of the embedding table to convert to float32 at a time
 _ROWS = 1 << 15

@@ -15,12 +15,12 @@ from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import GEOMETRY
 from canvasrt.pass_shapes import canvas_sizes
 from canvasrt.runtime.body_inputs import Capacity, Geometry, expert_slots, rounded
+from canvasrt.runtime.bundle_facts import Table, map_table
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds, token_feeds
 from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
-from canvasrt.runtime.tables import Table, map_table
 
 
 @dataclass

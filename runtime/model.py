@@ -15,6 +15,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import PREFILL_CHUNK
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.bundle_facts import Table
 from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import (
     Counters,
@@ -26,7 +27,6 @@ from canvasrt.runtime.passes import (
     Saved,
 )
 from canvasrt.runtime.pictures import Picture
-from canvasrt.runtime.tables import Table
 
 InputT = TypeVar("InputT", EncodeInput, DenoiseInput)
 BatchT = TypeVar("BatchT")

@@ -9,11 +9,11 @@ from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.cache import cache_folder, key_of
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import memory_bytes
+from canvasrt.runtime.bundle_facts import max_context as supported_context
+from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.host_model import HostModel
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.tables import max_context as supported_context
-from canvasrt.runtime.tables import pass_work
 
 DEVICES = ("cpu", "cuda")
 

@@ -12,7 +12,7 @@ from canvasrt.console import duration, emit, progress, size
 from canvasrt.defaults import MAX_BATCH, SLOTTED
 
 if TYPE_CHECKING:
-    from canvasrt.build.calibration import CalibrationNeeds
+    from canvasrt.build.calibration_needs import CalibrationNeeds
     from canvasrt.build.plan import Plan
     from canvasrt.bundle import Bundle
 

@@ -40,8 +40,8 @@ def quantize(
 
     Recipes that quantize activations are calibrated: the model generates from prompts.
     """
+    from canvasrt.calibration_prompts import check_calibration
     from canvasrt.extras import require
-    from canvasrt.recipes.calibration import check_calibration
     from canvasrt.recipes.recipe import load_recipe
 
     recipe = load_recipe(precision)

@@ -191,18 +191,18 @@ def _show(
 
 def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
     """Print the verdict, the limits, and the largest differences."""
-    from canvasrt.fidelity import tables
+    from canvasrt.fidelity.sections import BRIEF, sections, small, verdict
 
     overall = quality["steps"]["all"]
     console.print(
         f"against {reference}: {overall['argmax_agreement']:.2%} of {overall['positions']:,} positions have the same"
-        f" best token; the entropy differs by {tables.small(overall['entropy_error_mean'])} nats on average,"
-        f" at most by {tables.small(overall['entropy_error_max'])}"
+        f" best token; the entropy differs by {small(overall['entropy_error_mean'])} nats on average,"
+        f" at most by {small(overall['entropy_error_max'])}"
     )
-    for each in tables.sections({**quality, "decisions": None}):
-        if each["title"] in tables.BRIEF:
+    for each in sections({**quality, "decisions": None}):
+        if each["title"] in BRIEF:
             show_section(console, {**each, "note": ""})
-    console.print(f"\n{tables.verdict(quality)}")
+    console.print(f"\n{verdict(quality)}")
 
 
 def _draw_decisions(console: Any, read: dict[str, Any]) -> None:

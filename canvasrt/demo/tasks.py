@@ -17,7 +17,7 @@ from typing import Literal
 
 Split = Literal["train", "held-out"]
 
-# The longest answer, a count of 31 numbers, takes nearly three blocks.
+# The longest answer, counting through 31 numbers, takes nearly three blocks.
 MAX_NEW_TOKENS = 128
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"

@@ -17,9 +17,9 @@ from canvasrt.bundle import Bundle
 from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.runtime.backends.onnxruntime import OrtBackend, OrtSegment
+from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.engine import Arrays
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.tables import pass_work
 
 if TYPE_CHECKING:
     import onnx_ir as ir

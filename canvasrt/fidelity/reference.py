@@ -39,7 +39,7 @@ class ReferenceRow:
 
 
 class ReferenceModel:
-    """A model for `canvasrt.runtime.generator`. transformers computes its network.
+    """A model for `canvasrt.runtime.generator` whose network is computed by transformers.
 
     Where other models pass hidden states from step to step, this one passes the canvas, int64 `[canvas]`.
     """

@@ -9,7 +9,7 @@ from canvasrt.extras import require
 from canvasrt.fidelity.plots import plots
 from canvasrt.fidelity.reliability import calibration_verdict, diagram, reliability_sections
 from canvasrt.fidelity.report import finite
-from canvasrt.fidelity.tables import sections, subject, verdict, versions
+from canvasrt.fidelity.sections import sections, subject, verdict, versions
 from canvasrt.pages import render_page
 from canvasrt.staging import check_output, staging
 from canvasrt.types import Json

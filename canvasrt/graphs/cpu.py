@@ -11,10 +11,10 @@ import onnx_ir as ir
 from canvasrt.defaults import GEOMETRY
 from canvasrt.graphs.cpu_experts import split_experts
 from canvasrt.graphs.cpu_sampler import shorten_sampler
+from canvasrt.graphs.embedding_table import split_table
 from canvasrt.graphs.geometry import split_geometry
 from canvasrt.graphs.nbits import use_nbits
 from canvasrt.graphs.simplify import simplify_layers
-from canvasrt.graphs.table import split_table
 
 
 def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[Path], Path]:

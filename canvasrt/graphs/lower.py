@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from canvasrt.bundle import Bundle
 from canvasrt.formats import ALL_CODES, Codes, NumberFormat, rounding_format
-from canvasrt.graphs import external, lowbits, table
+from canvasrt.graphs import embedding_table, external, lowbits
 from canvasrt.graphs.edit import drop_unused, input_of, insert, sizes_of
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.names import CODES, DOMAIN, SCALES, TABLE_VALUES, UNPACK
@@ -52,7 +52,10 @@ def lower(
         report("lowering graphs for a CPU", number, len(files))
         write(graphs.file(name), out / name)
     (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
-    return {**table.embedding_entry(out / head), **table.host_head_of(graphs.manifest.embedding)}
+    return {
+        **embedding_table.embedding_entry(out / head),
+        **embedding_table.host_head_of(graphs.manifest.embedding),
+    }
 
 
 def lower_graph(source: Path, out: Path) -> None:
@@ -85,7 +88,7 @@ def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if name == TABLE_VALUES:  # stays: `table` rewrites it later
+        if name == TABLE_VALUES:  # stays: `embedding_table` rewrites it later
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()

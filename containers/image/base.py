@@ -185,7 +185,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
     if architecture is not None and base.architecture != architecture:
         raise CanvasError(
             f"the base image {path} is for {base.architecture}, but the engines need {architecture}",
-            f"use the image of that platform: skopeo copy --override-arch {architecture} …",
+            f"use the image for that platform: skopeo copy --override-arch {architecture} …",
         )
     return base
 
@@ -332,7 +332,7 @@ def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
         names = ", ".join(each["platform"]["architecture"] for each in images)
         raise CanvasError(
             f"the base image {path} is for {names}, but the engines need {architecture}",
-            f"use the image of that platform: skopeo copy --override-arch {architecture} …",
+            f"use the image for that platform: skopeo copy --override-arch {architecture} …",
         )
     raise CanvasError(
         f"{path} contains {len(fitting)} images",

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from canvasrt.containers.logs import Seldom
-from canvasrt.containers.openai.parse_turns import Turns
+from canvasrt.containers.openai.fair_parsing import Turns
 
 log = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ def package(
     if options.wheels and "tensorrt" in backends and options.tensorrt is None:
         raise CanvasError(
             f"--wheels needs the TensorRT version of {options.base}, which is not known",
-            f"give one of known version, such as --base {releases.REPOSITORY}:{next(iter(releases.TENSORRT))}",
+            f"give a base image whose version is known, such as --base {releases.REPOSITORY}:{next(iter(releases.TENSORRT))}",
         )
     pins = requirements(backends, options.python, architecture)
     platform = (options.python, architecture)

@@ -25,7 +25,7 @@ def check_settings(settings: Settings) -> None:
     if settings.front.json_logs and settings.log_file is not None:
         raise UsageError("--json-logs writes to stderr, but --log names a file", "leave out one")
     if settings.log and not Path(settings.log).parent.is_dir():
-        raise UsageError(f"the folder of --log {settings.log} does not exist", "create it first")
+        raise UsageError(f"the folder for --log {settings.log} does not exist", "create it first")
     if settings.tls is not None:
         _check_tls_files(**settings.tls)
 

@@ -29,7 +29,7 @@ _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
 _POLL = 0.05
 _SILENCE = 10.0  # seconds without a heartbeat of the event loop after which the process is replaced
 _FIRST_BEAT = 60.0  # seconds without a heartbeat after which a starting process is replaced
-_END = 5.0  # seconds for an idle process to exit
+_END = 5.0  # seconds that an idle process has to exit
 _BEFORE_REQUESTS = ("starting", "building", "loading")  # phases in which no request is accepted
 
 

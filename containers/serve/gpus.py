@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 def check_gpus(settings: Settings) -> None:
     """Raise UsageError for `--device` and `--devices` that contradict each other."""
     if settings.devices not in (None, "all"):
-        raise UsageError(f"--devices is {settings.devices!r}", "give all, or one GPU with --device")
+        raise UsageError(
+            f"--devices is {settings.devices!r}",
+            "give --devices all, or choose one GPU with --device",
+        )
     if settings.devices and settings.device:
         raise UsageError("--device names one GPU, and --devices all takes every one", "give one")
 

@@ -221,7 +221,7 @@ def read_settings(
     """Return the settings. The command line takes precedence over passthrough arguments, and these over the
     environment.
 
-    Each mapping has options, keyed by name; an option that is None is absent. Raises UsageError for a wrong value.
+    Each mapping has options, keyed by name; an option that is None is absent. Raises UsageError for an invalid value.
     `check_settings` checks for contradictions.
     """
     environment = os.environ if environment is None else environment

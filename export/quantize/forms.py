@@ -25,6 +25,7 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.embedding_table import EmbeddingTable, Projection
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantized_weight import (
     BFLOAT16,
@@ -40,7 +41,6 @@ from canvasrt.export.quantize.quantized_weight import (
     add_initializer,
     dtype_of,
 )
-from canvasrt.export.quantize.table import EmbeddingTable, Projection
 from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import external, lowbits

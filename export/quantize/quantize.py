@@ -43,8 +43,8 @@ from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import lowbits
+from canvasrt.graphs.embedding_table import embedding_entry, host_head_of
 from canvasrt.graphs.external import Stored
-from canvasrt.graphs.table import embedding_entry, host_head_of
 from canvasrt.progress import counter
 from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, link_or_copy, staging

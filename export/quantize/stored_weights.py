@@ -16,7 +16,7 @@ from canvasrt.checkpoints.weight_names import TABLE, global_name
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.segments import SegmentModule, segments
 from canvasrt.export.weights import check_finite, weights
-from canvasrt.runtime.tables import map_table
+from canvasrt.runtime.bundle_facts import map_table
 
 _PIECE = 1 << 24  # bytes
 _DTYPES = {ir.DataType.FLOAT: torch.float32, ir.DataType.BFLOAT16: torch.bfloat16}

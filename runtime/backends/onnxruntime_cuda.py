@@ -18,8 +18,8 @@ from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.bundle_facts import host_dtype
 from canvasrt.runtime.engine import EngineCall
-from canvasrt.runtime.tables import host_dtype
 
 PROVIDER = "CUDAExecutionProvider"
 # ONNX's element types → the dtype's name in NumPy or ml_dtypes, and the type's number in ONNX.

@@ -14,8 +14,8 @@ import numpy as np
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import BLOCK_ROWS, SLOT_SIZES
+from canvasrt.runtime.bundle_facts import host_dtype
 from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
-from canvasrt.runtime.tables import host_dtype
 from canvasrt.sorted_rows.description import (
     CARRIED,
     COUNTS,

@@ -19,8 +19,8 @@ from canvasrt.machine import BUILDER_MODULES
 from canvasrt.runtime.backends.compiled_kernels import CompiledKernels
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import SharedBuffers, SortedEngine
+from canvasrt.runtime.bundle_facts import host_dtype
 from canvasrt.runtime.engine import Engine, EngineCall
-from canvasrt.runtime.tables import host_dtype
 from canvasrt.sorted_rows.description import SORTED_SUFFIX
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.engine_profiles import passes_taken
 from canvasrt.pass_shapes import PassPlan, PassShape, canvas_sizes
+from canvasrt.runtime.bundle_facts import Table, map_table
 from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
 from canvasrt.runtime.gpu.device_cache import DeviceRow, Resident
 from canvasrt.runtime.gpu.launches import Launches, OwnPasses, Pass, too_full, upload_inputs
@@ -26,7 +27,6 @@ from canvasrt.runtime.gpu.workspace import DeviceSegment, Workspace, WorkspaceSi
 from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
-from canvasrt.runtime.tables import Table, map_table
 
 _log = logging.getLogger(__name__)
 # How often a call must run to be captured as a graph: the first run is not captured.

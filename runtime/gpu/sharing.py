@@ -81,8 +81,8 @@ def digest(model: DeviceModel) -> str:
 
 
 class _Trial:
-    """Compares a request's results. `differs` maps a width of own passes, or 0 for shared passes, to the first
-    difference found there."""
+    """Compares a request's results. `differs` holds the first difference of each kind of pass; its key is the width of a
+    request's own pass, or 0 for shared passes."""
 
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)

@@ -12,10 +12,11 @@ import pytest
 
 from bench.build import memory_of
 from bench.synthetic import config_of
-from canvasrt.build import calibration, checks
+from canvasrt.build import calibration_needs as calibration
+from canvasrt.build import checks
 from canvasrt.build import needs as host
 from canvasrt.build import plan as plans
-from canvasrt.build.calibration import CalibrationNeeds, calibration_needs
+from canvasrt.build.calibration_needs import CalibrationNeeds, calibration_needs
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan, plan
 from canvasrt.build.precision import parse_precision

@@ -25,7 +25,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.__main__ import _config
 from canvasrt.containers.openai.connections import RESERVED, Places
-from canvasrt.containers.openai.parse_turns import TURN, Turns
+from canvasrt.containers.openai.fair_parsing import TURN, Turns
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.helpers.alone import Alone, connect, is_open
 from tests.helpers.serving import eventually, needs_triton

@@ -19,9 +19,9 @@ import numpy as np
 
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.backends.tensorrt import NUMPY_DTYPES
+from canvasrt.runtime.bundle_facts import host_dtype
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.device_cache import ALIGNMENT
-from canvasrt.runtime.tables import host_dtype
 from tests.helpers.fake_engine import FakeDevice, FakeEngine
 
 ACTIVATIONS = 4096

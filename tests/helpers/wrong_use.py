@@ -183,7 +183,7 @@ WRONG = {
     "serve b --ssl-mode on": "--ssl-mode is 'on': not one of disabled",
     "serve b --served-model-name ,": "--served-model-name is ',': contains no name",
     "serve b --json-logs --log file": "--json-logs writes to stderr",
-    "serve demo --log nowhere/x": "the folder of --log nowhere/x does not exist",
+    "serve demo --log nowhere/x": "the folder for --log nowhere/x does not exist",
     "serve demo --port 9000 --grpc-port 9000": "--port and --grpc-port are both 9000",
     "serve demo --metrics-port 8000": "--port and --metrics-port are both 8000",
     "serve demo --ssl-key k": "--ssl-key has no effect without --ssl-mode",

@@ -11,11 +11,11 @@ from canvasrt.build.options import BuildOptions
 from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
+from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Block, Draft, Finished, Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.runtime.tables import pass_work
 
 BASE = SamplingParams(
     max_new_tokens=64, max_denoising_steps=11, entropy_bound=1.0, confidence_threshold=1.0

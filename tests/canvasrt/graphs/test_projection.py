@@ -16,9 +16,9 @@ from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.quantizers import form_of, quantize_in_parts
 from canvasrt.graphs import lowbits
+from canvasrt.graphs.embedding_table import embedding_entry
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
-from canvasrt.graphs.table import embedding_entry
 from tests.helpers import quantized as shared
 from tests.helpers.quantized import dequantize, quantize_file
 from tests.helpers.rounding import from_e4m3, to_e4m3

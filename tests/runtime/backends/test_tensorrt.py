@@ -14,13 +14,13 @@ from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
 from canvasrt.runtime.backends import tensorrt
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend, check_target
+from canvasrt.runtime.bundle_facts import host_dtype
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.runtime.tables import host_dtype
 from tests.helpers.fake_tensorrt import (
     API,
     FakeCudaDevice,

@@ -22,7 +22,8 @@ PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
 def kept(
     module: nn.Module, inputs: Mapping[str, Any], names: list[str], make: Callable[[], ir.Model]
 ) -> ir.Model:
-    """Return the graph that `make` traces. If a module of the same structure was traced before, take it from the cache.
+    """Return the graph that `make` traces. If a module of the same structure was traced before,
+    take its graph from the cache.
 
     Args:
         inputs: example values, whose shapes and dtypes determine the graph.

@@ -14,12 +14,12 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
-from canvasrt.graphs import lowbits, table
+from canvasrt.graphs import embedding_table, lowbits
+from canvasrt.graphs.embedding_table import embedding_entry, split_table
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
 from canvasrt.graphs.names import TABLE_VALUES
-from canvasrt.graphs.table import embedding_entry, split_table
-from canvasrt.runtime.tables import map_table
+from canvasrt.runtime.bundle_facts import map_table
 from tests.helpers import quantized as shared
 from tests.helpers.quantized import dequantize, quantize_file
 
@@ -128,7 +128,7 @@ def test_in_pieces_it_computes_the_same(
     plain_graphs: Bundle, lowered: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     size = 96 * plain_graphs.manifest.model.hidden_size * 4
-    monkeypatch.setattr(table, "TABLE_PIECE_BYTES", -(-size // pieces))
+    monkeypatch.setattr(embedding_table, "TABLE_PIECE_BYTES", -(-size // pieces))
     edited = ir.load(lowered)
     before = (lowered.parent / "embedding.bin").read_bytes()
     assert split_table(edited)
