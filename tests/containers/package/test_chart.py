@@ -18,25 +18,22 @@ from tests.helpers.helm import check_schemas, helm, needs_helm, render
 
 pytestmark = needs_helm
 
+PEERS = (
+    "networkPolicy.from[0].podSelector.matchLabels.app=gateway",
+    "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
+)
 EVERYTHING = [
     "autoscaling.enabled=true",
     "serviceMonitor.enabled=true",
     "apiKeys.existingSecret=keys",
     "args={--exit-timeout=20}",
     "image.pullSecrets[0].name=registry",
-    "networkPolicy.from[0].podSelector.matchLabels.app=gateway",
     "priorityClassName=high",
     "runtimeClassName=nvidia",
     "tolerations[0].key=nvidia.com/gpu",
     "tls.existingSecret=certificates",
-    "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
+    *PEERS,
 ]
-
-
-PEERS = (
-    "networkPolicy.from[0].podSelector.matchLabels.app=gateway",
-    "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
-)
 GIB = 1 << 30
 
 
