@@ -51,9 +51,9 @@ def test_a_start_ends_in_time_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start's first step may take all of its time; the others wait for a start in which their minutes are left."""
-    slow = "import sys, time; print('began', flush=True); open(sys.argv[1], 'a').write('x'); time.sleep(600)"
+    slow = ("sh", "-c", "echo began; printf x >> $0; sleep 600", "{out}")
     steps = {
-        "slow": ((sys.executable, "-c", slow, "{out}"), 0.05),
+        "slow": (slow, 20),
         "long": ((sys.executable, "-c", "pass"), 20),
         "quick": ((sys.executable, "-c", "pass"), 1),
     }
@@ -65,7 +65,8 @@ def test_a_start_ends_in_time_and_the_next_goes_on(
         return {name: each["how"] for name, each in said.items()}
 
     assert started(0.03) == {"slow": "goes on at the next start"}
-    cut = {"slow": "cut off after 0.05 minutes", "quick": "done"}
+    steps["slow"] = (slow, 0.03)
+    cut = {"slow": "cut off after 0.03 minutes", "quick": "done"}
     assert started(9) == cut
     assert started(9) == cut | {"long": "done"}
     assert (tmp_path / "slow.log").read_text().count("began") == 2
@@ -119,12 +120,8 @@ def test_what_lacks_a_package_has_failed(
 def test_what_a_step_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe's tries and the builder are processes of their own, and could keep the GPU busy during the next step."""
     file = tmp_path / "child"
-    code = (
-        "import subprocess, sys, time; "
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
-        f"open({str(file)!r}, 'w').write(str(child.pid)); time.sleep(600)"
-    )
-    monkeypatch.setattr(hour, "STEPS", {"slow": ((sys.executable, "-c", code), 0.03)})
+    command = ("sh", "-c", "sleep 600 & echo $! > $0; wait", str(file))
+    monkeypatch.setattr(hour, "STEPS", {"slow": (command, 0.03)})
     hour.measure(tmp_path, tmp_path, "slow")
     assert not is_running(int(file.read_text()))
 
