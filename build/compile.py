@@ -150,7 +150,8 @@ def compile_graph(job: Job, children: Children | None = None) -> int | None:
         )
     said = errors[0] if errors else f"it ended with code {process.returncode} without a message"
     raise CanvasError(
-        f"{name}: {job.module} built no engine: {said}", "--debug shows the builder's full log"
+        f"{name}: {job.module} failed to build an engine: {said}",
+        "--debug shows the builder's full log",
     )
 
 

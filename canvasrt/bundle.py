@@ -242,7 +242,7 @@ def load_bundle(
     wanted = (kind,) if isinstance(kind, str) else kind
     if wanted and manifest.kind not in wanted:
         raise CanvasError(
-            f"{path} is a bundle of {manifest.kind}; this needs {' or '.join(wanted)}",
+            f"{path} is a bundle of {manifest.kind}, but {' or '.join(wanted)} are needed here",
             _HOW_TO_MAKE[wanted[0]],
         )
     bundle = Bundle(path, manifest)

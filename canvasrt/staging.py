@@ -114,7 +114,7 @@ def disk_full_error(out: Path) -> CanvasError:
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """Hard-link a file, which takes no space. Copy it if the destination is on another disk."""
+    """Hard-link a file, so that it takes no more space. Copy it if the destination is on another disk."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source.resolve(), destination)

@@ -211,7 +211,7 @@ def folded_attention(
             # Adding this zero makes this part depend on the previous one. Otherwise TensorRT would compute all scores
             # at the same time.
             part = part + parts[-1][:, :, :1, :1, :1] * zero
-        # With a size of −1, TensorRT would reserve memory for the product of all dynamic sizes.
+        # All sizes are given: for a −1, TensorRT would reserve memory for the product of all dynamic sizes.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)

@@ -120,7 +120,7 @@ class Model(ABC):
         if not self.has_vision:
             raise CanvasError(
                 "messages have images, and the engines have no vision tower",
-                "send text, or serve engines of a checkpoint that has one, for a GPU with room for it",
+                "send only text, or serve engines with a vision tower: of a checkpoint that has one, for a GPU with enough memory",
             )
 
     def check_pictures(self, pictures: Sequence[Picture]) -> None:

@@ -155,7 +155,7 @@ KeepGraphs = Annotated[
     bool,
     typer.Option(
         "--keep-graphs",
-        help="Keep large graphs in the cache, for other targets and later builds for a CPU. Without this option, a build deletes each graph once its engine exists.",
+        help="Keep large graphs in the cache, for other targets and later builds for a CPU. Without this option, a build deletes the weights of large graphs once their engines exist.",
     ),
 ]
 DryRun = Annotated[

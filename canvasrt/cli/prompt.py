@@ -66,7 +66,7 @@ class PromptInput:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The text as a chat, after the system message if there is one."""
+        """The text as a chat, preceded by the system message if there is one."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, {"role": "user", "content": self.text}]
 

@@ -34,8 +34,7 @@ AT_LEAST = ("argmax_agreement",)
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One limit and its measurement. If this run could not measure it, the measurement is None and the check
-    succeeds."""
+    """One limit and its measurement, which is None if this run could not measure it. The check then succeeds."""
 
     name: str
     what: str

@@ -40,7 +40,7 @@ class GpuRates:
     measured: str = ""
 
     def rate(self, format: str) -> float:
-        """Return the peak rate of products in a format, in operations per second."""
+        """Return the peak rate of matrix products in a format, in operations per second."""
         for each in _WIDER[format]:
             if each in self.rates:
                 return self.rates[each]

@@ -172,7 +172,7 @@ class SortedSegment:
     """A body segment as pieces, between which kernels compute the experts.
 
     Attributes:
-        pieces: file and SHA-256 of each piece's engine. There is one more piece than layers.
+        pieces: file and SHA-256 of each piece's engine. There is one more piece than there are layers.
         weights: the file of all layers' stacks, in order.
         kernels: images by kernel name and compute capability, such as `8.9`.
         tile: the numbers of rows and outputs per program for which kernels were compiled.

@@ -69,7 +69,7 @@ class OpenAIClient:
         with self._reply("POST", path, body) as reply:
             for line in reply:
                 data = line.decode().strip().removeprefix("data:").strip()
-                # Other lines of a stream of events. What is no such stream is not skipped, but named below.
+                # Skip the lines of an event stream that hold no data. A reply that is not an event stream fails below.
                 if data in ("", "[DONE]") or data.startswith((":", "event:", "id:", "retry:")):
                     continue
                 chunk = json.loads(data)

@@ -282,7 +282,7 @@ def signed_digest(path: Path, alone: bool = False) -> str:
             digest = "sha256:" + hashlib.sha256(config).hexdigest()
     if alone and more:
         raise CanvasError(
-            f"{path} contains more than the signed image: other programs may take another one from it",
+            f"{path} contains more than the signed image, so another program may load a different image from it",
             "verify the file or folder that `canvasrt package` wrote, or a copy of it",
         )
     return digest

@@ -82,7 +82,7 @@ def _response_format(request: Sampling) -> Iterator[Format]:
         names = ("name", "schema", "strict", "description")
         given, field = known(given, names, path, GENERATION, ignored), "schema"
     if kind == "json_object" and given.get("schema") is not None:
-        kind = "json_schema"  # llama.cpp, too, accepts a schema with this type
+        kind = "json_schema"  # as in llama.cpp, this type may come with a schema
     if kind == "json_object":
         yield Format({"type": kind}, path)
     elif kind != "text":

@@ -134,7 +134,7 @@ class Upstream:
         return self._stub.ModelStreamInfer()
 
     def _deadline(self, parameters: Mapping[str, int | str]) -> float | None:
-        """Return a request's deadline in monotonic seconds."""
+        """Return a request's deadline, in seconds of the monotonic clock."""
         if self._timeout is None:
             return None
         arrived = parameters.get(ARRIVED)

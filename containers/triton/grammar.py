@@ -54,7 +54,7 @@ def read_grammar(
     """Return the initial state of a grammar. Raises CanvasError, which names the mistake, if the grammar is invalid."""
     if tokenizer is None:
         raise CanvasError(
-            "the model has no tokenizer, so it cannot follow grammars", "leave it out"
+            "the model has no tokenizer, so it cannot follow grammars", "leave out the grammar"
         )
     if len(text) > MAX_GRAMMAR:
         raise CanvasError(f"grammar has {len(text)} characters", f"give at most {MAX_GRAMMAR}")

@@ -157,7 +157,10 @@ def chosen_prompt(values: Mapping[str, Any]) -> str:
     if not given:
         raise CanvasError("the request has no prompt", f"send one of {names}")
     if len(given) > 1:
-        raise CanvasError(f"the request has {' and '.join(given)}", f"send only one of {names}")
+        raise CanvasError(
+            f"the request has more than one prompt: {' and '.join(given)}",
+            f"send only one of {names}",
+        )
     return given[0]
 
 

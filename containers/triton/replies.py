@@ -69,7 +69,7 @@ class ReplyBuilder:
     """Builds the replies of one request for text.
 
     A reply has all outputs except three: `canvas` is only in drafts, `block_scores` must be requested, and
-    `stop_string` is only in an answer that a stop string ended. Without a tokenizer, texts are empty. `drafts`: also
+    `stop_string` is only in an answer that a stop string ended. Without a tokenizer, all text is empty. `drafts`: also
     send the canvas after every step. `only_final`: send only the result. The text begins with `opening`, and is cut
     before the first stop string. `control`: keep control tokens in the text. `prompt`: the prompt's tokens.
     `prompt_scores`: holds the log-probabilities of these tokens once a block is finished. `silent`: leave out the

@@ -244,7 +244,7 @@ class _Reader:
         self.model.check_vision()
         if len(budgets) not in (1, len(files)):
             raise CanvasError(
-                f"image_tokens has {len(budgets)} numbers for {len(files)} images",
+                f"image_tokens has {len(budgets)} numbers, but the request has {len(files)} images",
                 "send one for all of them, or one for each",
             )
         budgets = budgets * len(files) if len(budgets) == 1 else budgets

@@ -82,7 +82,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
     if not 0 < count <= MAX_ARRAYS or count * len(json.dumps(values)) > MAX_BYTES:
         shown = count if count <= MAX_ARRAYS else f"more than {MAX_ARRAYS}"
         raise CanvasError(
-            f"{path} has uniqueItems that {shown} arrays satisfy",
-            f"let 1 to {MAX_ARRAYS} short ones satisfy it, or leave out uniqueItems",
+            f"{path}: {shown} arrays satisfy its uniqueItems",
+            f"allow 1 to {MAX_ARRAYS} short arrays, by its enum and maxItems, or leave out uniqueItems",
         )
     return [list(each) for size in sizes for each in permutations(values, size)]

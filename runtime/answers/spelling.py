@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-TURNS = 2.0  # from this rank on, the search alternates between ranks
+TURNS = 2.0  # ranks from here up take turns: each time one is chosen, it moves back in the order
 _QUOTE = 0.5
 _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
 # These characters come first, because formats such as dates, addresses and URLs need them.

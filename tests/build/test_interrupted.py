@@ -78,7 +78,7 @@ def test_a_disk_that_fills_up_under_an_engine_is_an_error(tmp_path: Path) -> Non
     sizes = {"all": {"batch": Range(1, 1, 1), "length": Range(256, 256, 256)}}
     job = Job("tensorrt_rtx", graph, tmp_path / "head.engine", ((12, 0),), sizes)
     job.engine.symlink_to("/dev/full")
-    with pytest.raises(CanvasError, match=r"built no engine: .*No space left on device"):
+    with pytest.raises(CanvasError, match=r"failed to build an engine: .*No space left on device"):
         compile_graph(job)
     job.engine.unlink()
     job.kernels.symlink_to("/dev/full")

@@ -152,7 +152,9 @@ def test_a_field_that_a_later_stage_misses_says_so_too(tmp_path: Path) -> None:
 def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "b")
     load_bundle(tmp_path / "b", kind=("graphs", "engines"))
-    with pytest.raises(CanvasError, match="is a bundle of graphs; this needs engines") as raised:
+    with pytest.raises(
+        CanvasError, match="is a bundle of graphs, but engines are needed here"
+    ) as raised:
         load_bundle(tmp_path / "b", kind="engines")
     assert "canvasrt build" in raised.value.hint
 

@@ -239,7 +239,7 @@ function examples() {
   })));
 }
 
-// Show the first `count` turns, the latest above; the one after them is in the canvas.
+// Show the first `count` turns, the newest at the top. The turn that follows them is the one in the canvas.
 function chat(count) {
   $("chat").hidden = !turns.length;
   const sent = about.demo ? " (shown only: the demo model takes single questions)" : "";

@@ -292,7 +292,7 @@ def test_a_blind_template_refuses_images(openai: OpenAI, grpc: Client) -> None:
         openai.chat.completions.create(
             model="canvasrt", messages=[{"role": "user", "content": [GOOD]}]
         )
-    with pytest.raises(CanvasError, match="2 numbers for 1 images"):
+    with pytest.raises(CanvasError, match="2 numbers, but the request has 1 images"):
         grpc.infer({"prompt": "a", "images": [png(noise(9, 9))], "image_tokens": [70, 70]})
 
 

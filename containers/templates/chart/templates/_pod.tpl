@@ -148,7 +148,7 @@ containers:
       preStop:
         # Stop only after every service has dropped this replica.
         exec: {command: [sleep, "5"]}
-    # The server itself replaces a front end that is silent for 10 seconds, and ends when a pass hangs. This probe is
+    # The server itself replaces a front end that is silent for 10 seconds, and exits if a pass hangs. This probe is
     # for a supervisor that no longer does so.
     livenessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/live") | nindent 6 }}
