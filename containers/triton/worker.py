@@ -197,6 +197,7 @@ class Worker:
                 arrived = self._arrived.get(timeout=IDLE_BEAT)
             except queue.Empty:
                 self._drop_late()
+                self._report()  # requests that never arrived here may have ended
                 continue
             wait = False
             left -= 1

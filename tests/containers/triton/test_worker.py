@@ -193,6 +193,19 @@ def test_too_many_requests_are_refused(model: Model, monkeypatch: pytest.MonkeyP
         assert isinstance(caller.ends.get(timeout=60), Overloaded)
 
 
+def test_an_idle_worker_forgets_requests_that_never_reach_it(model: Model):
+    """A stop waits until the gauge of requests in flight is 0."""
+    counts: list[int] = []
+    worker = Worker(lambda: Generator(model), lambda _, in_flight: counts.append(in_flight))
+    preparing, caller = worker.take_ticket("", Caller()), Caller()
+    submit(worker, request(model), caller)
+    caller.ends.get(timeout=60)
+    assert eventually(lambda: counts[-1] == 1)
+    preparing.leave()  # its request is invalid, or only tokenized
+    assert eventually(lambda: counts[-1] == 0, 10)
+    worker.close()
+
+
 def test_a_closed_worker_takes_nothing(model: Model):
     worker = Worker(lambda: Generator(model))
     worker.close()
