@@ -25,6 +25,8 @@ STOPPING_VARIABLE = "CANVASRT_STOPPING"
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Path of the file where the decoupled model writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
+# The level of the models' log: that of the process that starts them.
+LEVEL_VARIABLE = "CANVASRT_LOG_LEVEL"
 
 # A random secret, drawn at every start. The front end prefixes callers' names with it, so that the models can trust
 # these names.

@@ -11,6 +11,7 @@ from canvasrt.containers.names import (
     EVIDENCE_VARIABLE,
     GPUS_VARIABLE,
     HEARTBEAT_VARIABLE,
+    LEVEL_VARIABLE,
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
@@ -52,7 +53,7 @@ def test_the_page_has_every_variable() -> None:
     named = {name for file in sources for name in _VARIABLE.findall(file.read_text("utf-8"))}
     inner = {f"CANVASRT_{each.name.upper()}" for each in fields(ModelOptions)}
     inner |= {STOPPING_VARIABLE, HEARTBEAT_VARIABLE, REASON_VARIABLE}
-    inner |= {GPUS_VARIABLE, EVIDENCE_VARIABLE, CALLER_SECRET_VARIABLE}
+    inner |= {GPUS_VARIABLE, EVIDENCE_VARIABLE, CALLER_SECRET_VARIABLE, LEVEL_VARIABLE}
     options = [option_of(each) for kind in OPTION_CLASSES for each in fields(kind)]
     inner |= {of.variable for of in options if of and of.variable}
     on_page = set(_VARIABLE.findall(PAGE.read_text("utf-8")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from canvasrt.containers.names import (
     EVIDENCE_VARIABLE,
     HEARTBEAT_VARIABLE,
+    LEVEL_VARIABLE,
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
@@ -93,6 +95,7 @@ def triton_environment(
     """Return a server's environment. folder: its scratch folder. cache: canvasrt's cache folder, if not the default.
     gpus: UUIDs of the models' GPUs."""
     env = installation.environment() | model.to_environment() | environment_of(gpus)
+    env[LEVEL_VARIABLE] = logging.getLevelName(logging.root.level)
     if cache is not None:
         env["CANVASRT_CACHE"] = str(cache)
     return env | {variable: str(folder / file) for variable, file in _FILES.items()}

@@ -25,6 +25,7 @@ from canvasrt.containers.names import (
     EVIDENCE_VARIABLE,
     GPUS_VARIABLE,
     HEARTBEAT_VARIABLE,
+    LEVEL_VARIABLE,
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
@@ -68,7 +69,7 @@ class StreamModel:
         # `engines` is relative to the model repository, the parent of this model's folder.
         engines = Path(args["model_repository"]).parent / parameters["engines"]
         options = ModelOptions.from_environment(os.environ)
-        configure("INFO", json_logs=False)
+        configure(os.environ.get(LEVEL_VARIABLE, "INFO"), json_logs=False)
 
         def open_one(number: int) -> Model:
             return open_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -216,7 +217,7 @@ def test_kernels_that_the_driver_compiles_are_kept_there_too(engines: Bundle):
     assert Path(image.environment["CUDA_CACHE_PATH"]).parent == Path(CACHE)
 
 
-def test_shared_passes_are_asked_for_and_reach_the_model(
+def test_shared_passes_and_the_log_s_level_reach_the_model(
     engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
     assert from_environment().model.share_passes == "auto"
@@ -224,6 +225,7 @@ def test_shared_passes_are_asked_for_and_reach_the_model(
         read_settings({"share_passes": "perhaps"}, {}, {})
     settings = read_settings({"share_passes": "on"}, {}, {})
     server = Server(engines.path, model=settings.model, gpus=("GPU-b", "GPU-a"))
+    monkeypatch.setattr(logging.root, "level", logging.ERROR)  # as `--log-level error` does
     environment = server._environment(find_installation(), Path("scratch"))
     # The process with the engines sees those GPUs, and no other.
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
@@ -235,9 +237,11 @@ def test_shared_passes_are_asked_for_and_reach_the_model(
     backend = importlib.import_module("canvasrt.containers.triton.backend")
     load = MagicMock(side_effect=InterruptedError)
     monkeypatch.setattr(backend, "open_model", load)
-    monkeypatch.setattr(backend, "configure", MagicMock())
+    configure = MagicMock()
+    monkeypatch.setattr(backend, "configure", configure)
     config = json.dumps({"parameters": {"engines": {"string_value": "engines"}}})
     with pytest.raises(InterruptedError):
         backend.StreamModel().initialize({"model_config": config, "model_repository": "m/n"})
     assert load.call_args.kwargs["share_passes"] is True
+    assert configure.call_args.args == ("ERROR",)
     sys.modules.pop("canvasrt.containers.triton.backend")
