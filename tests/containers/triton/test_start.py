@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -84,3 +85,11 @@ def test_a_gpu_that_computes_other_bits_takes_no_requests(
     assert models == same
     assert evidence.get("shared", False) == proves
     assert ("GPU 1 takes no requests" in capsys.readouterr().err) == bool(other)
+
+
+def test_contexts_shorter_than_a_canvas_start_without_a_trial() -> None:
+    """The trial's canvases are whole, and so are those of requests that share passes."""
+    short = {"max_batch": 2, "max_context": 200, "canvas_length": 256}
+    model = MagicMock(spec=DeviceModel, rows_apart=True, **short)
+    assert open_all(lambda _: model, 1, proves=True) == ([model], {})
+    model.warm_up.assert_called_once_with()
