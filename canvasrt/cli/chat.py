@@ -129,7 +129,7 @@ def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
             if draft["step"] == 1:
                 finished = answer
             live.update(tail(_canvas(finished, draft), live.console), refresh=True)
-    live.console.print(answer)
+    print(answer, flush=True)
     return answer
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from canvasrt.cli.chat import _draw
 from canvasrt.cli.drafts import tail
 
 
@@ -36,3 +40,10 @@ def test_a_short_draft_is_shown_whole() -> None:
     drawn = tail(text, console)
     assert drawn.plain == text.plain
     assert [span.style for span in drawn.spans if span.style] == ["dim", "bold"]
+
+
+def test_a_chats_answer_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "a[i]\t[/b]" + " x" * 200
+    client: Any = SimpleNamespace(events=lambda inputs, drafts: [(said, None)])
+    assert _draw(client, {}) == said
+    assert capsys.readouterr().out.endswith(f"{said}\n")
