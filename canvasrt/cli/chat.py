@@ -94,7 +94,10 @@ def chat(
 def _lines() -> Iterator[str]:
     """Yield the lines of input that are not empty."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
+        try:
+            yield from (line.strip() for line in sys.stdin if line.strip())
+        except UnicodeDecodeError:
+            raise CanvasError("standard input is not UTF-8", "give it in UTF-8") from None
         return
     import readline  # noqa: F401 - adds history to `input`
 

@@ -177,3 +177,10 @@ def test_help_is_not_sent_and_a_blank_answer_is_explained(
     monkeypatch.setattr("canvasrt.cli.chat.print_error", lambda *told_: told.write(str(told_)))
     chat("12+34=\n")
     assert "/new starts over" in told.getvalue()
+
+
+def test_input_that_is_not_utf_8_is_named(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    done = here("chat")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard input is not UTF-8")
