@@ -84,7 +84,7 @@ def infer(
     ask = _openai if protocol == "openai" else partial(_triton, cast("Protocol", protocol))
     for data, text in ask(url, timeout, inputs, stream, drafts):
         if not (stream or drafts):
-            emit(data, lambda shown, text=text: shown.print(text))  # type: ignore[misc]
+            emit(data, lambda _, text=text: print(text))  # type: ignore[misc]
         elif not as_json:
             print(text, end="", flush=True)
         elif data is not None:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -36,6 +37,11 @@ def test_it_prints_the_answer(infer: Command, server: Server, local: Local, prot
     ids = ",".join(map(str, expected.prompt_token_ids))
     again = json.loads(infer("--prompt-ids", ids, "--json", *options).stdout)
     assert again == data
+
+
+def test_text_is_printed_as_it_is(infer: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(OpenAIClient, "ask", lambda self, inputs: {"text": "a:\n\tb"})
+    assert infer("x", "--protocol", "openai").stdout == "a:\n\tb\n"
 
 
 def test_it_takes_what_generate_takes(infer: Command, server: Server, tokenizer: Tokenizer):
