@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -66,8 +67,11 @@ class OpenAIClient:
         body["stream"] = True
         if drafts:
             body["stream_options"] = {"drafts": True}
+        end = time.monotonic() + self._timeout
         with self._reply("POST", path, body) as reply:
             for line in reply:
+                if time.monotonic() > end:  # the socket's timeout is for one line
+                    raise TimeoutError
                 data = line.decode().strip().removeprefix("data:").strip()
                 # Skip the lines of an event stream that hold no data. A reply that is not an event stream fails below.
                 if data in ("", "[DONE]") or data.startswith((":", "event:", "id:", "retry:")):

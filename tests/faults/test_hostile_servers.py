@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -154,8 +155,8 @@ def test_a_servers_message_does_not_reach_the_terminal_as_it_is(
     assert len(errors) < 1000
 
 
-def client_of(url: str) -> OpenAIClient:
-    client = OpenAIClient(url)
+def client_of(url: str, timeout: float = 60) -> OpenAIClient:
+    client = OpenAIClient(url, timeout)
     client._model = "m"
     return client
 
@@ -184,3 +185,14 @@ def test_streams_may_have_comments_and_empty_deltas() -> None:
     said = b': ping\n\nevent: x\ndata:{"choices": [{"delta": {"content": "a"}}]}\n\n'
     with answering(200, said + b'data: {"choices": [{"delta": null}]}\n\n') as (url, _):
         assert list(client_of(url).events({"prompt": "x"})) == [("a", None)]
+
+
+def test_a_stream_has_to_end_in_time() -> None:
+    def more(to: Any) -> None:
+        for _ in range(20):
+            to.write(b": ping\n\n")
+            time.sleep(0.05)
+
+    late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
+    with answering(200, b"", more) as (url, _), late:
+        list(client_of(url, timeout=0.5).events({"prompt": "x"}))
