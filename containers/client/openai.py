@@ -48,7 +48,7 @@ class OpenAIClient:
             return {
                 "text": text,
                 "finish_reason": choice["finish_reason"],
-                "seed": inputs.get("seed") or 0,
+                "seed": answer.get("canvasrt", {}).get("seed", inputs.get("seed")),
                 "usage": answer["usage"],
             }
 

@@ -196,3 +196,10 @@ def test_a_stream_has_to_end_in_time() -> None:
     late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
     with answering(200, b"", more) as (url, _), late:
         list(client_of(url, timeout=0.5).events({"prompt": "x"}))
+
+
+def test_the_seed_that_a_server_drew_is_returned() -> None:
+    choice = {"message": {"content": "a"}, "finish_reason": "stop"}
+    body = {"choices": [choice], "usage": {}, "canvasrt": {"seed": 5}}
+    with answering(200, json.dumps(body).encode()) as (url, _):
+        assert client_of(url).ask({"prompt": "x"})["seed"] == 5
