@@ -108,12 +108,15 @@ class LoadConnection:
             self._http = None
 
     def _stream(self, messages: Sequence[ChatMessage], made: TimedCall) -> None:
+        end = time.monotonic() + self._endpoint.timeout
         reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
         if reply.status != 200:
             said = error_message(reply.read())
             made.error = f"HTTP {reply.status}: {said[:198]}" if said else f"HTTP {reply.status}"
             return
         for line in reply:
+            if time.monotonic() > end:  # the socket's timeout is for one line
+                raise TimeoutError
             data = line.strip().removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or data == b"[DONE]":
                 continue

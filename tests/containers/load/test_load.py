@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,13 @@ def test_a_call_is_timed(endpoint: Endpoint) -> None:
         if found == pytest.approx(wanted, abs=SLACK):
             return
     raise AssertionError(found)
+
+
+def test_a_call_has_to_end_in_time(endpoint: Endpoint) -> None:
+    """Although every piece arrives in time."""
+    short = LoadConnection(replace(endpoint, timeout=FIRST + GAP))
+    call = short.call([{"role": "user", "content": "x"}], time.perf_counter())
+    assert call.error == "no answer within 0.09 s"
 
 
 def test_a_connection_that_was_idle_is_opened_anew(
