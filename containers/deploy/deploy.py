@@ -165,25 +165,29 @@ def start_limit(engine: ContainerEngine, image: str) -> float:
 
 
 def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
-    """Wait until the container's health check passes."""
+    """Wait until the container's health check passes. If it does not, or if the wait is interrupted, remove the
+    container."""
     deadline = time.monotonic() + timeout
-    while (check := engine.run("exec", name, *PROBE)).returncode != 0:
-        state = (engine.inspect("container", name) or {}).get("State") or {}
-        if state.get("Running") and time.monotonic() <= deadline:
-            time.sleep(_LOOK_EVERY)
-            continue
-        said = last_line(check.stdout + check.stderr)
-        message = f"was not ready after {timeout:g} s (its health check: {said})"
-        hint = "allow more time with --timeout; "
-        if not state.get("Running"):
-            cause = _cause(engine, name)
-            message = f"ended with exit code {state.get('ExitCode')}" + (cause and f": {cause}")
-            hint = ""
-        log = engine.logs(name, LOG_LINES)
+    try:
+        while (check := engine.run("exec", name, *PROBE)).returncode != 0:
+            state = (engine.inspect("container", name) or {}).get("State") or {}
+            if state.get("Running") and time.monotonic() <= deadline:
+                time.sleep(_LOOK_EVERY)
+                continue
+            said = last_line(check.stdout + check.stderr)
+            message = f"was not ready after {timeout:g} s (its health check: {said})"
+            hint = "allow more time with --timeout; "
+            if not state.get("Running"):
+                cause = _cause(engine, name)
+                message = f"ended with exit code {state.get('ExitCode')}" + (cause and f": {cause}")
+                hint = ""
+            log = engine.logs(name, LOG_LINES)
+            raise CanvasError(
+                f"the container {message}", f"{hint}the last lines of its log are above", log
+            )
+    except BaseException:
         engine.run("rm", "--force", name)
-        raise CanvasError(
-            f"the container {message}", f"{hint}the last lines of its log are above", log
-        )
+        raise
 
 
 def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:

@@ -301,6 +301,21 @@ def test_a_container_that_is_not_restarted_is_said_to_be(
     assert ("does not restart it" in capsys.readouterr().out) != updates
 
 
+def test_an_interrupted_start_leaves_no_container(monkeypatch: pytest.MonkeyPatch):
+    ran: list[tuple[str, ...]] = []
+
+    def run(_: ContainerEngine, *words: str, **__: object) -> subprocess.CompletedProcess[str]:
+        ran.append(words)
+        if words[0] == "exec":
+            raise KeyboardInterrupt
+        return subprocess.CompletedProcess(words, 0, "{}", "")
+
+    monkeypatch.setattr(ContainerEngine, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        deploying.wait_ready(DOCKER, "one", 1.0)
+    assert ran[-1] == ("rm", "--force", "one")
+
+
 def test_print_shows_the_commands(packaged: Bundle, command: Command):
     done = command("deploy", packaged.path, "--print", "--name", "one", "--json")
     assert done.returncode == 0, done.stderr
