@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from canvasrt.containers.deploy.container_engine import ContainerEngine
@@ -93,15 +94,16 @@ def _cache(cache: str) -> str:
         return cache
     folder = Path(cache).expanduser().resolve()
     if not folder.is_dir():
+        quoted = shlex.quote(str(folder))
         raise CanvasError(
             f"cache folder {folder} does not exist",
-            f"run mkdir {folder} && chown {image.USER} {folder}, or give the name of a volume",
+            f"run mkdir -p {quoted} && chown {image.USER} {quoted}, or give the name of a volume",
         )
     status = folder.stat()
     if not (status.st_mode & 0o002 or (status.st_uid == image.USER and status.st_mode & 0o200)):
         raise CanvasError(
             f"the container runs as user {image.USER}, which cannot write to {folder}",
-            f"run chown {image.USER} {folder}",
+            f"run chown {image.USER} {shlex.quote(str(folder))}",
         )
     return str(folder)
 

@@ -40,7 +40,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("is already in use by container", "name is already in use", "is already in use"),
         "a container of that name already exists",
-        "remove it (docker rm -f NAME), or give another name with --name",
+        "remove it (ENGINE rm -f NAME), or give another name with --name",
     ),
     (
         ("exec format error", "image platform", "does not match the detected host platform"),
@@ -195,7 +195,8 @@ def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:
     text = message.lower()
     for marks, meaning, hint in _REFUSALS:
         if any(mark in text for mark in marks):
-            return CanvasError(f"{meaning} ({last_line(message)})", hint.replace("NAME", name))
+            hint = hint.replace("ENGINE", engine.name).replace("NAME", name)
+            return CanvasError(f"{meaning} ({last_line(message)})", hint)
     return CanvasError(
         f"{engine.name} cannot start the container: {last_line(message)}",
         "--print shows the command",

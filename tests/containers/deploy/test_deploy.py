@@ -243,6 +243,15 @@ def test_what_an_engine_says_is_explained(said: str, meaning: str):
     assert meaning in deploying.refusal(DOCKER, "canvasrt", said).message
 
 
+def test_hints_name_commands_that_work_when_pasted(tmp_path: Path):
+    hint = deploying.refusal(PODMAN, "one", "the name is already in use").hint
+    assert "podman rm -f one" in hint
+    folder = tmp_path / "a b" / "c"
+    with pytest.raises(CanvasError, match="cache folder") as refused:
+        words(CPU, cache=str(folder))
+    assert f"run mkdir -p '{folder}' && chown 1000 '{folder}'" in refused.value.hint
+
+
 def test_without_docker_and_podman_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CanvasError, match="docker is not installed; podman is not installed"):
