@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def _lines(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield a package's data as lines of text."""
     from canvasrt.containers.package import releases
 
-    path, tag = data["path"], data["tag"]
+    path, tag = shlex.quote(data["path"]), data["tag"]
     if data["format"] == "context":
         yield f"{path}: {size(data['bytes'])}"
         yield f"  canvasrt serve {path}"

@@ -12,6 +12,7 @@ import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cli.app import run
+from canvasrt.cli.package import _lines
 from canvasrt.containers.package.package import package
 from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.package.wheel import write_wheel
@@ -123,3 +124,11 @@ def test_an_output_with_content_is_refused_before_a_bundle_is_read(
         package(tmp_path / "none", engines.path)
     assert run(["create-model-store", str(tmp_path / "none"), "-m", str(engines.path)]) == 1
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_the_commands_it_prints_can_be_pasted():
+    shown = {"path": "/a b/image", "tag": "me:1", "format": "docker", "image_digest": "sha256:0"}
+    sizes = {"added_bytes": 1, "engine_bytes": 1, "other_bytes": 0, "attestation": None}
+    said = list(_lines(shown | sizes))
+    assert "  docker load -i '/a b/image'" in said
+    assert "  canvasrt deploy '/a b/image'" in said
