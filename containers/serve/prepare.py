@@ -121,12 +121,15 @@ def alone(out: Path, wait: Wait) -> Iterator[None]:
             " or NIM_CACHE_PATH",
         ) from error
     try:
+        told = False
         while not wait.stop.is_set():
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                wait.notify("Another server is building them into the same cache.")
+                if not told:
+                    wait.notify("Another server is building them into the same cache.")
+                told = True
                 wait.look()
             except OSError as error:
                 if error.errno not in NO_LOCKS:

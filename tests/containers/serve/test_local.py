@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from canvasrt import machine
 from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.containers.serve import local
+from canvasrt.containers.serve.build_engines import Wait
+from canvasrt.containers.serve.prepare import alone
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
 from canvasrt.progress import listening
@@ -130,6 +133,19 @@ def test_the_demo_is_built_once(tmp_path: Path) -> None:
     lock.mkdir()  # as if the cache were read-only
     local.build_local(found, said.append)
     assert len(said) == 1
+
+
+def test_that_another_server_builds_is_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    stop, looks = threading.Event(), iter(range(4))
+
+    def look() -> None:
+        if next(looks) == 3:
+            stop.set()
+
+    with alone(tmp_path / "engines", Wait()):
+        with alone(tmp_path / "engines", Wait(stop, said.append, look)):
+            assert len(said) == 1
 
 
 def test_a_dry_run_says_what_would_be_built(command: Command, tmp_path: Path) -> None:
