@@ -99,6 +99,9 @@ def parsed_command(name: str) -> Any:
 def run(arguments: list[str]) -> int:
     """Run one command. Return 0 for success, 2 for wrong usage, 130 if interrupted, a CanvasError's code, or else 1."""
     arguments, debug = _take_debug(arguments)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller, as with `<&-`
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # not every terminal is UTF-8
     # Let CUDA number GPUs as nvidia-smi does; by default, CUDA gives the fastest GPU the number 0.

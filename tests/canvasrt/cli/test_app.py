@@ -301,6 +301,19 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("stream", "line", "code"),
+    [("stdin", "generate b -", 1), ("stdout", "targets --json", 0), ("stderr", "verify b", 1)],
+)
+def test_closed_streams_are_empty(
+    stream: str, line: str, code: int, here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, stream, None)
+    done = here(*line.split())
+    assert done.returncode == code, done.stderr
+    assert "bug" not in done.stderr
+
+
 def test_a_terminal_that_is_not_utf_8_gets_what_it_can_show() -> None:
     code = (
         "from canvasrt.cli.app import run; from canvasrt.console import emit, emit_line;"
