@@ -253,6 +253,11 @@ def system_error(error: Exception) -> CanvasError | None:
     if isinstance(error, OSError) and error.strerror and (error.filename or refused):
         place = f"{error.filename}: " if error.filename else ""
         return CanvasError(f"{place}{error.strerror}", "check the path and its permissions")
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # from `expanduser`
+        return CanvasError(
+            "a path begins with ~, but that user has no home folder",
+            "write the whole path, or ./~NAME for a name that begins with ~",
+        )
     if isinstance(error, MemoryError):
         return CanvasError(
             "out of memory", "close other programs, or use a machine with more memory"

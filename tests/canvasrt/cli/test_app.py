@@ -93,6 +93,7 @@ def fails(done: subprocess.CompletedProcess[str], code: int, said: str) -> None:
     [
         ("export nowhere -o out", "no checkpoint at nowhere"),
         ("export some/model -o out", "some/model is not a folder here"),
+        ("export demo -o ~no-one/out", "a path begins with ~, but"),
         ("build nowhere -t cpu -o out", "no checkpoint at nowhere"),
         ("build demo -t h200 -o out", "engines for h200 can only be built on its GPU"),
         ("inspect nowhere", "no bundle at nowhere"),
