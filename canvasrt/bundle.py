@@ -243,7 +243,7 @@ def load_bundle(
     if wanted and manifest.kind not in wanted:
         raise CanvasError(
             f"{path} is a bundle of {manifest.kind}, but {' or '.join(wanted)} are needed here",
-            _HOW_TO_MAKE[wanted[0]],
+            ("engines" in wanted and _bundles_in(path, "engines/**")) or _HOW_TO_MAKE[wanted[0]],
         )
     bundle = Bundle(path, manifest)
     _check_sizes(bundle, absent)
@@ -256,9 +256,9 @@ def load_bundle(
     return bundle
 
 
-def _bundles_in(path: Path) -> str | None:
-    """Return a hint that names the bundles in `path`, a folder of builds for several targets; None if it has none."""
-    found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
+def _bundles_in(path: Path, within: str = "*") -> str | None:
+    """Return a hint that names the bundles in `path`, such as builds for several targets; None if it has none."""
+    found = sorted(str(each.parent) for each in path.glob(f"{within}/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 
 

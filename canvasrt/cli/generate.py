@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +12,10 @@ from canvasrt.cli.generate_output import answer_of, show_answers, stream_json, s
 from canvasrt.cli.image_files import Images, ImageTokens, pictures_of, read_images
 from canvasrt.cli.options import (
     AsJson,
-    BundlePath,
     Device,
     SharePasses,
     Threads,
+    argument,
     option,
     read_option,
 )
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from canvasrt.runtime.pictures import Picture
     from canvasrt.runtime.tokenizer import Tokenizer
 
+Engines = Annotated[
+    Path, argument("BUNDLE", "A folder that `canvasrt export` or `canvasrt build` wrote.")
+]
 Count = Annotated[
     int, typer.Option("--n", min=1, help="Number of answers, with consecutive seeds from --seed.")
 ]
@@ -57,7 +61,7 @@ Infill = Annotated[
 
 @with_sampling
 def generate(
-    bundle: BundlePath,
+    bundle: Engines,
     prompt: PromptText = None,
     prompt_ids: PromptIds = None,
     system: System = None,

@@ -159,6 +159,15 @@ def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     assert "canvasrt build" in raised.value.hint
 
 
+def test_a_package_is_refused_with_its_engines_named(tmp_path: Path) -> None:
+    inside = make(tmp_path / "p" / "engines" / "cpu").path
+    for each in make(tmp_path / "made", kind="package").path.iterdir():
+        each.rename(tmp_path / "p" / each.name)
+    with pytest.raises(CanvasError, match="this needs graphs or engines") as raised:
+        load_bundle(tmp_path / "p", kind=("graphs", "engines"))
+    assert str(inside) in raised.value.hint
+
+
 def test_what_is_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="no bundle at"):
         load_bundle(tmp_path / "nothing")
