@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from canvasrt.containers.batch.lines import Line
 from canvasrt.errors import CanvasError
-from canvasrt.staging import sync
+from canvasrt.staging import NO_LOCKS, sync
 
 _MOST_IDENTITY = 4096  # maximum size of the first line, in bytes
 
@@ -114,6 +114,9 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         if not os.fstat(self._file.fileno()).st_nlink:  # another batch has removed the journal
             raise self._taken()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from contextlib import nullcontext
@@ -192,6 +193,16 @@ def test_a_journal_that_another_process_finishes_meanwhile(
     with pytest.raises(CanvasError, match="exists"):
         run(file, outputs.answers)
     assert not outputs.journal.exists()
+
+
+def test_a_disk_without_locks_takes_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert run(write(tmp_path, chat("one")), tmp_path / "out.jsonl").answers == 1
 
 
 def test_an_output_needs_a_name() -> None:
