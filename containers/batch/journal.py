@@ -57,6 +57,8 @@ class Journal:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self._places:  # there is nothing to resume, so nothing should refuse other work
+            self._outputs.journal.unlink(missing_ok=True)
         self._file.close()
 
     def __contains__(self, line: Line) -> bool:

@@ -123,9 +123,10 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
     file, out = write(tmp_path, chat("one")), tmp_path / "out.jsonl"
     outputs = Outputs.of(out)
     identity = {"input": read_lines(file, 0).digest, "seed": 0, "model": "echo"}
-    with Journal(outputs, identity):
+    with Journal(outputs, identity) as journal:
         with pytest.raises(CanvasError, match=r"another batch is writing .*out\.jsonl"):
             run(file, out)
+        journal.add(read_lines(file, 0).lines[0], {}, failed=False)
     with pytest.raises(CanvasError, match="begun with another seed"):
         run(file, out, seed=1)
     write(tmp_path, chat("two"))
@@ -135,6 +136,16 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
     run(file, out)
     with pytest.raises(CanvasError, match="exists"):
         run(file, out)
+
+
+def test_a_batch_without_any_answer_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, chat("one"))
+    monkeypatch.setattr(Echo, "ask", None)  # such as a bundle that does not open
+    with pytest.raises(TypeError):
+        run(file, tmp_path / "out.jsonl")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(
