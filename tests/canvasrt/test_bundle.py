@@ -163,7 +163,7 @@ def test_a_package_is_refused_with_its_engines_named(tmp_path: Path) -> None:
     inside = make(tmp_path / "p" / "engines" / "cpu").path
     for each in make(tmp_path / "made", kind="package").path.iterdir():
         each.rename(tmp_path / "p" / each.name)
-    with pytest.raises(CanvasError, match="this needs graphs or engines") as raised:
+    with pytest.raises(CanvasError, match="but graphs or engines are needed here") as raised:
         load_bundle(tmp_path / "p", kind=("graphs", "engines"))
     assert str(inside) in raised.value.hint
 
