@@ -73,7 +73,7 @@ def default_prompt(text: str) -> str:
 class InfillRequest(Request):
     """A prompt, and the canvases to fill: one per combination of gap lengths.
 
-    canvases: tokens; −1 stands for a token to fill in. words: the tokens that gaps can contain, int64.
+    canvases: tokens; −n stands for a token of the n-th gap. words: the tokens that gaps can contain, int64.
     """
 
     canvases: tuple[tuple[int, ...], ...]
@@ -119,11 +119,11 @@ def infill_request(
     end = end_of_answer(model, tokenizer)
     canvases = []
     for way in product(*(range(gap.least, gap.most + 1) for gap in gaps)):
-        lengths = iter(way)
+        holes = iter([-number] * length for number, length in enumerate(way, 1))
         _check_length(fixed + sum(way), room)
         tokens: list[int] = []
         for part in parts:
-            tokens += [-1] * next(lengths) if isinstance(part, Gap) else part
+            tokens += next(holes) if isinstance(part, Gap) else part
         filler = [config.pad_token_id] * (room - len(tokens) - 1)
         canvases.append((*tokens, end, *filler))
     words = _words(tokenizer, config.vocab_size, config.eos_token_ids)
@@ -192,7 +192,7 @@ class InfillState(RequestState):
         gaps: list[list[int]] = []
         for place in range(length):
             if canvas[place] < 0:
-                if place == 0 or canvas[place - 1] >= 0:
+                if place == 0 or canvas[place - 1] != canvas[place]:
                     gaps.append([])
                 gaps[-1].append(tokens[place])
         return InfillResult(**common | {"token_ids": tokens}, gaps=gaps, logprob=score)

@@ -98,6 +98,13 @@ def test_fixed_text_comes_back_unchanged(demo: Pair) -> None:
         assert found["text"] == f"The {first} sat {second}."
 
 
+def test_adjacent_gaps_come_back_apart(demo: Pair) -> None:
+    found = filled(run(demo, ask(demo, "{1}{2}a{1-2}{1}", "12+34=")), demo.tokenizer)
+    assert [len(gap) for gap in found["gaps"]][:2] == [1, 2]
+    first, second, third, fourth = found["gaps"]
+    assert found["text"] == f"{first}{second}a{third}{fourth}"
+
+
 @pytest.mark.parametrize("ends", [(1, END, 50), ()], ids=str)
 def test_the_text_ends_as_a_turn_does(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, ends: tuple[int, ...]
