@@ -39,7 +39,7 @@ class SystemOneAnswers(TypedDict):
 def ask(body: SystemOneRequest) -> Generation:
     """Return the generation that answers questions. If a field is wrong, raises an ApiError that names that field."""
     questions = [_question(each, name, body.ignored) for name, each in body.questions.items()]
-    state = body.state if isinstance(body.state, str) else json.dumps(body.state)
+    state = "null" if body.state is None else _text(body.state)
     if not state.strip():
         raise bad_request("state is empty.", "state", "invalid_value")
     return body.asking([{"role": "user", "content": state}], questions)

@@ -198,6 +198,12 @@ def test_only_labels_of_a_read_are_normalized(token: int, logprob: float) -> Non
     assert shown["logprob"] == top[0]["logprob"] == pytest.approx(logprob, abs=1e-4)
 
 
+def test_a_state_in_other_scripts_is_not_escaped() -> None:
+    body = {"state": {"name": "Zoë"}, "questions": {"a": NOUL}}
+    asked = parsed(systemone.SystemOneRequest, body)
+    assert asked.messages == [{"role": "user", "content": '{"name": "Zoë"}'}]
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
