@@ -54,8 +54,8 @@ def _guided(request: Sampling) -> Iterator[Format]:
             if value is None:
                 continue
             if name == "choice":
-                if not isinstance(value, list):
-                    raise _wrong(path, "is not a list")
+                if not value or not isinstance(value, list) or {*map(type, value)} != {str}:
+                    raise _wrong(path, "is not a list of texts")
                 # A JSON string is also a string literal in Lark.
                 value = "start: " + " | ".join(json.dumps(each) for each in value)
             if name == "json" and isinstance(value, str):

@@ -204,6 +204,13 @@ def test_a_state_in_other_scripts_is_not_escaped() -> None:
     assert asked.messages == [{"role": "user", "content": '{"name": "Zoë"}'}]
 
 
+@pytest.mark.parametrize("value", [[], [1], ["a", None]], ids=str)
+def test_choices_are_texts(value: Any) -> None:
+    """An empty list allowed only the empty answer, and a number was refused as a wrong grammar."""
+    with pytest.raises(ApiError, match="choice is not a list of texts"):
+        parsed(ChatRequest, CHAT | {"structured_outputs": {"choice": value}})
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
