@@ -179,9 +179,9 @@ class CompletionReply(Reply):
         if not text:
             return None
         shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
+        lengths = [len(each["text"]) for each in shown]
         scores = vllm_scores(self.body, shown)
-        begin = self._ends.get(index, 0)
-        ends = list(accumulate((len(each["text"]) for each in scores), initial=begin))
+        ends = list(accumulate(lengths, initial=self._ends.get(index, 0)))
         self._ends[index] = ends[-1]
         return {
             "tokens": [each["text"] for each in scores],

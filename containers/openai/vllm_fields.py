@@ -87,6 +87,7 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
             if among:
                 other["logprob"] -= total
             if request.return_tokens_as_token_ids:
+                other.setdefault("bytes", list(other["text"].encode()))
                 other["text"] = f"token_id:{other['token_id']}"
     return scores
 

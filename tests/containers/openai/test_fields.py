@@ -15,7 +15,7 @@ from canvasrt.containers.openai.chat import (
     chat_generation,
     completion_generation,
 )
-from canvasrt.containers.openai.chunks import ChatReply
+from canvasrt.containers.openai.chunks import ChatReply, CompletionReply
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.generation import Generation, Served, answer_inputs
@@ -198,10 +198,17 @@ def test_only_labels_of_a_read_are_normalized(token: int, logprob: float) -> Non
     assert shown["logprob"] == top[0]["logprob"] == pytest.approx(logprob, abs=1e-4)
 
 
-def test_a_state_in_other_scripts_is_not_escaped() -> None:
-    body = {"state": {"name": "Zoë"}, "questions": {"a": NOUL}}
-    asked = parsed(systemone.SystemOneRequest, body)
-    assert asked.messages == [{"role": "user", "content": '{"name": "Zoë"}'}]
+def test_offsets_count_the_text_and_not_the_names_of_its_tokens() -> None:
+    top = {"token_id": 17, "text": "é", "logprob": -1.0}
+    scores = json.dumps([{**top, "end": False, "top": [dict(top)]}] * 2)
+    named: Any = {"return_tokens_as_token_ids": True}
+    reply = CompletionReply(CompletionRequest(prompt="a", **named), Generation({}), 0, Served())
+    shown = reply.scores(scores, 0) or {}
+    assert (shown["tokens"], shown["text_offset"]) == (["token_id:17"] * 2, [0, 1])
+    chat = ChatReply(ChatRequest(**CHAT, **named), Generation({}), 0, Served())
+    (first, _) = (chat.scores(scores, 0) or {})["content"]
+    assert (first["token"], first["bytes"]) == ("token_id:17", [195, 169])
+    assert first["top_logprobs"] == [{"token": "token_id:17", "logprob": -1.0, "bytes": [195, 169]}]
 
 
 @pytest.mark.parametrize("value", [[], [1], ["a", None]], ids=str)
@@ -209,6 +216,12 @@ def test_choices_are_texts(value: Any) -> None:
     """An empty list allowed only the empty answer, and a number was refused as a wrong grammar."""
     with pytest.raises(ApiError, match="choice is not a list of texts"):
         parsed(ChatRequest, CHAT | {"structured_outputs": {"choice": value}})
+
+
+def test_a_state_in_other_scripts_is_not_escaped() -> None:
+    body = {"state": {"name": "Zoë"}, "questions": {"a": NOUL}}
+    asked = parsed(systemone.SystemOneRequest, body)
+    assert asked.messages == [{"role": "user", "content": '{"name": "Zoë"}'}]
 
 
 @pytest.mark.parametrize(
