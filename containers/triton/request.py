@@ -180,10 +180,9 @@ class _Reader:
     def infill(self, params: SamplingParams) -> ServedRequest:
         """Return a request that fills a text's gaps. The gaps determine the number of passes."""
         tokenizer, options = self.encoder.tokenizer, self.options
+        self._refuse(("grammar",), "infill")
         self._stops()
         prompt, pictures, _ = self._prompt()
-        if "grammar" in self.values:  # a grammar has no effect here, but is allowed
-            read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
         if tokenizer is None:
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
         text = self.values["infill"]
@@ -197,6 +196,7 @@ class _Reader:
         """Return a request that answers closed questions. If a question is invalid, raises CanvasError, which
         names its path."""
         values, tokenizer = self.values, self.encoder.tokenizer
+        self._refuse(("infill", "grammar", "template", "prefix"), "questions")
         self.encoder.check(values)
         pictures = self._pictures()
         if tokenizer is None or not tokenizer.has_template:
@@ -218,6 +218,12 @@ class _Reader:
         request.check_limits(self.options.max_steps, self.options.max_passes)
         replies = JsonReply(lambda result: {"answers": ask.answers(result.draws)})
         return ServedRequest(replace(request, owner=self.owner), replies)
+
+    def _refuse(self, names: Sequence[str], what: str) -> None:
+        """Raise CanvasError if one of the inputs `names` is given: `what` would ignore it."""
+        for name in names:
+            if name in self.values:
+                raise CanvasError(f"{name} has no effect with {what}", f"leave out {name}")
 
     def _stops(self) -> tuple[str, ...]:
         stops = check_stops(self.values.get("stop") or ())

@@ -86,7 +86,7 @@ class InfillRequest(Request):
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         super().validate(config, max_context)
-        self.refuse(("score_blocks", "redo_below"), "gaps to fill")
+        self.refuse(("logprobs", "score_blocks", "redo_below"), "gaps to fill")
 
 
 def infill_request(

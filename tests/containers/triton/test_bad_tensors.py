@@ -87,6 +87,25 @@ CASES = (
             ("tokenize", {"prompt": GOOD}),
         )
     ),
+    *(
+        Bad(
+            f"questions with {name}",
+            {"prompt": GOOD, "questions": text('[{"type": "predicate", "instructions": "?"}]')}
+            | {name: text(value)},
+            (f"{name} has no effect with questions",),
+        )
+        for name, value in (("infill", "{2}"), ("grammar", "{}"), ("template", "{}"))
+    ),
+    Bad(
+        "gaps with a grammar",
+        {"prompt": GOOD, "infill": text("{2}"), "grammar": text("{}")},
+        ("grammar has no effect with infill",),
+    ),
+    Bad(
+        "gaps with log-probabilities",
+        {"prompt": GOOD, "infill": text("{2}"), "logprobs": np.array([True])},
+        ("logprobs is not supported together with gaps to fill",),
+    ),
     Bad("no messages", {"messages": text("[]")}, ("not a list of messages",)),
     Bad("no role", {"messages": text('[{"content": "a"}]')}, ("message 0 has no role",)),
     Bad("no content", {"messages": text('[{"role": "user"}]')}, ("message 0 has no content",)),
