@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from canvasrt.cli.prompt import read_text
 from canvasrt.console import emit, table
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS, SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
+
+if TYPE_CHECKING:
+    from canvasrt.runtime.answers.layout import Ask
 
 Where = Annotated[
     str,
@@ -96,12 +99,15 @@ def ask(
     decisions = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}
     decisions |= {name: value for name, value in given.items() if value is not None}
+    from canvasrt.runtime.answers.layout import Ask
+
+    wanted = Ask.from_json(decisions)  # a server would ignore unknown fields
     text = read_text(input)
     if is_url(where):
         urls = [data_url(*each) for each in zip(image or (), files, strict=True)]
         found = _of_server(where, decisions, text, seed, urls, image_tokens)
     else:
-        found = _of_bundle(Path(where), decisions, text, seed, files, image_tokens, threads, device)
+        found = _of_bundle(Path(where), wanted, text, seed, files, image_tokens, threads, device)
     columns = ("question", "answer", "probability", "standard error")
     rows = _rows(decisions, found["answers"])
     emit(found, lambda shown: shown.print(table(columns, rows)))
@@ -128,7 +134,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _of_bundle(
     bundle: Path,
-    decisions: dict[str, Any],
+    wanted: Ask,
     text: str,
     seed: int,
     images: list[bytes],
@@ -137,12 +143,10 @@ def _of_bundle(
     device: Any,
 ) -> dict[str, Any]:
     from canvasrt.runtime.answers.decision import DecisionResult
-    from canvasrt.runtime.answers.layout import Ask
     from canvasrt.runtime.generator import Generator
     from canvasrt.runtime.open import open_model
     from canvasrt.runtime.tokenizer import Tokenizer
 
-    wanted = Ask.from_json(decisions)
     model = open_model(bundle, threads, device=device)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)

@@ -42,6 +42,15 @@ def test_wrong_files(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_misspelt_field_is_named_before_a_server_would_ignore_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "questions.yaml"
+    file.write_text(QUESTIONS.replace("samples", "sample"))
+    assert run(["ask", "http://127.0.0.1:9", str(file), "text"]) == 1
+    assert "sample is unknown" in capsys.readouterr().err
+
+
 def test_generate_fills_gaps_and_shows_log_probabilities(
     demo: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
