@@ -96,7 +96,7 @@ def _width(request: Sampling, name: str) -> int:
     """Return the canvas length that a request sets. If it sets none, raises ApiError, because `name` needs a length."""
     seed: Sequence[int] = _of(request, "diffusion_seed_canvas") or ()
     lengths = (_of(request, each) for each in ("canvas_length", "diffusion_canvas_length"))
-    width: int = next(filter(None, lengths), len(seed))
+    width: int = next((each for each in lengths if each and each > 0), len(seed))
     if width <= 0:
         raise _wrong(name, "needs diffusion_seed_canvas")
     return width

@@ -176,6 +176,11 @@ def test_vllms_settings_of_this_model(nested: bool) -> None:
     assert json.loads(options["canvas"])["allow"] == {"1": [9, 4], "3": [9, 4]}
     assert (options["max_new_tokens"], options["ignore_eos"], options["early_stop"]) == (4, 1, 0)
     assert options["logprob_token_ids"] == [9, 4]
+    smallest = {"diffusion_canvas_length": -1}  # whose length the seed's tells
+    options = parsed(
+        CompletionRequest, {"prompt": "a", **theirs, **read, **more, **smallest}
+    ).options
+    assert (options["max_new_tokens"], options["canvas_length"]) == (4, -1)
     for lacks in ({"diffusion_read_only": True}, {"diffusion_constrained": True}):
         with pytest.raises(ApiError, match="needs") as caught:
             parsed(CompletionRequest, {"prompt": "a", "vllm_xargs": lacks})
