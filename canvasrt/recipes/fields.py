@@ -98,7 +98,8 @@ class Fields:
     def one_of(self, key: str, values: Sequence[Any], default: Any = _MISSING) -> Any:
         value = self.take(key, default)
         if value not in values:
-            raise self.wrong(key, f"one of {', '.join(str(each) for each in values)}", value)
+            known = ", ".join("null" if each is None else str(each) for each in values)
+            raise self.wrong(key, f"one of {known}", value)
         return value
 
     def integer(self, key: str, default: int, least: int) -> int:

@@ -145,7 +145,7 @@ def test_the_last_rule_decides_and_exclusions_win(config: ModelConfig) -> None:
             "scales should be left out",
         ),
         ({"excluded": [{"weights": "table"}]}, r"no excluded\[0\].why"),
-        ({"kv_cache": "int4"}, "kv_cache should be one of None, fp8"),
+        ({"kv_cache": "None"}, "kv_cache should be one of null, fp8, not 'None'"),
         ({"calibration": {"prompts": 0}}, "calibration.prompts should be a whole number"),
         ({"calibration": {"all_steps": 2}}, "calibration.all_steps should be a number from 0 to 1"),
         ({"limits": {"answers": 1}}, "unknown key limits.answers"),
