@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,6 +119,9 @@ class Fields:
         value = self.take(key, default)
         if value is None:
             return default
+        if isinstance(value, str):  # PyYAML takes 1e-3, which has no point, for a string
+            with contextlib.suppress(ValueError):
+                value = float(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or not least <= value <= most:
             span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"

@@ -217,6 +217,8 @@ def test_files(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(MINE))
     assert load_recipe(file).name == "mine"
     assert load_recipe(str(file)).precision == "nvfp4"
+    file.write_text(yaml.safe_dump(MINE) + "limits: {kl_mean: 1e-3}\n")  # to PyYAML, a string
+    assert load_recipe(file).limits.kl_mean == 0.001
     file.write_text("schema: 1\nname: [\n")
     with pytest.raises(CanvasError, match=r"mine.yaml, line 3 is not YAML"):
         load_recipe(file)
