@@ -103,7 +103,10 @@ def _generate(
     prompts: PromptSet,
     max_new_tokens: int | None,
 ) -> list[Pair]:
-    """Return the bundle's and the reference's result for each prompt, under the same noise."""
+    """Return the bundle's and the reference's result for each prompt, under the same noise. `max_new_tokens` defaults to
+    the checkpoint's. Both sides generate fewer tokens if the bundle's context has no room for more."""
+    canvas, longest = reference.config.canvas_length, max(map(len, prompts.tokens))
+    room = max(1, (model.max_context - longest) // canvas) * canvas
     requests = [
         Request(
             tokens,
@@ -111,7 +114,7 @@ def _generate(
                 reference.sampler,
                 reference.config,
                 seed=FIRST_SEED + number,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=min(max_new_tokens or reference.sampler.max_new_tokens, room),
             ),
         )
         for number, tokens in enumerate(prompts.tokens)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,10 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.cli.app import run
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity import failures, measure_quality, write_report
-from canvasrt.fidelity.answers import compare_pace
+from canvasrt.fidelity.answers import _generate, compare_pace
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel
@@ -126,9 +129,18 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
     assert re.search(r"Layers, worst first\n.*\n3 +sliding", captured.out)
 
 
-def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
-    from canvasrt.checkpoints.locate import demo_checkpoint
+def test_whole_generations_fit_the_engines_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("canvasrt.fidelity.answers._run", lambda side, requests, what: requests)
+    config, sampler = ModelConfig.from_checkpoint(demo_checkpoint())
+    reference: Any = SimpleNamespace(config=config, sampler=sampler)
+    prompts = PromptSet("texts", [[5] * 9, [5] * 20])
+    for context, tokens in ((100, 64), (4096, 256)):
+        engines: Any = SimpleNamespace(max_context=context)
+        pairs: Any = _generate(engines, reference, prompts, None)
+        assert {ours.params.max_new_tokens for ours, _ in pairs} == {tokens}
 
+
+def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     with pytest.raises(CanvasError, match="have different shapes"):
         measure_quality(load_bundle(tiny.bundle), demo_checkpoint(), questions=0)
 
