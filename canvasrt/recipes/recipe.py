@@ -112,8 +112,9 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """The most demanding format in the rules. A target must list this format in its `precisions`."""
-        return most_demanding({rule.choice.format for rule in self.rules})
+        """The most demanding format of weights and cache. A target must list this format in its `precisions`."""
+        caches = [self.kv_cache] if self.kv_cache else []
+        return most_demanding({*(rule.choice.format for rule in self.rules), *caches})
 
     @property
     def is_calibrated(self) -> bool:

@@ -127,6 +127,13 @@ def test_the_last_rule_decides_and_exclusions_win(config: ModelConfig) -> None:
     assert "layers.1.router.proj" not in chosen
 
 
+def test_a_cache_in_fp8_needs_a_gpu_that_has_fp8() -> None:
+    rules = [{"weights": "layers.*.mlp.*", "format": "int4"}]
+    recipe = Recipe.from_json({**MINE, "quantize": rules, "kv_cache": "fp8"})
+    assert recipe.suits(find_target("rtx-4090"))
+    assert not recipe.suits(find_target("rtx-3090"))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
