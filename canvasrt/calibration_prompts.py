@@ -227,7 +227,7 @@ class CalibrationPrompts:
 
     def _decode(self, number: int, line: bytes) -> str:
         try:
-            return line.decode()
+            return line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise self._wrong(number, f"it is not UTF-8 ({error.reason})") from error
 

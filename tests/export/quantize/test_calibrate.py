@@ -336,7 +336,7 @@ def test_text_is_put_into_the_chat_template(tiny: Tiny, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "12+34="}]
     lines = [{"prompt": "12+34="}, {"messages": chat}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8-sig")
     with_template = replace(tiny.prompts(), file=file, tokenizer=Tokenizer(core, template))
     expected = with_template.tokenizer.encode_chat(chat)
     assert [list(each.prompt_token_ids) for each in with_template] == [expected, expected]
