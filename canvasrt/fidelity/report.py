@@ -22,6 +22,7 @@ from canvasrt.fidelity.prompts import is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors
 from canvasrt.machine import available_bytes, gpus
+from canvasrt.recipes import SHIPPED
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
@@ -86,8 +87,10 @@ def _check_runs_here(bundle: Bundle) -> None:
     target = bundle.manifest.target or {}
     if target.get("backend", "onnxruntime") == "onnxruntime" or gpus():
         return
-    recipe = bundle.manifest.options.get("recipe")
-    asked = f" --precision {recipe['name']}" if recipe else ""
+    options = bundle.manifest.options
+    name, asked = (options.get("recipe") or {}).get("name"), ""
+    if name and "checkpoint_quantization" not in options:  # the checkpoint's own is the default
+        asked = f" --precision {name if name in SHIPPED else 'RECIPE.yaml'}"
     raise CanvasError(
         f"{bundle.path} was built for {target['name']}, and this machine has no GPU to run it",
         f"verify the bundle that `canvasrt build … --target cpu{asked}` makes from the same graphs: it has the same"

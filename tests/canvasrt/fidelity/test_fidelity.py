@@ -29,6 +29,7 @@ from canvasrt.fidelity.answers import _generate, compare_pace
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel
+from canvasrt.fidelity.report import _check_runs_here
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.request import Request
@@ -143,6 +144,24 @@ def test_whole_generations_fit_the_engines_context(monkeypatch: pytest.MonkeyPat
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     with pytest.raises(CanvasError, match="have different shapes"):
         measure_quality(load_bundle(tiny.bundle), demo_checkpoint(), questions=0)
+
+
+def test_the_hint_for_engines_of_a_gpu_is_a_command_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("canvasrt.fidelity.report.gpus", list)
+    target = {"name": "h100", "backend": "tensorrt"}
+    kept = {"recipe": {"name": "fp8-checkpoint"}, "checkpoint_quantization": {}}
+    for options, asked in (
+        ({"recipe": {"name": "fp8"}}, "cpu --precision fp8`"),
+        ({"recipe": {"name": "mine"}}, "cpu --precision RECIPE.yaml`"),
+        (kept, "--target cpu`"),
+    ):
+        manifest = SimpleNamespace(target=target, options=options)
+        bundle: Any = SimpleNamespace(path="engines", manifest=manifest)
+        with pytest.raises(CanvasError, match="has no GPU to run it") as caught:
+            _check_runs_here(bundle)
+        assert asked in caught.value.hint
 
 
 def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
