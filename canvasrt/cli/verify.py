@@ -143,9 +143,13 @@ def verify(
         fidelity.write_decisions(read, f"{bundle.name} on {decisions}", report)
     _show(found, quality, read, reference, report)
     if quality is not None and not quality["ok"]:
+        manifest = found.manifest
+        check = "check that it was made from this checkpoint"
+        if manifest.options.get("adapters") or manifest.made_from.get("adapters"):
+            check = "it has adapters merged: compare it with what PEFT's merge_and_unload() saves"
         raise CanvasError(
             f"{bundle} does not compute what {reference} does: {fidelity.failures(quality)}",
-            "check that it was made from this checkpoint; --report DIR shows the largest differences",
+            f"{check}; --report DIR shows the largest differences",
         )
 
 

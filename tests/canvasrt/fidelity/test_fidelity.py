@@ -124,9 +124,11 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
     tensors = load_file(copy / "model.safetensors")
     tensors["model.decoder.layers.3.layer_scalar"] *= 1.05
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    assert run(["verify", str(tiny.bundle), "--reference", str(copy), "--questions", "0"]) == 1
+    bundle = edited(tiny.bundle, tmp_path / "bundle", {}, adapters=[{"files": {}, "weight": 1}])
+    assert run(["verify", str(bundle), "--reference", str(copy), "--questions", "0"]) == 1
     captured = capsys.readouterr()
     assert "does not compute what" in captured.err
+    assert "it has adapters merged" in captured.err
     assert re.search(r"Layers, worst first\n.*\n3 +sliding", captured.out)
 
 
