@@ -62,8 +62,8 @@ def join_pieces(
 ) -> Json:
     """Write a segment's kernels and weights to `out`, next to the engines of its pieces.
 
-    Returns fields of the segment's manifest entry: `file`, and, if all pieces have kernel lists, `kernels`, the file of
-    the joined list.
+    Returns fields of the segment's manifest entry: `file` and, if every piece has a kernel list, `kernels` (the file
+    of the joined list).
 
     pieces: engine file → SHA-256, in order.
     """

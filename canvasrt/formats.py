@@ -69,8 +69,8 @@ class NumberFormat:
         engine_copies: how many copies of a weight an engine has: TensorRT keeps one for each way to multiply by it.
         builder_factor: how many bytes a TensorRT builder needs per byte of such weights, including the mapped file.
         feeds_all_tokens: whether every expert's first product takes all tokens of a single canvas, not only those in
-            the expert's slots. Reading the weights takes most of the time either way, and each token is then quantized
-            once, not once per slot.
+            the expert's slots. Reading the weights takes most of the time either way, and with all tokens each one
+            is quantized once, not once per slot.
         rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
         packed_on_cpu: whether a CPU multiplies packed weights; weights in all other formats become float32 there.
         caches: whether keys and values can be cached in the format.

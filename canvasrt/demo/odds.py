@@ -28,7 +28,7 @@ class Case:
     """One situation with possible outcomes.
 
     state: the description. ask: the question in a plain chat; empty if the state implies it.
-    outcomes: the answers of a plain chat; their probabilities add up to 1. key: decides whether the case is for
+    outcomes: the possible answers of a plain chat; their probabilities add up to 1. key: decides whether the case is for
     training or held out.
     """
 

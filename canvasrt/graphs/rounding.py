@@ -97,7 +97,7 @@ def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
 
 
 def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
-    """Round every block at a scale of its own. The scale is the block's largest magnitude divided by the largest code,
+    """Round each block with its own scale. The scale is the block's largest magnitude divided by the largest code,
     and is itself rounded to the scales' format. If the result is 0, the whole block becomes 0."""
     codes = format.block_scales
     assert codes is not None

@@ -14,7 +14,7 @@ from canvasrt.types import Json
 
 KERNELS_SUFFIX = ".kernels.json.gz"
 KERNELS_SCHEMA = 1
-# The kernels of one engine, by name of the profile.
+# The kernels of one engine, keyed by profile name.
 Programs = Mapping[str, Sequence[Kernel]]
 
 

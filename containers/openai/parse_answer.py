@@ -76,7 +76,7 @@ class AnswerParser:
         self._region: Literal["content", "thought", "call"] = "content"
         self._text = ""  # not parsed yet
         self._begun = False  # whether text of this region was already returned
-        self._plain = True  # true before the first thought or call, while leading spaces are kept
+        self._plain = True  # no thought or call was seen yet, so leading spaces are kept
         self.calls = 0
 
     def put(self, text: str, final: bool = False) -> list[Piece]:

@@ -81,7 +81,7 @@ class ResponsesRequest(Sampling):
 
     def check(self, size: int) -> None:
         super().check(size)
-        # A stream repeats these fields three times, and the event loop stops while they are encoded.
+        # A stream sends the fields of `repeated` three times, and encoding them blocks the event loop.
         if size > MAX_REPEATED and (count := len(json.dumps(self.repeated()))) > MAX_REPEATED:
             raise bad_request(
                 f"Without input, the body has {count} characters of JSON; at most {MAX_REPEATED} are allowed.",

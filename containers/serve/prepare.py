@@ -71,7 +71,7 @@ def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
 
 
 def set_aside_damaged(out: Path, wait: Wait) -> bool:
-    """Return whether the engines that `prepare` returned are damaged. If so, move them away, so that `prepare` builds
+    """Return whether the engines that `prepare` returned are damaged. If so, move them aside, so that `prepare` builds
     them again."""
     # Intact engines need no lock, which a read-only cache lacks.
     with contextlib.suppress(CanvasError):

@@ -155,7 +155,7 @@ class DecisionRequest(Request):
         if max_passes is not None and passes > max_passes:
             raise CanvasError(
                 f"the questions take {passes} denoising passes",
-                f"this server allows {max_passes}: ask fewer questions, samples or steps",
+                f"this server allows {max_passes}: use fewer questions, samples or steps",
             )
 
 

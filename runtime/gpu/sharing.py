@@ -89,8 +89,8 @@ class _Trial:
         self.compared, self.differs = 0, dict[int, str]()
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
-        """Compare the results of one request, at each of these places: in a shared pass alone, in a shared pass with
-        random requests, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `kind`
+        """For each place in `places`, compare one request's results: by itself in a shared pass, with random requests in a
+        shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `kind`
         distinct tokens."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
