@@ -106,7 +106,7 @@ def lines_to(stream: TextIO) -> Patient:
     return Patient(logging.StreamHandler(stream))
 
 
-def configure(level: str, json_logs: bool) -> None:
+def configure(level: str | int, json_logs: bool) -> None:
     """Send this process's log to stderr. Logging never blocks on a slow reader."""
     level = "DEBUG" if level == "TRACE" else level  # Python has no level TRACE
     handler = lines_to(sys.stderr)
@@ -114,4 +114,4 @@ def configure(level: str, json_logs: bool) -> None:
     handler.setFormatter(JsonLines() if json_logs else plain)
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in ("asyncio", "uvicorn.error", "grpc"):
-        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level)))
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.root.level))

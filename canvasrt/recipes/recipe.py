@@ -112,9 +112,8 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """The most demanding format of weights and cache. A target must list this format in its `precisions`."""
-        caches = [self.kv_cache] if self.kv_cache else []
-        return most_demanding({*(rule.choice.format for rule in self.rules), *caches})
+        """The most demanding format in the rules. A target must list this format in its `precisions`."""
+        return most_demanding({rule.choice.format for rule in self.rules})
 
     @property
     def is_calibrated(self) -> bool:
@@ -328,13 +327,15 @@ def _limits(found: Fields) -> Limits:
 
 
 def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
-    """Return the targets that a recipe names; if it names none, all targets that support its precision."""
-    able = [target.name for target in TARGETS if recipe.precision in target.precisions]
+    """Return the targets that a recipe names; if it names none, all targets that support its formats."""
+    formats = [recipe.precision, *([recipe.kv_cache] if recipe.kv_cache else [])]
+    able = [target.name for target in TARGETS if {*formats} <= {*target.precisions}]
     for name in named:
         target = find_target(name)
         if target.capability is not None and name not in able:
+            lacks = next(each for each in formats if each not in target.precisions)
             raise recipe._wrong(
-                f"targets lists {name}, which does not support {recipe.precision}",
-                f"targets with {recipe.precision}: {', '.join(able)}",
+                f"targets lists {name}, which does not support {lacks}",
+                f"targets with {' and '.join(formats)}: {', '.join(able)}",
             )
     return tuple(named or able)

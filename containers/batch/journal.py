@@ -57,7 +57,8 @@ class Journal:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if not self._places:  # there is nothing to resume, so nothing should refuse other work
+        # Without answers there is nothing to resume, and nothing should refuse other work.
+        if self._is_alone and not self._places:
             self._outputs.journal.unlink(missing_ok=True)
         self._file.close()
 
@@ -97,7 +98,7 @@ class Journal:
             sync(made)
             made.rename(path)
         sync(self._outputs.answers.parent)
-        self._outputs.journal.unlink()
+        self._outputs.journal.unlink(missing_ok=True)
         return counts[self._outputs.errors]
 
     def _open(self) -> BinaryIO:
@@ -112,6 +113,7 @@ class Journal:
             raise
 
     def _lock(self) -> None:
+        self._is_alone = True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,6 +121,7 @@ class Journal:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
+            self._is_alone = False  # another batch may be writing the journal
         if not os.fstat(self._file.fileno()).st_nlink:  # another batch has removed the journal
             raise self._taken()
 

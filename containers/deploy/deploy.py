@@ -77,13 +77,14 @@ def deploy(
     check_ports(options)
     report(f"loading {found.tag} into {chosen.name}")
     load(found, chosen)
+    limit = start_limit(chosen, found.tag) if timeout is None else timeout
     started = time.monotonic()
     done = chosen.run(*words[1:])
     if done.returncode != 0:
         _remove_created(chosen, options.name, done.stderr)
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
-    wait_ready(chosen, options.name, start_limit(chosen, found.tag) if timeout is None else timeout)
+    wait_ready(chosen, options.name, limit)
     # podman has this since 5.1.
     restarts = chosen.run("update", "--restart", RESTART, options.name).returncode == 0
     return {

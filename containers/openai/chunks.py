@@ -288,7 +288,7 @@ def _score(each: Json) -> Json:
     return {
         "token": each["text"],
         "logprob": each["logprob"],
-        "bytes": each.get("bytes") or list(each["text"].encode()),
+        "bytes": each.get("bytes", list(each["text"].encode())),
     }
 
 

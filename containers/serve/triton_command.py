@@ -95,7 +95,7 @@ def triton_environment(
     """Return a server's environment. folder: its scratch folder. cache: canvasrt's cache folder, if not the default.
     gpus: UUIDs of the models' GPUs."""
     env = installation.environment() | model.to_environment() | environment_of(gpus)
-    env[LEVEL_VARIABLE] = logging.getLevelName(logging.root.level)
+    env[LEVEL_VARIABLE] = str(logging.root.level if logging.root.handlers else logging.INFO)
     if cache is not None:
         env["CANVASRT_CACHE"] = str(cache)
     return env | {variable: str(folder / file) for variable, file in _FILES.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -69,7 +70,7 @@ class StreamModel:
         # `engines` is relative to the model repository, the parent of this model's folder.
         engines = Path(args["model_repository"]).parent / parameters["engines"]
         options = ModelOptions.from_environment(os.environ)
-        configure(os.environ.get(LEVEL_VARIABLE, "INFO"), json_logs=False)
+        configure(int(os.environ.get(LEVEL_VARIABLE, logging.INFO)), json_logs=False)
 
         def open_one(number: int) -> Model:
             return open_model(

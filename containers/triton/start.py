@@ -56,9 +56,7 @@ def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
     """Warm up a model. If `proves`, and the model is on a GPU and batches several requests, also test whether requests
     can share passes. Return the test's evidence; empty without a test."""
     found = None
-    several = (model.max_batch or 1) > 1
-    # Requests share passes over whole canvases only.
-    if proves and model.rows_apart and several and model.max_context >= model.canvas_length:
+    if proves and model.rows_apart and (model.max_batch or 1) > 1:
         from canvasrt.runtime.gpu.device_model import DeviceModel
         from canvasrt.runtime.gpu.sharing import prove
 

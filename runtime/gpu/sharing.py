@@ -42,12 +42,15 @@ def prove(model: DeviceModel) -> Evidence:
     Runs a request in own passes of every width and in shared passes, alone and together with random requests, at every
     place and under several expert loads. Every step may use the faster kind of pass only if all results have the same
     bits. Otherwise tokens would depend on timing. Also warms up all shapes of the resulting plan. Call this only while no request is running."""
+    if model.max_context <= model.canvas_length:
+        model.warm_up()
+        return Evidence(False, 0, "the context has no room for a whole canvas", 0.0, {})
     model.share_passes(True)
     widths = model.shapes.widths
     model.warm_up()
     trial = _Trial(model)
     for kind in _KINDS:
-        trial.compare(kind, _PROMPT, range(model.max_batch))
+        trial.compare(kind, min(_PROMPT, trial.longest), range(model.max_batch))
     # Kernels may split the past differently for every width, so every width is also tested with a full past.
     for number, width in enumerate(widths):
         length = min(width, model.max_context - model.canvas_length)
@@ -87,6 +90,10 @@ class _Trial:
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)
         self.compared, self.differs = 0, dict[int, str]()
+        # The longest prompt, in tokens, at every width.
+        self.longest = max(
+            1, min(99, model.shapes.widths[0], model.max_context - model.canvas_length)
+        )
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
         """For each place in `places`, compare one request's results: by itself in a shared pass, with random requests in a
@@ -134,7 +141,7 @@ class _Trial:
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
             few = int(random.choice(_KINDS)) if chosen else _KINDS[0]
-            prompt = self._tokens(int(random.integers(1, 100)))
+            prompt = self._tokens(int(random.integers(1, self.longest + 1)))
             prompt, canvas = chosen.get(place, (prompt, self._tokens(model.canvas_length, few)))
             row = model.new_row()
             _fill(model, row, prompt)

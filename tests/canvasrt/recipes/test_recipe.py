@@ -132,6 +132,9 @@ def test_a_cache_in_fp8_needs_a_gpu_that_has_fp8() -> None:
     recipe = Recipe.from_json({**MINE, "quantize": rules, "kv_cache": "fp8"})
     assert recipe.suits(find_target("rtx-4090"))
     assert not recipe.suits(find_target("rtx-3090"))
+    assert recipe.precision == "int4"  # its weights'
+    with pytest.raises(CanvasError, match="lists rtx-3090, which does not support fp8"):
+        Recipe.from_json({**recipe.to_json(), "targets": ["rtx-3090"]})
 
 
 @pytest.mark.parametrize(

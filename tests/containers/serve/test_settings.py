@@ -225,7 +225,9 @@ def test_shared_passes_and_the_log_s_level_reach_the_model(
         read_settings({"share_passes": "perhaps"}, {}, {})
     settings = read_settings({"share_passes": "on"}, {}, {})
     server = Server(engines.path, model=settings.model, gpus=("GPU-b", "GPU-a"))
-    monkeypatch.setattr(logging.root, "level", logging.ERROR)  # as `--log-level error` does
+    # As `--log-level error` does.
+    monkeypatch.setattr(logging.root, "level", logging.ERROR)
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])
     environment = server._environment(find_installation(), Path("scratch"))
     # The process with the engines sees those GPUs, and no other.
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
@@ -243,5 +245,5 @@ def test_shared_passes_and_the_log_s_level_reach_the_model(
     with pytest.raises(InterruptedError):
         backend.StreamModel().initialize({"model_config": config, "model_repository": "m/n"})
     assert load.call_args.kwargs["share_passes"] is True
-    assert configure.call_args.args == ("ERROR",)
+    assert configure.call_args.args == (logging.ERROR,)
     sys.modules.pop("canvasrt.containers.triton.backend")

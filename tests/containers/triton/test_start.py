@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -87,9 +88,23 @@ def test_a_gpu_that_computes_other_bits_takes_no_requests(
     assert ("GPU 1 takes no requests" in capsys.readouterr().err) == bool(other)
 
 
-def test_contexts_shorter_than_a_canvas_start_without_a_trial() -> None:
-    """The trial's canvases are whole, and so are those of requests that share passes."""
-    short = {"max_batch": 2, "max_context": 200, "canvas_length": 256}
-    model = MagicMock(spec=DeviceModel, rows_apart=True, **short)
-    assert open_all(lambda _: model, 1, proves=True) == ([model], {})
+def test_a_context_without_room_for_a_canvas_needs_no_trial() -> None:
+    sizes = {"max_batch": 2, "max_context": 200, "canvas_length": 256}
+    model = MagicMock(spec=DeviceModel, rows_apart=True, **sizes)
+    models, evidence = open_all(lambda _: model, 1, proves=True)
+    assert models == [model]
+    assert "no room for a whole canvas" in evidence["why"]
     model.warm_up.assert_called_once_with()
+
+
+def test_prompts_of_the_trial_fit_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of any width then reads them."""
+    lengths: list[int] = []
+    monkeypatch.setattr(sharing, "_fill", lambda model, row, prompt: lengths.append(len(prompt)))
+    monkeypatch.setattr(sharing, "_step", MagicMock())
+    sizes = {"max_batch": 50, "max_context": 96, "canvas_length": 32}
+    shapes, config = SimpleNamespace(widths=(64,)), SimpleNamespace(vocab_size=100)
+    model: Any = MagicMock(spec=DeviceModel, shapes=shapes, config=config, **sizes)
+    sharing._Trial(model).requests({})
+    assert len(lengths) == 50
+    assert max(lengths) <= 64
