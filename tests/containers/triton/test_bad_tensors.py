@@ -94,7 +94,12 @@ CASES = (
             | {name: text(value)},
             (f"{name} has no effect with questions",),
         )
-        for name, value in (("infill", "{2}"), ("grammar", "{}"), ("template", "{}"))
+        for name, value in (
+            ("infill", "{2}"),
+            ("grammar", "{}"),
+            ("template", "{}"),
+            ("prefix", "a"),
+        )
     ),
     Bad(
         "gaps with a grammar",
