@@ -28,7 +28,8 @@ def profiles(
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
     `encode` is for a prefill chunk or a finished canvas of one request; `denoise` for one request's canvas;
-    `denoise_batch` for a full batch of canvases, including padding. Canvases below the full length use the bodies' profile `encode` and the head's `denoise_small`. Kernels are tuned for a range's `opt`; `max` is the limit.
+    `denoise_batch` for a full batch of canvases, including padding. Canvases below the full length use the
+    bodies' profile `encode` and the head's `denoise_small`. Kernels are tuned for a range's `opt`; `max` is the limit.
     """
     if "layers" in segment:
         return _body(segment, model, passes)

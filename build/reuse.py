@@ -28,7 +28,7 @@ def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
 
 
 def reusable_graphs(plans: Sequence[Plan]) -> Bundle | None:
-    """Return the graphs shared by these plans, which have one precision; None if a weight that the plans read is missing."""
+    """Return the graphs shared by these plans, which have one precision; None if a weight that they read is missing."""
     if plans[0].source.graphs is not None and not plans[0].quantizes:
         return plans[0].source.graphs
     return _cached(plans[0], partial(built_weights, plans))

@@ -1,4 +1,4 @@
-"""The cache of graphs and engines. A key is a hash of all inputs that determine the result; callers choose these inputs."""
+"""The cache of graphs and engines. A key is a hash of all inputs that determine the result, which callers choose."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ def _short(value: Any) -> str:
 
 
 # The two kinds of unfinished work, and the file with a calibration's result. That file is kept when the work ends, so
-# that graphs that are made again get the same calibrated scales, even with a different number of layers per segment.
+# that graphs made again later get the same calibrated scales, even with a different number of layers per segment.
 CALIBRATIONS, QUANTIZATIONS = "calibrations", "quantizations"
 CALIBRATED = "calibrated.json"
 

@@ -64,9 +64,7 @@ def holding(name: str) -> Iterator[int]:
     """Mark a server's files as in use; at the end, remove its shared memory. Yields a descriptor: while a process that
     inherited it is running, the files stay in use."""
     lock = SHARED_MEMORY / f"{name}lock"
-    new = (
-        SHARED_MEMORY / f"{name}new"
-    )  # until the lock exists, the process id in its name protects it
+    new = SHARED_MEMORY / f"{name}new"  # until the lock exists, the id in its name protects it
     held = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -81,7 +81,8 @@ class GatedMLP(nn.Module):
 def inverse_frequencies(layer: Layer) -> Tensor:
     """Return RoPE frequencies `[head_dim / 2]` in float32.
 
-    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs, a fraction `rope_partial` of all, rotate. Their frequencies are spaced as if all pairs rotated
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first pairs, a fraction
+    `rope_partial` of all, rotate. Their frequencies are spaced as if all pairs rotated
     (`modeling_rope_utils._compute_proportional_rope_parameters`).
     """
     half = layer.head_dim // 2

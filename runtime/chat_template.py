@@ -25,8 +25,9 @@ _HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
 
 
 def _any_of(texts: Collection[str]) -> str:
-    """Return a pattern that matches the longest of `texts` at a position. It branches by characters: a tokenizer can have thousands of
-    control tokens, such as `<unused0>`, and trying them one by one at every `<` of a text would take seconds."""
+    """Return a pattern that matches the longest of `texts` at a position. It branches by characters: a
+    tokenizer can have thousands of control tokens, such as `<unused0>`, and trying them one by one at every `<` of a
+    text would take seconds."""
     first, last = min(texts), max(texts)
     common = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
     begin = first[: next(common, len(first))]

@@ -91,7 +91,8 @@ class Servers:
         await self._session.close()
 
     async def ask(self, line: Line) -> Reply:
-        """Send a line to the server that has the fewest requests, and return the reply. Retries while servers are down or busy.
+        """Send a line to the server that has the fewest requests, and return the reply. Retries while servers
+        are down or busy.
 
         Raises CanvasError if a server refuses the key, if Triton or a server of another protocol answers, or if all
         servers are down for too long.

@@ -14,8 +14,8 @@ from canvasrt.containers.openai.connections import Places
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY = 60.0  # seconds
-# The size of each connection's read buffer, in bytes. asyncio's default, 256 KiB, is six times as much memory as everything else
-# that a pending handshake needs.
+# The size of each connection's read buffer, in bytes. asyncio's default, 256 KiB, is six times as much memory as
+# everything else that a pending handshake needs.
 SSLProtocol.max_size = 32 * 1024
 
 

@@ -81,7 +81,8 @@ class _Guard(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class _Exchange:
-    """The two directions of one call. `caller` is the name of the caller's key, and `secret` is put before the name, so that the models trust it. `write` sends a reply to the caller."""
+    """The two directions of one call. `caller` is the name of the caller's key, and `secret` is put before
+    the name, so that the models trust it. `write` sends a reply to the caller."""
 
     def __init__(
         self,

@@ -84,8 +84,8 @@ def digest(model: DeviceModel) -> str:
 
 
 class _Trial:
-    """Compares a request's results. `differs` holds the first difference of each kind of pass; its key is the width of a
-    request's own pass, or 0 for shared passes."""
+    """Compares a request's results. `differs` holds the first difference of each kind of pass; its key is the width of
+    a request's own pass, or 0 for shared passes."""
 
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)
@@ -96,8 +96,8 @@ class _Trial:
         )
 
     def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
-        """For each place in `places`, compare one request's results: by itself in a shared pass, with random requests in a
-        shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `kind`
+        """For each place in `places`, compare one request's results: by itself in a shared pass, with random requests in
+        a shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `kind`
         distinct tokens."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
