@@ -1,4 +1,4 @@
-"""docs/operating.md names what the code has."""
+"""docs/operating.md and docs/reference.md name what the code has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from canvasrt.containers.serve.settings import OPTION_CLASSES, VARIABLES
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError
 from canvasrt.option import option_of
-from tests.helpers.metrics import metric_names
+from tests import reference
+from tests.helpers.metrics import metrics
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "operating.md"
@@ -43,7 +44,7 @@ def test_the_page_has_every_exit_code_of_an_error() -> None:
 def test_the_page_has_every_metric_that_it_names() -> None:
     named = set(re.findall(r"`(canvasrt_[a-z_]+[a-z])`", PAGE.read_text("utf-8")))
     assert named
-    assert named <= metric_names()
+    assert named <= metrics().keys()
 
 
 def test_the_page_has_every_variable() -> None:
@@ -58,3 +59,8 @@ def test_the_page_has_every_variable() -> None:
     inner |= {of.variable for of in options if of and of.variable}
     on_page = set(_VARIABLE.findall(PAGE.read_text("utf-8")))
     assert on_page == (named | set(VARIABLES)) - inner
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    """If not: `.venv/bin/python -m tests.reference > docs/reference.md`."""
+    assert (ROOT / "docs" / "reference.md").read_text("utf-8") == reference.page()

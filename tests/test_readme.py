@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/api.md match the code."""
+"""The tables of the README match the code."""
 
 from __future__ import annotations
 
@@ -9,28 +9,13 @@ import pytest
 
 from canvasrt.build.fit import released_fit
 from canvasrt.containers.serve.settings import Settings
-from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs_of
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.targets import GB, TARGETS, Target
 
 README = Path(__file__).parents[1] / "README.md"
-API = README.parent / "docs" / "api.md"
-TENSORS = [*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)]
 
 # Columns in which the targets of one row may differ.
 _SPLIT = ("memory", "capability")
-
-
-@pytest.mark.parametrize("tensor", TENSORS, ids=lambda each: each.name)
-def test_the_page_has_the_tensor(tensor: Tensor):
-    assert tensor.shape in ((1,), (-1,))
-    row = f"| `{tensor.name}` | {tensor.datatype}{'[]' * (tensor.shape == (-1,))} | "
-    assert row in API.read_text(encoding="utf-8")
-
-
-def test_the_page_has_no_other():
-    rows = re.findall(r"^\| `(\w+)` \| [A-Z]+\d*(?:\[\])? \|", API.read_text("utf-8"), re.MULTILINE)
-    assert rows == [tensor.name for tensor in TENSORS]
 
 
 def test_the_readme_calls_the_model_as_it_is_served():

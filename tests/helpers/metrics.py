@@ -1,4 +1,4 @@
-"""The names of all metrics of our own."""
+"""All metrics of our own."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.triton.metrics import Metrics
 
 
-def metric_names() -> set[str]:
-    names: set[str] = {f"canvasrt_gpu_{name}" for name in nvml.GAUGES}
+def metrics() -> dict[str, str]:
+    """What each metric measures, by name."""
+    found: dict[str, str] = {}
 
     class Family:
         GAUGE, COUNTER = "gauge", "counter"
 
         def __init__(self, name: str, description: str, kind: str) -> None:
-            names.add(name)
+            found[name] = description
 
         def Metric(self, labels: dict[str, str]) -> SimpleNamespace:
             return SimpleNamespace(set=lambda value: None)
 
     Metrics(SimpleNamespace(MetricFamily=Family))
-    return names | set(re.findall(r"^# HELP (\S+) ", FrontMetrics().text(0), re.M))
+    found |= dict(re.findall(r"^# HELP (\S+) (.*)", FrontMetrics().text(0), re.M))
+    return found | {f"canvasrt_gpu_{name}": gauge.about for name, gauge in nvml.GAUGES.items()}
