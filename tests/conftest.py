@@ -20,6 +20,7 @@ from tests.helpers.durations import (
     pytest_collection_modifyitems,
     pytest_runtest_logreport,
     pytest_sessionfinish,
+    pytest_terminal_summary,
     pytest_xdist_make_scheduler,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_runtest_logreport",
     "pytest_sessionfinish",
+    "pytest_terminal_summary",
     "pytest_xdist_make_scheduler",
 ]
 

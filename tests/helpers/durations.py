@@ -1,12 +1,14 @@
 """The workers of pytest-xdist take the longest files first, by the seconds in tests/durations.json.
 
-`pytest --write-durations` measures the files of a run again.
+A run ends by saying how far apart its workers ended; after more than a minute, `pytest --write-durations` measures the
+files of a run again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ DEFAULT, ACCEPTANCE = "default", "acceptance"
 UNKNOWN = 1.0
 
 _measured: dict[tuple[str, str], float] = defaultdict(float)
+_ends: dict[str, float] = {}  # when each worker's last test ended
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +57,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _measured[_file(report.nodeid), _kind(report.keywords)] += report.duration
+    if worker := getattr(report, "worker_id", None):
+        _ends[worker] = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _ends:
+        apart = max(_ends.values()) - min(_ends.values())
+        terminalreporter.write_line(f"workers ended {apart:.0f} s apart")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
