@@ -92,6 +92,13 @@ class Serving:
         lines = command_lines().values()
         return shared + [line for line in lines if "canvasrt-" in line and mark in line]
 
+    def model_process(self) -> int:
+        """The stream model's process."""
+        wanted = ("/canvasrt_stream/1/model.py", f"-{self.process.pid}-")
+        lines = command_lines().items()
+        (found,) = (int(pid) for pid, line in lines if all(part in line for part in wanted))
+        return found
+
     def scratch(self) -> list[str]:
         return [each.name for each in self.state.glob("tmp/*")]
 

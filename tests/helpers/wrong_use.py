@@ -260,10 +260,10 @@ ELSEWHERE = {
     ("canvasrt/roofline/predict.py", "take no pass of"): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/predict.py", "do not suit"): "tests/canvasrt/roofline/test_predict.py",
     ("runtime/open.py", "but the engines support at most"): (
-        "tests/containers/serve/test_supervised.py"
+        "tests/containers/serve/test_checks.py"
     ),
     ("containers/ports.py", "give a port from 1 to 65535"): (
-        "tests/containers/serve/test_serve.py"
+        "tests/containers/serve/test_installation.py"
     ),
     ("build/options.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
     ("build/options.py", "holds graphs of"): "tests/build/test_checks.py",

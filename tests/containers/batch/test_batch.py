@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,48 +87,24 @@ def test_the_same_file_in_process_and_over_http(
     assert [path.read_text() for path in again] == files
 
 
-class Killed:
-    """A batch in a thread, over servers that die and come back on their ports."""
-
-    def __init__(self, file: Path, *urls: str) -> None:
-        self.outputs = Outputs.of(file.with_name("killed.jsonl"))
-        self.error: Exception | None = None
-        self._call = (file, self.outputs.answers, 0, "model", Servers(urls, "", 60), 2)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    @property
-    def finished(self) -> bool:
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join(120)
-        assert self.finished
-
-    def _run(self) -> None:
-        try:
-            run_batch(*self._call)  # type: ignore[arg-type]
-        except CanvasError as error:
-            self.error = error
-
-
 @needs_triton
 def test_a_server_that_dies_and_comes_back(tmp_path: Path, server: Server, front: FrontEnd) -> None:
     slow = {"max_denoising_steps": 40, "stability_threshold": 10_000, "max_tokens": 40}
     file = write(tmp_path, *(chat(text, content=text, **slow) for text in TEXTS))
     _, (expected, _) = asked(file, "expected.jsonl", over(front))
     options = FrontOptions(port=0, about={"digest": "0123456789abcdef"})
-    with FrontEnd.over(server, options) as first:
-        port = first.port
-        batch = Killed(file, first.url)
-        assert eventually(lambda: count_done(batch.outputs) >= 2)
-        assert first.pid is not None
-        os.kill(first.pid, signal.SIGKILL)
-    assert not batch.finished
-    with FrontEnd.over(server, FrontOptions(port=port, about=options.about)):
-        batch.join()
-    assert batch.error is None
-    assert batch.outputs.answers.read_bytes() == expected.read_bytes()
+    outputs = Outputs.of(tmp_path / "killed.jsonl")
+    with ThreadPoolExecutor(1) as pool:
+        with FrontEnd.over(server, options) as first:
+            port = first.port
+            batch = pool.submit(asked, file, outputs.answers.name, over(first), 2)
+            assert eventually(lambda: count_done(outputs) >= 2)
+            assert first.pid is not None
+            os.kill(first.pid, signal.SIGKILL)
+        assert not batch.done()
+        with FrontEnd.over(server, FrontOptions(port=port, about=options.about)):
+            batch.result(120)
+    assert outputs.answers.read_bytes() == expected.read_bytes()
 
 
 @needs_triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -34,20 +33,17 @@ def test_a_server_that_never_answers(silent: str, protocol: client_module.Protoc
 
 
 @needs_triton
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_an_answer_that_takes_too_long(server: Server, protocol: client_module.Protocol):
+@pytest.mark.parametrize(
+    ("protocol", "streams"), [("http", False), ("grpc", False), ("grpc", True)]
+)
+def test_an_answer_that_takes_too_long(
+    server: Server, protocol: client_module.Protocol, streams: bool
+):
     url = f"127.0.0.1:{getattr(server.ports, protocol)}"
-    options = {**ENDLESS, "max_denoising_steps": 2000}
+    inputs = {"prompt": "x", **ENDLESS, "max_denoising_steps": 2000, "max_new_tokens": 4}
     late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
     with Client(url, protocol, timeout=0.5) as client, late:
-        client.infer({"prompt": "x", "max_new_tokens": 4, **options})
-
-
-@needs_triton
-def test_a_stream_that_takes_too_long(server: Server):
-    late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
-    with Client(f"127.0.0.1:{server.ports.grpc}", "grpc", timeout=0.5) as client, late:
-        list(client.stream({"prompt": "x", **ENDLESS}))
+        list(client.stream(inputs)) if streams else client.infer(inputs)
 
 
 @needs_triton
@@ -74,25 +70,6 @@ def test_a_server_without_the_model(
 def test_the_address_is_host_and_port(url: str | None, address: str):
     with Client(url) as client:
         assert client.url == address
-
-
-def test_clients_of_one_server_do_not_share_state(server: Server):
-    """Each of sixteen threads has its own client."""
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            with Client(f"127.0.0.1:{server.ports.http}") as client:
-                client.infer({"prompt": "x", "max_new_tokens": 1, "max_denoising_steps": 1})
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=ask) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
 
 
 def test_triton_streams_over_grpc_alone():

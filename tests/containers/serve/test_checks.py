@@ -15,6 +15,7 @@ from canvasrt.containers.serve.checks import check_context, check_settings
 from canvasrt.containers.serve.settings import read_settings
 from canvasrt.errors import CanvasError, UsageError
 from tests.helpers.certificates import make_certificates, openssl
+from tests.helpers.serving_process import ANY_PORTS
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +84,25 @@ def test_one_port_for_two_options(hosts: tuple[str, str], ports: tuple[int, int]
         check_distinct(asked)
 
 
-@pytest.mark.parametrize("case", ["tls", "port", "triton", "host"])
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("tls", "is not the key"),
+        ("port", "is in use"),
+        ("triton", "which is not a program"),
+        ("host", "can crash it"),
+    ],
+)
 def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
     case: str,
+    says: str,
     files: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setattr(local, "build_local", lambda *_: pytest.fail("it was built"))
-    free = [
-        option for name in ("", "http-", "grpc-", "metrics-") for option in (f"--{name}port", "0")
-    ]
-    options = [*free, "--cache", str(tmp_path)]
+    options = [*ANY_PORTS, "--cache", str(tmp_path)]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -109,14 +116,8 @@ def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
         else:
             options += ["--triton-host", "0.0.0.0"]
         assert run(["serve", "demo", *options]) == 1
-    says = {
-        "tls": "is not the key",
-        "port": "is in use",
-        "triton": "which is not a program",
-        "host": "can crash it",
-    }
     error, hint = capsys.readouterr().err.splitlines()
-    assert says[case] in error
+    assert says in error
     assert hint.startswith("hint: ")
     assert not list(tmp_path.iterdir())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -37,12 +38,6 @@ def test_the_environment_variable_comes_first(tmp_path: Path, monkeypatch: pytes
     found = find_installation()
     assert found.binary == named / "tritonserver"
     assert found.bundled is None
-
-
-def test_a_variable_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CANVASRT_TRITONSERVER", "/nowhere/tritonserver")
-    with pytest.raises(CanvasError, match="/nowhere/tritonserver"):
-        find_installation()
 
 
 @needs_triton
@@ -87,15 +82,16 @@ def test_free_ports_are_distinct_and_held_until_triton_takes_them():
 @pytest.mark.parametrize(
     ("ports", "host", "says"),
     [
-        (Ports(70000, 0, 0), "127.0.0.1", "--http-port is 70000"),
+        (Ports(70000, 0, 0), "127.0.0.1", "--http-port is 70000.*give a port from 1 to 65535"),
         (Ports(0, 0, 0), "203.0.113.7", "not an address of this machine"),
         (Ports(0, 0, 0), "no.such.host.invalid", "not an address of this machine"),
         (Ports(7001, 7001, 0), "127.0.0.1", "--http-port and --grpc-port are both 7001"),
     ],
 )
 def test_ports_that_cannot_be_used(ports: Ports, host: str, says: str):
-    with pytest.raises(CanvasError, match=says), ports.held(host):
+    with pytest.raises(CanvasError) as refused, ports.held(host):
         pass
+    assert re.search(says, f"{refused.value}; {refused.value.hint}")
 
 
 def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

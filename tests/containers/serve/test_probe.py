@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.server
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,14 +13,6 @@ import pytest
 
 from canvasrt.containers.serve import probe
 from tests.helpers.certificates import make_certificates
-
-# A process that the probe takes for the supervisor; it may ignore SIGTERM.
-_SERVER = """
-import signal, sys, time
-if "stubborn" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("started", flush=True)
-time.sleep(60)
-"""
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -93,18 +83,6 @@ def test_a_dead_server_is_ended_after_a_few_checks(
     assert len(killed) == kill - stop + 1
 
 
-def test_a_server_that_is_slow_to_say_whether_it_is_ready_is_alive(
-    environment: dict[str, str], killed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert probe.main(environment) == 0
-    ask = probe._ask
-    slow = lambda variables, path: None if "ready" in path else ask(variables, path)  # noqa: E731
-    monkeypatch.setattr(probe, "_ask", slow)
-    for _ in range(probe.KILL_AFTER):
-        assert probe.main(environment) == 1
-    assert not killed
-
-
 def test_one_that_answers_again_is_counted_from_nothing(
     environment: dict[str, str], killed: list[int]
 ) -> None:
@@ -117,17 +95,20 @@ def test_one_that_answers_again_is_counted_from_nothing(
     assert not killed
 
 
-@pytest.mark.parametrize("state", ["starting", "loading or stopping", "not asked to"])
-def test_others_are_left_alone(environment: dict[str, str], killed: list[int], state: str) -> None:
-    if state == "starting":
-        _Answers.statuses.update(ready=503, live=503)
-    elif state == "loading or stopping":
-        probe.main(environment)
-        _Answers.statuses.update(ready=503, live=200)
-    else:
+@pytest.mark.parametrize("state", ["starting", "loading or stopping", "slow", "not asked to"])
+def test_others_are_left_alone(
+    environment: dict[str, str], killed: list[int], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if state == "not asked to":
         environment = {**environment, "CANVASRT_END_UNHEALTHY": "0"}
-        probe.main(environment)
-        _Answers.statuses.update(ready=503, live=503)
+    if state != "starting":
+        assert probe.main(environment) == 0
+    alive = state in ("loading or stopping", "slow")
+    _Answers.statuses.update(ready=503, live=200 if alive else 503)
+    if state == "slow":  # to say whether it is ready
+        ask = probe._ask
+        slow = lambda variables, path: None if "ready" in path else ask(variables, path)  # noqa: E731
+        monkeypatch.setattr(probe, "_ask", slow)
     for _ in range(2 * probe.KILL_AFTER):
         assert probe.main(environment) == 1
     assert not killed
@@ -150,22 +131,3 @@ def test_it_finds_the_first_process_or_its_child_alone(tmp_path: Path) -> None:
     assert probe._servers(tmp_path) == [7]
     (tmp_path / "1" / "cmdline").write_text(serve)
     assert sorted(probe._servers(tmp_path)) == [1, 7]
-
-
-@pytest.mark.parametrize("kind", ["willing", "stubborn"])
-def test_the_signals_end_a_real_process(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    command = [sys.executable, "-c", _SERVER, "canvasrt", "serve", kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        monkeypatch.setattr(probe, "_servers", lambda processes: [process.pid])
-        probe.main(environment)
-        _Answers.statuses.update(ready=503, live=503)
-        checks = probe.STOP_AFTER if kind == "willing" else probe.KILL_AFTER
-        for _ in range(checks):
-            assert process.poll() is None
-            probe.main(environment)
-        expected = signal.SIGTERM if kind == "willing" else signal.SIGKILL
-        assert process.wait(timeout=60) == -expected

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.client.triton import Client, TritonAnswer
-from canvasrt.containers.ports import listen
 from canvasrt.containers.serve.server import Server
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
-from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, serving, started
+from tests.helpers.serving_process import ANY_PORTS, Serving, call, command_lines, serving, started
 
 pytestmark = needs_triton
 
@@ -33,24 +29,14 @@ def test_a_server_s_life(engines: Bundle, tmp_path: Path):
     """Engines without a package: options reach the models; a host can be a name; under nohup, a closed terminal does
     not stop the server; a signal stops everything while a client keeps its connection open."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
-    options = (
-        "--host",
-        "localhost",
-        "--threads",
-        "3",
-        "--cache",
-        str(tmp_path / "c"),
-        "--verbose",
-        "--exit-timeout",
-        "60",
-    )
+    options = ["--host", "localhost", "--threads", "3", "--verbose", "--exit-timeout", "60"]
+    options += ["--cache", str(tmp_path / "c")]
     try:
         with (
             serving(engines.path, tmp_path, *ANY_PORTS, *options) as running,
             running.client() as client,
         ):
-            (model,) = _model_processes(running)
-            environment = Path(f"/proc/{model}/environ").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{running.model_process()}/environ").read_bytes().split(b"\0")
             assert b"CANVASRT_THREADS=3" in environment
             assert f"CANVASRT_CACHE={tmp_path / 'c'}".encode() in environment
             with urllib.request.urlopen(running.said["metrics"], timeout=10) as page:
@@ -105,39 +91,37 @@ def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle,
 
 @pytest.mark.acceptance
 def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
-        answers: list[TritonAnswer] = []
-        started = threading.Event()
+    """Callers of Triton itself are served until the end, or learn that it is stopping. Neither their endless load nor
+    an open stream without a request delays the end."""
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "300") as running:
+        begun = threading.Event()
 
-        def ask() -> None:
+        def finish() -> TritonAnswer:
             options = {**ENDLESS, "max_denoising_steps": 60, "max_new_tokens": 4}
             with Client(running.said["grpc"], "grpc", timeout=60) as client:
                 for event in client.stream({"prompt": "x", "drafts": True, **options}):
-                    answers.append(event)
-                    started.set()
+                    begun.set()
+                    last = event
+            return last
 
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        assert started.wait(30)
-        # Nothing waits for an open stream without a request.
-        with Client(running.said["grpc"], "grpc", keep_stream=True) as idle:
-            assert [*idle.stream({"prompt": "x", "max_new_tokens": 4})]
-            running.stop(signal.SIGTERM)
-        thread.join(30)
-        assert answers[-1].finish_reason == "length"
-        assert answers[-1].steps == [60]
+        def load() -> str:
+            with Client(running.said["grpc"], "grpc", timeout=60) as client:
+                with pytest.raises(CanvasError) as refused:
+                    while True:
+                        client.infer({"prompt": "a", "max_new_tokens": 8})
+            return refused.value.message
+
+        with ThreadPoolExecutor(5) as pool:
+            refusals = [pool.submit(load) for _ in range(4)]
+            answer = pool.submit(finish)
+            assert begun.wait(30)
+            with Client(running.said["grpc"], "grpc", keep_stream=True) as idle:
+                assert [*idle.stream({"prompt": "x", "max_new_tokens": 4})]
+                running.stop(signal.SIGTERM)
+            assert (answer.result().finish_reason, answer.result().steps) == ("length", [60])
+            for each in refusals:
+                assert "stopping" in each.result() or "no server answers" in each.result()
         assert running.process.returncode == 0
-
-
-def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
-    """Triton itself would go on being ready, and fail every request."""
-    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        (model,) = _model_processes(running)
-        os.kill(model, signal.SIGKILL)
-        errors = running.process.communicate(timeout=60)[1]
-        assert running.process.returncode == 1
-        assert "error: a model's process has ended" in errors
-        assert not running.stale()
 
 
 @pytest.mark.parametrize(
@@ -189,42 +173,21 @@ def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
         assert not running.stale()
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(packaged: Bundle):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        done = _serve(str(packaged.path), *ANY_PORTS, "--grpc-port", port)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    error, hint = done.stderr.splitlines()
-    assert error == f"error: port {port} on 127.0.0.1 is in use"
-    assert hint.startswith("hint: ")
-    assert "--grpc-port" in hint
-
-
-def test_damaged_engines_fail_with_the_cause(packaged: Bundle, tmp_path: Path):
+@pytest.mark.parametrize("log", ["log", pytest.param("-", marks=pytest.mark.acceptance)])
+def test_damaged_engines_fail_with_the_cause(packaged: Bundle, tmp_path: Path, log: str):
+    """Also with the log on stderr, as in containers."""
     damaged = tmp_path / "package"
     shutil.copytree(packaged.path, damaged)
     body = damaged / "engines" / "body_0.bin"
     body.write_bytes(bytes(64) + body.read_bytes()[64:])
-    done = _serve(str(damaged), *ANY_PORTS, "--log", str(tmp_path / "log"))
-    assert done.returncode == 1
-    *_, error, hint = done.stderr.splitlines()
+    file = log if log == "-" else str(tmp_path / log)
+    process = started(damaged, tmp_path, *ANY_PORTS, "--log", file)
+    *_, error, hint = process.communicate(timeout=120)[1].splitlines()
+    assert process.returncode == 1
     assert error.startswith("error: tritonserver stopped with exit code 1")
     assert "body_0.bin" in error
-    assert str(tmp_path / "log") in hint
-
-
-def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path):
-    done = _serve(str(tmp_path))
-    assert done.returncode == 1
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
-
-
-def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "canvasrt", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert hint.startswith("hint: ")
+    assert ("the log is" in hint) == (log == "log")
 
 
 def _endless_request(running: Serving, failure: list[BaseException]) -> threading.Thread:
@@ -245,28 +208,14 @@ def _endless_request(running: Serving, failure: list[BaseException]) -> threadin
     return thread
 
 
-def _model_processes(running: Serving) -> list[int]:
-    """Return the stream model's processes."""
-    wanted = ("/canvasrt_stream/1/model.py", f"-{running.process.pid}-")
-    lines = command_lines().items()
-    return [int(pid) for pid, line in lines if all(part in line for part in wanted)]
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+def test_callers_cannot_change_the_server(server: Server):
+    for path, body in (
         ("logging", {"log_verbose_level": 1}),
         ("trace/setting", {"trace_level": ["TIMESTAMPS"]}),
         ("systemsharedmemory/region/a/register", {"key": "/a", "offset": 0, "byte_size": 8}),
         ("repository/models/canvasrt/unload", {}),
-    ],
-)
-def test_callers_cannot_change_the_server(server: Server, path: str, body: dict[str, Any]):
-    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=10)
-    connection.request("POST", f"/v2/{path}", json.dumps(body))
-    reply = connection.getresponse()
-    assert reply.status == 403, reply.read()
-    connection.close()
+    ):
+        assert call(f"127.0.0.1:{server.ports.http}", f"/v2/{path}", body).status == 403
 
 
 def test_callers_cannot_change_the_server_over_grpc(server: Server):
@@ -282,9 +231,3 @@ def test_callers_cannot_change_the_server_over_grpc(server: Server):
         ):
             with pytest.raises(InferenceServerException, match="restricted"):
                 call()
-
-
-def test_a_port_that_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="--port is 65536") as refused:
-        listen("127.0.0.1", 65536, "--port")
-    assert "give a port from 1 to 65535" in refused.value.hint

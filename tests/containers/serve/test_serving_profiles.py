@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.containers.package.package import package
 from canvasrt.containers.serve import prepare as preparing
 from canvasrt.containers.serve.build_engines import EngineBuild, Wait
 from canvasrt.containers.serve.prepare import engines_folder, prepare
@@ -47,10 +48,11 @@ def make(
     target: str | None,
     precision: str = "bf16",
     recipe: Recipe | None = None,
+    **more: int,
 ) -> Path:
     """A bundle that says it is for a target; nothing of it is run."""
     quantized = recipe.formats(like.manifest.model) if recipe else {}
-    options = {"precision": precision, "max_context": 4096, "max_batch": 4}
+    options = {"precision": precision, "max_context": 4096, "max_batch": 4, **more}
     if recipe:
         options |= {"precision": recipe.precision, "recipe": recipe.to_json()}
     folder.mkdir(parents=True)
@@ -97,18 +99,14 @@ def several(tmp_path: Path, engines: Bundle) -> Bundle:
     return load_bundle(folder)
 
 
-def test_an_id_is_the_hash_of_the_tags(engines: Bundle):
+def test_an_id_is_the_hash_of_the_tags(engines: Bundle, packaged: Bundle):
     (profile,) = profiles_of(engines)
     text = json.dumps(profile.tags, sort_keys=True, separators=(",", ":"))
     assert profile.id == hashlib.sha256(text.encode()).hexdigest()
     assert profile.name == "onnxruntime-fp32-tp1-pp1"
     assert profile.path == engines.path
-
-
-def test_a_package_of_one_target_is_one_profile(packaged: Bundle, engines: Bundle):
-    (profile,) = profiles_of(packaged)
-    assert profile.path == packaged.path / "engines"
-    assert profile.id == profiles_of(engines)[0].id
+    (inside,) = profiles_of(packaged)
+    assert (inside.path, inside.id) == (packaged.path / "engines", profile.id)
 
 
 def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
@@ -160,27 +158,13 @@ def test_one_package_serves_all_consumer_cards(several: Bundle, engines: Bundle)
 
 
 def test_a_profile_counts_the_passes_that_its_engines_take(tmp_path: Path, engines: Bundle):
-    folder = make(tmp_path / "rtx-4080", engines, "rtx-4080", "int4")
-    (usual,) = profiles_of(load_bundle(folder))
-    manifest = load_bundle(folder).manifest
-    options = {**manifest.options, "prefill_chunk": manifest.model.canvas_length}
-    (folder / "manifest.json").unlink()
-    write_manifest(
-        folder,
-        kind="engines",
-        made_from={},
-        options=options,
-        model=manifest.model,
-        sampler=manifest.sampler,
-        segments=list(manifest.segments),
-        embedding=None,
-        tokenizer=None,
-        target=manifest.target,
-    )
-    (short,) = profiles_of(load_bundle(folder))
-    assert usual.memory is not None
-    assert short.memory is not None
-    assert short.memory < usual.memory
+    usual = make(tmp_path / "usual", engines, "rtx-4080", "int4")
+    canvas = engines.manifest.model.canvas_length
+    short = make(tmp_path / "short", engines, "rtx-4080", "int4", prefill_chunk=canvas)
+    most, least = (profiles_of(load_bundle(each))[0].memory for each in (usual, short))
+    assert most is not None
+    assert least is not None
+    assert least < most
 
 
 def test_recipes_of_one_target_are_told_apart(tmp_path: Path, engines: Bundle):
@@ -337,16 +321,8 @@ def test_two_servers_build_once(graphs: Bundle, tmp_path: Path, monkeypatch: pyt
         real(*arguments)
 
     monkeypatch.setattr(preparing, "_build", counted)
-    found: list[Path | None] = []
-
-    def start() -> None:
-        found.append(prepare(profile, tmp_path, Wait()))
-
-    threads = [threading.Thread(target=start) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: prepare(profile, tmp_path, Wait()), range(2)))
     assert found == [engines_folder(profile, tmp_path)] * 2
     assert len(built) == 1
 
@@ -369,16 +345,12 @@ def test_other_graphs_and_gpus_have_folders_of_their_own(
     assert len(found) == 2
 
 
-@pytest.fixture
-def package_of_graphs(graphs: Bundle, tmp_path: Path) -> Iterator[Path]:
-    from canvasrt.containers.package.package import package
-
+def test_nims_commands(command: Command, graphs: Bundle, tmp_path: Path):
     package(graphs.path, tmp_path / "package")
-    return tmp_path / "package"
-
-
-def test_nims_commands(command: Command, package_of_graphs: Path, tmp_path: Path):
-    environment = {"NIM_MODEL_PATH": str(package_of_graphs), "NIM_CACHE_PATH": str(tmp_path / "c")}
+    environment = {
+        "NIM_MODEL_PATH": str(tmp_path / "package"),
+        "NIM_CACHE_PATH": str(tmp_path / "c"),
+    }
     shown = command("list-model-profiles", env=environment).stdout
     data = json.loads(command("list-model-profiles", "--json", env=environment).stdout)
     (row,) = data["profiles"]

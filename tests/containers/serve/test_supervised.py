@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import ssl
-import subprocess
-import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -25,7 +23,7 @@ from canvasrt.containers.serve.prepare import engines_folder
 from canvasrt.containers.serve.serving_profiles import profiles_of
 from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
-from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, serving
+from tests.helpers.serving_process import ANY_PORTS, Serving, call, command_lines, serving, started
 
 pytestmark = needs_triton
 QUESTION: Any = [{"role": "user", "content": "12+34="}]
@@ -87,38 +85,17 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
     assert not counted
 
 
-@pytest.mark.acceptance
-def test_tritons_callers_lose_nothing_either(packaged: Bundle, tmp_path: Path):
-    """Callers of Triton itself are served until the end, or learn that it is stopping."""
-    from canvasrt.containers.client.triton import Client
-    from canvasrt.errors import CanvasError
-
-    outcomes: list[str] = []
-
-    def load(running: Serving) -> None:
-        with Client(running.said["grpc"], "grpc", timeout=60) as grpc:
-            while True:
-                try:
-                    outcomes.append(grpc.infer({"prompt": "a", "max_new_tokens": 8}).finish_reason)
-                except CanvasError as error:
-                    outcomes.append(error.message)
-                    return
-
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "300") as running:
-        threads = [threading.Thread(target=load, args=(running,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        assert eventually(lambda: len(outcomes) > 8)
-        running.stop(signal.SIGTERM)  # endless load does not delay it
-        for thread in threads:
-            thread.join(30)
-        assert running.process.returncode == 0
-    refusals = [outcome for outcome in outcomes if outcome not in ("length", "stop")]
-    assert len(refusals) == 4
-    assert all("stopping" in each or "no server answers" in each for each in refusals)
-
-
-def test_when_triton_dies_everything_ends_and_callers_are_told(packaged: Bundle, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("who", "says"),
+    [
+        ("triton", "error: tritonserver stopped with signal SIGKILL"),
+        # Triton itself would go on being ready, and fail every request.
+        ("model", "error: a model's process has ended"),
+    ],
+)
+def test_when_triton_dies_everything_ends_and_callers_are_told(
+    packaged: Bundle, tmp_path: Path, who: str, says: str
+):
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
         failures: list[BaseException] = []
 
@@ -131,22 +108,16 @@ def test_when_triton_dies_everything_ends_and_callers_are_told(packaged: Bundle,
 
         thread = threading.Thread(target=wait)
         thread.start()
-        assert eventually(lambda: requests(running) == 1)
-        os.kill(running.said["pid"], signal.SIGKILL)
+        assert eventually(
+            lambda: b"\ncanvasrt_requests_in_flight 1" in call(running.host, "/v1/metrics").body
+        )
+        os.kill(running.said["pid"] if who == "triton" else running.model_process(), signal.SIGKILL)
         errors = running.process.communicate(timeout=60)[1]
         thread.join(30)
         assert running.process.returncode == 1
-        assert "error: tritonserver stopped with signal SIGKILL" in errors
+        assert says in errors
         assert isinstance(failures[0], (sdk.InternalServerError, sdk.APIConnectionError))
         assert not running.stale()
-
-
-def requests(running: Serving) -> float:
-    with urllib.request.urlopen(running.said["openai"] + "/metrics", timeout=10) as reply:
-        for line in reply.read().decode().splitlines():
-            if line.startswith("canvasrt_requests_in_flight "):
-                return float(line.split()[-1])
-    return -1
 
 
 def test_keys_and_the_context_reach_the_servers(
@@ -167,18 +138,6 @@ def test_keys_and_the_context_reach_the_servers(
         for process in (running.said["pid"], running.said["front_end_pid"]):
             assert b"sesame" not in Path(f"/proc/{process}/cmdline").read_bytes()
         assert b"sesame" not in Path(f"/proc/{running.said['pid']}/environ").read_bytes()
-
-
-def test_a_context_beyond_the_engines_is_refused(packaged: Bundle, tmp_path: Path):
-    done = serve(packaged, tmp_path, "--max-model-len", "5000")
-    assert done.returncode == 1
-    assert "--max-model-len is 5000, but the engines support at most 4096" in done.stderr
-
-
-def serve(bundle: Bundle, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "canvasrt", "serve", str(bundle.path), *ANY_PORTS, *options]
-    env = {**os.environ, "XDG_STATE_HOME": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -210,83 +169,47 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
     graphs: Bundle, tmp_path: Path
 ):
     """A front end that dies while the engines are built is replaced, too."""
-    (tmp_path / "tmp").mkdir()
     # The test takes the lock on the cache first; otherwise the tiny model would be built before anybody could look.
     (profile,) = profiles_of(graphs)
     out = engines_folder(profile, tmp_path / "cache")
     out.parent.mkdir(parents=True)
     lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    command = [sys.executable, "-m", "canvasrt", "serve", str(graphs.path), *ANY_PORTS[2:]]
-    command += ["--port", "0", "--health-port", "0", "--cache", str(tmp_path / "cache")]
-    process = subprocess.Popen(
-        [*command, "--json", "--json-logs"],
-        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    options = ("--health-port", "0", "--cache", str(tmp_path / "cache"), "--json-logs")
+    process = started(graphs.path, tmp_path, *ANY_PORTS, *options)
     try:
         assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(json.loads(line))
-            message = lines[-1]["message"]
-            if message.startswith("alive: "):
-                health = message.split()[-1]
-                assert eventually(lambda: phase(health) == "building")  # noqa: B023
-                (front,) = (
-                    pid
-                    for pid in children(process.pid)[0]
-                    if "canvasrt.containers.openai" in command_lines()[str(pid)]
-                )
-                os.kill(front, signal.SIGKILL)
-                assert eventually(lambda: not is_running(front))  # noqa: B023
-                assert eventually(lambda: phase(health) == "building")  # noqa: B023
-                os.close(lock)
-            if "Started HTTPService" in message:
-                break
-        messages = [line["message"] for line in lines]
-        assert any(each.startswith("building the engines of onnxruntime-fp32") for each in messages)
-        assert any(each.startswith("built: ") for each in messages)
-        assert {line["source"] for line in lines} >= {
-            "tritonserver",
-            "canvasrt.containers.serve.prepare",
-        }
-        assert eventually(lambda: phase(health) == "serving")
+        lines: list[dict[str, str]] = []
+        while not lines or not lines[-1]["message"].startswith("alive: "):
+            lines.append(json.loads(process.stderr.readline()))
+        host = lines[-1]["message"].partition("http://")[2].partition("/")[0]
+
+        def phase() -> str:
+            try:
+                return str(call(host, "/v1/health/live").body["phase"])
+            except (OSError, http.client.HTTPException):
+                return ""  # of a front end that has just died
+
+        assert eventually(lambda: phase() == "building")
+        (front,) = (
+            pid
+            for pid in children(process.pid)[0]
+            if "canvasrt.containers.openai" in command_lines()[str(pid)]
+        )
+        os.kill(front, signal.SIGKILL)
+        assert eventually(lambda: not is_running(front))
+        assert eventually(lambda: phase() == "building")
+        os.close(lock)
+        while "Started HTTPService" not in lines[-1]["message"]:
+            lines.append(json.loads(process.stderr.readline()))
+        for begin in ("building the engines of onnxruntime-fp32", "built: "):
+            assert any(line["message"].startswith(begin) for line in lines)
+        sources = {line["source"] for line in lines}
+        assert sources >= {"tritonserver", "canvasrt.containers.serve.prepare"}
+        assert eventually(lambda: phase() == "serving")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 0
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-
-
-def phase(health: str) -> str:
-    host = health.removeprefix("http://").partition("/")[0]
-    connection = http.client.HTTPConnection(host, timeout=10)
-    try:
-        connection.request("GET", "/v1/health/live")
-        return str(json.loads(connection.getresponse().read())["phase"])
-    except (OSError, http.client.HTTPException):
-        return ""  # of a front end that has just died
-    finally:
-        connection.close()
-
-
-@pytest.mark.acceptance
-def test_a_corrupt_engine_is_named_in_a_container_too(packaged: Bundle, tmp_path: Path):
-    """With the log on stderr, as containers have it, the last lines still say why."""
-    import shutil
-
-    damaged = tmp_path / "package"
-    shutil.copytree(packaged.path, damaged)
-    body = damaged / "engines" / "body_0.bin"
-    body.write_bytes(bytes(64) + body.read_bytes()[64:])
-    done = serve(Bundle(damaged, packaged.manifest), tmp_path, "--log", "-")
-    assert done.returncode == 1
-    *_, error, hint = done.stderr.splitlines()
-    assert error.startswith("error: tritonserver stopped with exit code 1")
-    assert "body_0.bin" in error
-    assert hint.startswith("hint: ")
+        process.kill()
+        process.communicate()

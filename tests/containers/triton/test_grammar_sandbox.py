@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.processes import children
+from canvasrt.containers.processes import children, is_running
 from canvasrt.containers.triton import sandbox_process
 from canvasrt.containers.triton.grammar_sandbox import GrammarSandbox
 from canvasrt.errors import CanvasError, EngineError
@@ -50,22 +50,16 @@ def test_a_wrong_grammar_is_refused_as_without_a_trial(sandbox: GrammarSandbox) 
         sandbox.check({"type": 3}, ())
 
 
-def test_a_process_that_was_killed_is_started_again(sandbox: GrammarSandbox) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_was_killed_or_stopped_is_started_again(
+    sandbox: GrammarSandbox, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{GrammarSandbox.__module__}._PATIENCE", 3.0)
     before = sandbox.pid
-    os.kill(before, signal.SIGKILL)
+    os.kill(before, number)
     sandbox.check(DIGITS, ())
     assert sandbox.pid != before
     assert not Path(f"/proc/{before}").exists()  # nor is it left behind as a zombie
-
-
-def test_so_is_one_that_was_stopped(
-    sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = sandbox.pid
-    os.kill(before, signal.SIGSTOP)
-    monkeypatch.setattr(f"{GrammarSandbox.__module__}._PATIENCE", 3.0)
-    sandbox.check(DIGITS, ())
-    assert not Path(f"/proc/{before}").exists()
 
 
 def test_verdicts_do_not_change_places(
@@ -118,7 +112,7 @@ def test_a_stopped_fork_holds_up_nobody(
         sandbox.check(DIGITS, ())  # at the same time
         with pytest.raises(CanvasError, match="CPU time"):  # in the fork's replacement
             endless.result(60)
-    assert eventually(lambda: not _runs(forks[0]))
+    assert eventually(lambda: not is_running(forks[0]))
 
 
 def crash(*_: Any) -> None:
@@ -161,15 +155,8 @@ time.sleep(60)
         pid = int(server.stdout.readline())
         assert b"CANVASRT" not in Path(f"/proc/{pid}/environ").read_bytes()
         server.kill()
-    assert eventually(lambda: not _runs(pid))
+    assert eventually(lambda: not is_running(pid))
 
 
 def _compiles(fork: int) -> bool:
     return len(list(Path(f"/proc/{fork}/task").glob("*"))) == 2
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False

@@ -1,4 +1,4 @@
-"""The worker's thread: what happens to requests when a pass fails, or too many come."""
+"""The worker's thread: requests whose pass fails, of which there are too many, or whose time is over."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 import canvasrt.containers.triton.worker as worker_module
-from canvasrt.bundle import Bundle
 from canvasrt.containers.triton.failure_limiter import MOST
 from canvasrt.containers.triton.tickets import Busy, Late, Overloaded
 from canvasrt.containers.triton.worker import ADMITTED, Worker, _Known
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Event, Request
-from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.callers import Caller, submit
-from tests.helpers.serving import eventually
+from tests.helpers.one_caller import model, request
+from tests.helpers.serving import ENDLESS, eventually
+
+__all__ = ["model"]
 
 
 class Failing(Generator):
@@ -40,35 +40,10 @@ class Failing(Generator):
         return super()._denoise()
 
 
-@pytest.fixture(scope="module")
-def model(engines: Bundle) -> Model:
-    return open_model(engines.path, threads=1)
-
-
-def request(model: Model, **options: Any) -> Request:
-    params = SamplingParams.from_defaults(
-        model.sampler, model.config, **{"max_new_tokens": 4, "max_denoising_steps": 2, **options}
-    )
-    return Request([2, 5, 6], params)
-
-
 def arrive(worker: Worker, request: Request, caller: Caller) -> None:
     """Queue a request without any checks."""
     ticket = worker.tickets.take(request.owner, caller, time.monotonic())
     worker._arrived.put(_Known(request, ticket))
-
-
-def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
-    Failing.passes = 0
-    worker = Worker(lambda: Failing(model))
-    unlucky, next_one = Caller(), Caller()
-    submit(worker, request(model), unlucky)
-    error = unlucky.ends.get(timeout=60)
-    assert isinstance(error, EngineError)
-    assert error.message == "MemoryError: out of memory"
-    submit(worker, request(model), next_one)
-    assert next_one.ends.get(timeout=60).finish_reason == "length"
-    worker.close()
 
 
 def test_requests_that_wait_outlive_a_failed_pass(model: Model):
@@ -81,23 +56,13 @@ def test_requests_that_wait_outlive_a_failed_pass(model: Model):
     for seed, caller in enumerate(callers):
         submit(worker, request(model, seed=seed), caller)
     Failing.held.set()
-    assert isinstance(callers[0].ends.get(timeout=60), EngineError)
+    error = callers[0].ends.get(timeout=60)
+    assert isinstance(error, EngineError)
+    assert error.message == "MemoryError: out of memory"
     for caller, result in zip(callers[1:], alone[1:], strict=True):
         assert caller.ends.get(timeout=60).token_ids == result.token_ids
     worker.close()
     assert worker.tickets.tokens == len(worker.tickets) == 0
-
-
-def test_a_request_s_time_begins_when_it_comes(model: Model):
-    worker = Worker(lambda: Generator(model), timeout=5)
-    caller = Caller()
-    submit(worker, request(model), caller, time.monotonic() - 6)
-    assert isinstance(caller.ends.get(timeout=60), Late)
-    late = worker.take_ticket("", caller, time.monotonic() - 6)
-    with pytest.raises(Late, match="longer than 5 s"):
-        late.check_late()
-    worker.take_ticket("", Caller()).check_late()
-    worker.close()
 
 
 def test_requests_join_a_few_at_a_time(model: Model):
@@ -134,26 +99,31 @@ def test_requests_join_a_few_at_a_time(model: Model):
     assert "aa" not in "".join(each[0] for each in order)
 
 
-def test_a_worker_that_ends_leaves_nobody_waiting(model: Model):
-    """This holds even if the worker's thread raises a library's panic, which is no Exception."""
+class Panic(BaseException):
+    """A library's panic is no Exception."""
 
-    class Panic(BaseException):
-        pass
 
+@pytest.mark.parametrize(
+    "error", [EngineError("the device is lost", fatal=True), Panic("the device is lost")]
+)
+def test_a_worker_that_ends_leaves_nobody_waiting(model: Model, error: BaseException):
     class Ends(Generator):
         def step(self) -> list[Event]:
             if self.idle:
                 return []
-            raise Panic("at the disco")
+            raise error
 
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
     worker = Worker(lambda: Ends(model), lost=lost.put)
-    caller = Caller()
-    submit(worker, request(model), caller)
-    assert isinstance(caller.ends.get(timeout=60), EngineError)
-    assert "disco" in lost.get(timeout=60).message
-    with pytest.raises(Overloaded, match="disco"):
+    callers = [Caller(), Caller()]
+    for caller in callers:
+        arrive(worker, request(model), caller)
+    assert "the device is lost" in lost.get(timeout=60).message
+    for caller in callers:
+        assert "the device is lost" in caller.ends.get(timeout=60).message
+    with pytest.raises(Overloaded, match="the device is lost"):
         submit(worker, request(model), Caller())
+    worker.close()
 
 
 def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
@@ -162,7 +132,7 @@ def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
             raise OSError("disconnected")
 
     worker = Worker(lambda: Generator(model))
-    submit(worker, request(model, max_denoising_steps=10_000, stability_threshold=10_000), Broken())
+    submit(worker, request(model, **ENDLESS), Broken())
     caller = Caller()
     submit(worker, request(model), caller)
     assert caller.ends.get(timeout=60).finish_reason == "length"
@@ -179,55 +149,81 @@ def test_a_request_that_cannot_run_is_refused(model: Model):
     worker.close()
 
 
-def test_too_many_requests_are_refused(model: Model, monkeypatch: pytest.MonkeyPatch):
+def test_too_many_requests_are_refused_and_all_after_the_end(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(worker_module, "MAX_WAITING", 2)
     worker = Worker(lambda: Generator(model))
     callers = [Caller(), Caller(), Caller()]
-    endless = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
     for caller in callers[:2]:
-        submit(worker, request(model, **endless), caller)
+        submit(worker, request(model, **ENDLESS), caller)
     with pytest.raises(Overloaded, match="2 requests are already waiting"):
         submit(worker, request(model), callers[2])
     worker.close()
     for caller in callers[:2]:
         assert isinstance(caller.ends.get(timeout=60), Overloaded)
+    with pytest.raises(Overloaded, match="stopping"):
+        submit(worker, request(model), Caller())
+
+
+def test_one_key_cannot_take_every_place(model: Model, monkeypatch: pytest.MonkeyPatch):
+    """This holds wherever the key's requests are: still being prepared, queued, or in the generator."""
+    monkeypatch.setattr(worker_module, "MAX_WAITING", 8)
+    worker = Worker(lambda: Generator(model, max_batch=1))
+    one = request(model, "a", max_new_tokens=500, **ENDLESS)
+    preparing = [worker.take_ticket("a", Caller()) for _ in range(3)]
+    submit(worker, one, Caller())
+    for _ in range(2):  # fails at once, and again in the generator
+        with pytest.raises(Busy, match="4 requests of this key"):
+            worker.take_ticket("a", Caller())
+        assert eventually(lambda: len(worker._known) == 1)
+    other = Caller()
+    submit(worker, request(model, "b"), other)
+    preparing[0].leave()
+    preparing[0].leave()
+    worker.take_ticket("a", Caller())
+    with pytest.raises(Busy, match="4 requests of this key"):
+        worker.take_ticket("a", Caller())
+    worker.close()
+
+
+def test_time_that_is_over_is_told_wherever_a_request_is(model: Model):
+    """A request may be running, being prepared, or waiting for the place of a running one."""
+    worker = Worker(lambda: Generator(model, max_batch=1), timeout=1)
+    runs, waits, prepared = Caller(), Caller(), Caller()
+    begin = time.monotonic()
+    submit(worker, request(model, max_new_tokens=500, **ENDLESS), runs)
+    submit(worker, request(model), waits, begin)
+    ticket = worker.take_ticket("", prepared, begin)
+    for caller in (prepared, runs):
+        assert isinstance(caller.ends.get(timeout=60), Late)
+    assert time.monotonic() - begin > 1
+    early = Caller()
+    submit(worker, request(model), early, begin)  # a request's time begins when it arrives
+    assert isinstance(early.ends.get(timeout=60), Late)
+    again = Caller()
+    worker.submit(request(model), ticket)  # once it is prepared
+    assert eventually(lambda: len(worker.tickets) == 0)
+    assert isinstance(
+        prepared.ends.get(timeout=60), Late
+    )  # a sink of Triton's takes the first only
+    submit(worker, request(model), again)
+    assert again.ends.get(timeout=60).finish_reason == "length"
+    worker.close()
 
 
 def test_an_idle_worker_forgets_requests_that_never_reach_it(model: Model):
     """A stop waits until the gauge of requests in flight is 0."""
     counts: list[int] = []
-    worker = Worker(lambda: Generator(model), lambda _, in_flight: counts.append(in_flight))
-    preparing, caller = worker.take_ticket("", Caller()), Caller()
-    submit(worker, request(model), caller)
-    caller.ends.get(timeout=60)
-    assert eventually(lambda: counts[-1] == 1)
-    preparing.leave()  # its request is invalid, or only tokenized
+    worker = Worker(
+        lambda: Generator(model), lambda _, in_flight: counts.append(in_flight), timeout=1
+    )
+    late = Caller()
+    preparing = worker.take_ticket("", late)
+    assert eventually(lambda: counts[-1:] == [1])
+    assert isinstance(late.ends.get(timeout=60), Late)
+    preparing.leave()
     assert eventually(lambda: counts[-1] == 0)
-    worker.close()
-
-
-def test_a_closed_worker_takes_nothing(model: Model):
-    worker = Worker(lambda: Generator(model))
-    worker.close()
-    with pytest.raises(Overloaded, match="stopping"):
-        submit(worker, request(model), Caller())
-
-
-def test_after_a_fatal_error_requests_are_refused(model: Model):
-    class Lost(Generator):
-        def step(self) -> list[Event]:
-            raise EngineError("the device is lost", fatal=True)
-
-    lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
-    worker = Worker(lambda: Lost(model), lost=lost.put)
-    callers = [Caller(), Caller()]
-    for caller in callers:
-        submit(worker, request(model), caller)
-    assert lost.get(timeout=60).fatal
-    for caller in callers:
-        assert "the device is lost" in caller.ends.get(timeout=60).message
-    with pytest.raises(Overloaded, match="the device is lost"):
-        submit(worker, request(model), Caller())
     worker.close()
 
 
@@ -244,7 +240,7 @@ class Poisoned(Generator):
 
 
 def poison(model: Model, owner: str, **options: Any) -> Request:
-    return replace(request(model, **options), prompt_token_ids=[2, POISON], owner=owner)
+    return replace(request(model, owner, **options), prompt_token_ids=[2, POISON])
 
 
 @pytest.mark.parametrize("owner", ["a", ""])
@@ -267,7 +263,7 @@ def test_one_caller_s_requests_do_not_end_the_service(
         )  # as if it were over
     for each in (owner, "b"):
         caller = Caller()
-        submit(worker, replace(request(model), owner=each), caller)
+        submit(worker, request(model, each), caller)
         assert caller.ends.get(timeout=60).finish_reason == "length"
     assert lost.empty()
     worker.close()
@@ -276,10 +272,9 @@ def test_one_caller_s_requests_do_not_end_the_service(
 def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
     """Its requests ran well before. The other caller's waiting requests are refused."""
     worker = Worker(lambda: Poisoned(model, max_batch=2))
-    endless = {"max_new_tokens": 200, "max_denoising_steps": 10_000, "stability_threshold": 10_000}
     for number in range(MOST):
         victim, bad = Caller(), Caller()
-        submit(worker, replace(request(model, **endless), owner="b"), victim)
+        submit(worker, request(model, "b", max_new_tokens=200, **ENDLESS), victim)
         assert eventually(lambda: any(each.begun for each in list(worker._known.values())))
         waiting = [Caller() for _ in range(6)]
         arrive(worker, poison(model, "a"), bad)
@@ -344,14 +339,10 @@ def test_a_failed_pass_gives_its_slots_back(model: Model):
     assert len(released) == 2  # and the probe's
 
 
-@pytest.mark.parametrize(
-    ("t_max", "fits"), [(1e-45, False), (1e-38, False), (1e-7, False), (1e-4, True), (0.8, True)]
-)
-def test_no_callers_temperature_looks_like_a_broken_engine(model: Model, t_max: float, fits: bool):
-    options = {"t_max": t_max, "t_min": 0.0, "max_denoising_steps": 3}
-    if not fits:
+def test_no_callers_temperature_looks_like_a_broken_engine(model: Model):
+    options = {"t_min": 0.0, "max_denoising_steps": 3}
+    for t_max in (1e-45, 1e-38, 1e-7):
         with pytest.raises(CanvasError, match="t_max"):
-            request(model, **options)
-        return
-    (result,) = Generator(model).run([request(model, **options)])
+            request(model, t_max=t_max, **options)
+    (result,) = Generator(model).run([request(model, t_max=1e-4, **options)])
     assert len(result.token_ids) == 4

@@ -18,7 +18,7 @@ from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.request import Event, Request
+from canvasrt.runtime.request import Event, Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.callers import Caller, submit
 from tests.helpers.fake_engine import FakeBackend
@@ -58,16 +58,25 @@ def workers_of(
     return Workers(makes, lambda generators, in_flight: None, beat, lambda error: None, 100)
 
 
+def ask(workers: Workers, wanted: list[Request]) -> list[Caller]:
+    callers = [Caller() for _ in wanted]
+    for each, caller in zip(wanted, callers, strict=True):
+        submit(workers, each, caller)
+    return callers
+
+
+def check_tokens(callers: list[Caller], alone: list[Result]) -> None:
+    """Every caller gets the tokens of its request alone."""
+    for caller, result in zip(callers, alone, strict=True):
+        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+
+
 def test_tokens_of_a_seed_are_the_same_whichever_gpu_takes_them(models: list[Model]) -> None:
     wanted = [request(models[0], seed) for seed in range(6)]
     alone = Generator(models[1]).run(wanted)
     before = [each.counters.denoise_passes for each in models]
     workers = workers_of(models)
-    callers = [Caller() for _ in wanted]
-    for each, caller in zip(wanted, callers, strict=True):
-        submit(workers, each, caller)
-    for caller, result in zip(callers, alone, strict=True):
-        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+    check_tokens(ask(workers, wanted), alone)
     workers.close()
     passes = [each.counters.denoise_passes - n for each, n in zip(models, before, strict=True)]
     assert all(passes)
@@ -97,12 +106,8 @@ def test_a_gpu_with_a_place_takes_what_waits_for_another(
     alone = Generator(models[1], 1).run(wanted)
     took, before = models[1].counters.denoise_passes - before, models[1].counters.denoise_passes
     workers = workers_of(models, max_batch=1)
-    long, callers = Caller(), [Caller() for _ in wanted]
-    submit(workers, request(models[0], 7, max_denoising_steps=10**4, early_stop=False), long)
-    for each, caller in zip(wanted, callers, strict=True):
-        submit(workers, each, caller)
-    for caller, result in zip(callers, alone, strict=True):
-        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+    (long,) = ask(workers, [request(models[0], 7, max_denoising_steps=10**4, early_stop=False)])
+    check_tokens(ask(workers, wanted), alone)
     assert long.ends.empty()
     assert models[1].counters.denoise_passes - before == took
     workers.close()
@@ -168,10 +173,7 @@ def test_a_gpu_that_fails_costs_only_its_batch(models: list[Model], pass_number:
     wanted = [request(models[0], seed, f"caller {seed % 3}") for seed in range(12)]
     alone = Generator(models[0], 1).run(wanted)
     workers = workers_of(models, max_batch=2, kinds=(Waits, Fails))
-    callers = [Caller() for _ in wanted]
-    for each, caller in zip(wanted, callers, strict=True):
-        submit(workers, each, caller)
-    ends = [caller.ends.get(timeout=60) for caller in callers]
+    ends = [caller.ends.get(timeout=60) for caller in ask(workers, wanted)]
     failed = [each for each in ends if isinstance(each, EngineError)]
     assert 1 <= len(failed) <= 2
     for end, result in zip(ends, alone, strict=True):
@@ -191,11 +193,7 @@ def test_callers_avoid_a_gpu_that_stalls(
     submit(workers, request(models[0], 9), stuck)
     assert stalls.wait(60)
     workers.all[0].beaten -= 1000.0
-    callers = [Caller() for _ in wanted]
-    for each, caller in zip(wanted, callers, strict=True):
-        submit(workers, each, caller)
-    for caller, result in zip(callers, alone, strict=True):
-        assert caller.ends.get(timeout=60).token_ids == result.token_ids
+    check_tokens(ask(workers, wanted), alone)
     goes_on.set()
     workers.close()
 
