@@ -56,19 +56,6 @@ def test_a_full_disk_is_an_error_and_no_signal(
         Heartbeat.at(tmp_path / "two")
 
 
-def test_silence_grows_until_the_next_beat(tmp_path: Path) -> None:
-    file = tmp_path / "heartbeat"
-    assert silence_at(file) is None
-    file.touch()
-    assert silence_at(file) is None
-    heartbeat = Heartbeat.at(file)
-    time.sleep(0.05)
-    assert (silence_at(file) or 0) >= 0.05
-    begin = time.monotonic()
-    heartbeat.beat()
-    assert 0 < (silence_at(file) or 0) <= time.monotonic() - begin
-
-
 def test_reports_that_were_heard_are_counted() -> None:
     descriptor = os.memfd_create("heartbeat")
     assert (acknowledged(descriptor), silence(descriptor)) == (0, None)

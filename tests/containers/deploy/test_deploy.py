@@ -326,5 +326,9 @@ def test_print_shows_the_commands(packaged: Bundle, command: Command):
     assert build == f"docker build --tag canvasrt:latest {packaged.path}"
     assert run.startswith("docker run --detach --name one --restart unless-stopped ")
     assert run.endswith(" canvasrt:latest")
-    plain = command("deploy", packaged.path, "--print", "--name", "one")
+    named = ("--print", "--name", "one")
+    plain = command("deploy", packaged.path, *named, "--allowed-hosts", "a.example")
+    hosts = "--env CANVASRT_ALLOWED_HOSTS="
+    assert f"{hosts}127.0.0.1,::1,localhost,one " in run
+    run = run.replace(f"{hosts}127.0.0.1,::1,localhost,one ", f"{hosts}a.example ")
     assert plain.stdout.splitlines() == [build, run]

@@ -21,9 +21,7 @@ from canvasrt.containers.load.measure import (
     LatencySpread,
     Load,
     LoadSummary,
-    ratios,
     run_sessions,
-    take_turns,
 )
 from canvasrt.containers.load.sessions import SETS, built_in, from_file
 from canvasrt.errors import CanvasError
@@ -225,17 +223,6 @@ def test_files_that_hold_no_prompts_are_refused(tmp_path: Path) -> None:
         from_file(file, 1)
 
 
-def test_a_server_against_itself_is_about_as_fast(endpoint: Endpoint) -> None:
-    other = Endpoint(endpoint.url + "/v1", "paced")
-    taken = take_turns([endpoint, other], built_in("short", 4), Load(2), rounds=2)
-    assert [len(each) for each in taken] == [2, 2]
-    found = ratios(*taken)
-    assert set(found) == {"first", "gap", "total", "tokens_per_second"}
-    for middle, low, high in found.values():
-        assert low <= high
-        assert 0.3 < middle < 3
-
-
 def test_percentiles_are_those_of_the_series() -> None:
     spread = LatencySpread.of([each / 1000 for each in range(1, 102)])
     assert spread is not None
@@ -253,6 +240,10 @@ def test_the_command_prints_and_writes_a_page(
     data = json.loads(done.stdout)
     assert data["servers"][endpoint.url]["calls"] == 8
     assert data["settings"]["models"] == ["paced", "paced"]
+    assert set(data["ratios"]) == {"first", "gap", "total", "tokens_per_second"}
+    for middle, low, high in data["ratios"].values():
+        assert low <= high
+        assert 0.3 < middle < 3
     html = (tmp_path / "out" / "bench.html").read_text()
     assert html.count("<svg") == 3
     assert "http" not in html.replace("http://127", "").replace("http://www.w3.org", "")
@@ -284,8 +275,6 @@ def test_a_server_that_answers_nothing_is_a_failure(
 
 
 def test_a_server_that_is_not_there_is_one_clear_line(command: Command) -> None:
-    with pytest.raises(CanvasError, match="no OpenAI API answers"):
-        first_model("http://127.0.0.1:9")
     done = command("bench", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert "no OpenAI API answers" in done.stderr

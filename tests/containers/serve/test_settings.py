@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import sys
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ import pytest
 
 from canvasrt.bundle import Bundle, Manifest
 from canvasrt.cli.app import run
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.image_settings import CACHE, settings_for
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings, read_settings
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.open import _compiled_kernels
 from tests.conftest import Command
@@ -228,3 +231,16 @@ def test_shared_passes_and_the_log_s_level_reach_the_model(
     assert load.call_args.kwargs["share_passes"] is True
     assert configure.call_args.args == (logging.ERROR,)
     sys.modules.pop("canvasrt.containers.triton.backend")
+
+
+def test_options_survive_the_environment_and_json() -> None:
+    options = ModelOptions(threads=3, max_model_len=64, share_passes="on")
+    assert ModelOptions.from_environment(options.to_environment()) == options
+    assert ModelOptions.from_environment({}) == ModelOptions()
+    for value in ("many", "1.5", '"3"'):
+        with pytest.raises(CanvasError, match="CANVASRT_THREADS"):
+            ModelOptions.from_environment({"CANVASRT_THREADS": value})
+    front = FrontOptions(names=("a", "b"), keys=("k",))
+    data = {each.name: getattr(front, each.name) for each in fields(front)}
+    data |= {"names": ["a", "b"], "keys": ["k"]}
+    assert FrontOptions.from_json(data) == front

@@ -19,6 +19,8 @@ from tests.helpers.serving import eventually
 def test_silence_is_noticed_and_a_server_that_has_not_begun_is_left_alone(tmp_path: Path):
     watch = StallWatch(tmp_path / "heartbeat", lambda: True)
     assert watch.stalled((), limit=0) == ""
+    (tmp_path / "heartbeat").touch()
+    assert watch.stalled((), limit=0) == ""
     Heartbeat.at(tmp_path / "heartbeat").beat()
     assert watch.stalled((), limit=60) == ""
     assert eventually(lambda: watch.stalled((), limit=0.1) == "made no progress for 0.1 s")

@@ -1,18 +1,20 @@
-"""Answers of a real tritonserver, over every protocol."""
+"""Answers of a real tritonserver, over every protocol, and callers that leave before them."""
 
 from __future__ import annotations
 
 import json
+import queue
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import tritonclient.grpc
 
-from canvasrt.containers.client.triton import Client
+from canvasrt.containers.client.triton import Client, make_tensors
 from canvasrt.containers.serve.server import Server
 from canvasrt.runtime.tokenizer import Tokenizer
-from tests.helpers.serving import ENDLESS, Local, needs_triton
+from tests.helpers.serving import ENDLESS, Local, eventually, metric, needs_triton
 
 pytestmark = needs_triton
 SHORT: dict[str, Any] = {"seed": 7, "max_new_tokens": 40, "max_denoising_steps": 6}
@@ -118,6 +120,31 @@ def test_a_long_request_does_not_hold_up_a_short_one(grpc: Client, http: Client)
     step = next(long).step
     assert step == 2
     long.close()
+
+
+def test_leaving_a_stream_ends_its_request_and_leaves_others_alone(grpc: Client, server: Server):
+    options: dict[str, Any] = {"seed": 5, "max_new_tokens": 60, "max_denoising_steps": 20}
+    alone = grpc.infer({"prompt": "12+34=", **options})
+    with Client(f"127.0.0.1:{server.ports.grpc}", "grpc") as other:
+        leaving = other.stream({"prompt": "x", "drafts": True, **ENDLESS})
+        assert next(leaving).event == "draft"
+        events = grpc.stream({"prompt": "12+34=", "drafts": True, **options})
+        assert next(events).step == 1
+        leaving.close()
+        *_, last = events
+    assert last.token_ids == alone.token_ids
+    assert eventually(lambda: metric(server, "canvasrt_requests_in_flight") == 0)
+
+
+def test_cancelling_a_single_answer_ends_its_request(server: Server):
+    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.ports.grpc}") as client:
+        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        tensors = make_tensors(tritonclient.grpc, {"prompt": "x", **ENDLESS})
+        call = client.async_infer("canvasrt", tensors, lambda result, error: replies.put(error))
+        assert eventually(lambda: metric(server, "canvasrt_requests_in_flight") == 1)
+        call.cancel()
+        assert "cancelled" in str(replies.get(timeout=60)).lower()
+    assert eventually(lambda: metric(server, "canvasrt_requests_in_flight") == 0)
 
 
 def _post(server: Server, path: str, body: dict[str, Any]) -> str:
