@@ -26,6 +26,7 @@ from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import Settings
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
@@ -40,7 +41,8 @@ def measure(bundle: Path, prompts: int = 10_000, rounds: int = 4, out: results.O
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         repository = stack.enter_context(repository_of(opened))
-        server = stack.enter_context(Server(repository, ports=Ports(0, 0, 0), log=Path(os.devnull)))
+        settings = Settings(ports=Ports(0, 0, 0), log=os.devnull)
+        server = stack.enter_context(Server(repository, settings))
         options = FrontOptions(
             port=0, log_level="WARNING", about={"digest": opened.manifest.digest}
         )

@@ -29,6 +29,7 @@ from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.demo.tasks import TASKS, questions
 from canvasrt.runtime.generator import Generator
@@ -72,7 +73,7 @@ def measure(
     with ExitStack() as stack:
         repository = stack.enter_context(repository_of(opened))
         server = stack.enter_context(
-            Server(repository, ports=Ports(0, 0, 0), model=options, log=Path(os.devnull))
+            Server(repository, Settings(ports=Ports(0, 0, 0), model=options, log=os.devnull))
         )
         front = stack.enter_context(
             FrontEnd.over(server, FrontOptions(port=0, log_level="WARNING"))

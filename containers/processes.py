@@ -163,17 +163,18 @@ def is_running(pid: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by a signal or a debugger."""
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
+    return _state_of(Path("/proc") / str(pid)).state in ("T", "t")
 
 
 class _State(NamedTuple):
     pid: int
-    running: bool
+    state: str = "X"  # a process that does not exist has ended
     parent: int = 0
     group: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.state not in ("Z", "X")
 
 
 def _state_of(folder: Path) -> _State:
@@ -183,5 +184,5 @@ def _state_of(folder: Path) -> _State:
         # The name in parentheses may contain spaces; state, parent and group follow it.
         state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
     except (OSError, ValueError):
-        return _State(pid, False)
-    return _State(pid, state not in "ZX", int(parent), int(group))
+        return _State(pid)
+    return _State(pid, state, int(parent), int(group))

@@ -56,6 +56,7 @@ def demo(keep: Keep = None, as_json: AsJson = False) -> None:
     from canvasrt.containers.ports import Ports
     from canvasrt.containers.serve.frontend import FrontEnd
     from canvasrt.containers.serve.server import Server
+    from canvasrt.containers.serve.settings import Settings
     from canvasrt.pipeline import build_bundle
 
     started = time.perf_counter()
@@ -70,7 +71,7 @@ def demo(keep: Keep = None, as_json: AsJson = False) -> None:
         log = folder / "triton.log"
         with (
             repository_of(made) as repository,
-            Server(repository, ports=Ports(0, 0, 0), log=log) as server,
+            Server(repository, Settings(ports=Ports(0, 0, 0), log=str(log))) as server,
             FrontEnd.over(server, FrontOptions(port=0)) as front,
         ):
             ready = time.perf_counter()

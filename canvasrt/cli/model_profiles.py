@@ -115,7 +115,7 @@ def _settings(bundle: Path | None, **given: Any) -> Settings:
 def _prepared(profile: ServingProfile, cache: Path | None) -> Path:
     from canvasrt.containers.serve.build_engines import Wait
     from canvasrt.containers.serve.prepare import engines_folder, prepare
-    from canvasrt.containers.serve.signals import stop_request
+    from canvasrt.containers.serve.supervisor import stop_request
 
     with stop_request() as stop:
         path = prepare(profile, cache, Wait(stop.requested))

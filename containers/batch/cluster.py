@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from canvasrt.bundle import load_bundle
@@ -47,12 +46,7 @@ class Cluster:
         self._load.update({kind.remote(*self._given): 0 for _ in range(count)})
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._ray.shutdown()
 
     async def ask(self, line: Line) -> Reply:

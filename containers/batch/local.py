@@ -27,14 +27,12 @@ from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.replies import Replies
 from canvasrt.containers.triton.request import read_request
-from canvasrt.containers.triton.start import open_all
+from canvasrt.containers.triton.start import generator_maker, open_all
 from canvasrt.containers.triton.tickets import Ticket, describe
 from canvasrt.containers.triton.worker import Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import EngineError
-from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Event
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -63,12 +61,6 @@ class Local:
         tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
         if tokenizer is not None:
             prepare_grammars(model, tokenizer)
-        prefixes = PrefixCache(model, options.prefix_cache * 2**20)
-
-        def make() -> Generator:
-            prefixes.clear()  # a failed pass may have corrupted cached prefixes
-            return Generator(model, self._max_batch, prefixes)
-
         self._encoder = PromptEncoder(tokenizer, model.max_context)
         self._thinks = bundle.mentions("enable_thinking")
         canvas = model.config.canvas_length
@@ -76,7 +68,9 @@ class Local:
             max_context=model.max_context, canvas=canvas, fingerprint=f"fp_{self.digest[:12]}"
         )
         self._preparing = Preparing()
-        self._worker = Worker(make, lost=self._lose)
+        self._worker = Worker(
+            generator_maker(model, self._max_batch, options.prefix_cache), lost=self._lose
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:

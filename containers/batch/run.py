@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any, NamedTuple, Protocol
 
 from canvasrt.containers.batch.journal import Journal, Outputs
 from canvasrt.containers.batch.lines import Line, read_lines
-from canvasrt.containers.batch.steady import steady
 from canvasrt.progress import report
 
 ATTEMPTS = 5  # maximum attempts at a request that fails because of the server
 _WHAT = "answering"
+# Times and cached tokens depend on when a request ran. In a batch's output they are 0.
+_WHEN = ("created", "created_at", "completed_at", "cached_tokens")
+_RANDOM_ID = re.compile(r"((?:chatcmpl|cmpl|resp|msg|rs|fc|call)[-_])[\w-]{16,}")
 
 
 class Reply(NamedTuple):
@@ -110,3 +113,26 @@ def entry_of(line: Line, reply: Reply) -> Mapping[str, Any]:
         "response": response,
         "error": error,
     }
+
+
+def steady(reply: Any, key: str) -> Any:
+    """Return the reply, but replace random ids with ids derived from `key`, and times and cache counts with 0."""
+    known: dict[str, str] = {}
+
+    def walk(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {
+                # Callers choose the names in `metadata`, so an `id` there is not ours.
+                each: inner if each == "metadata" else walk(inner, each)
+                for each, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [walk(each) for each in value]
+        if name in _WHEN and isinstance(value, int | float):
+            return 0
+        is_id = isinstance(value, str) and (name == "id" or name.endswith("_id"))
+        if is_id and (found := _RANDOM_ID.fullmatch(value)):
+            return known.setdefault(value, f"{found[1]}{key}{len(known) or ''}")
+        return value
+
+    return walk(reply)

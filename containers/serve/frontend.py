@@ -57,37 +57,39 @@ class FrontEnd:
         """
         self.options = options
         self.log = log
-        self._socket = listen(options.host, options.port, "--port", BACKLOG)
-        self._health: socket.socket | None = None
-        self._triton: socket.socket | None = None
-        # This socket only reserves the port. The child listens on the port with its own socket.
-        self._grpc: socket.socket | None = None
-        try:
+        with contextlib.ExitStack() as stack:
+            api = stack.enter_context(listen(options.host, options.port, "--port", BACKLOG))
+            guarded = reserved = health = None
             if triton is not None:
-                self._triton = listen(triton.host, triton.ports.http, "--http-port", BACKLOG)
-                self._grpc = bind(triton.host, triton.ports.grpc, "--grpc-port")
+                guarded = stack.enter_context(
+                    listen(triton.host, triton.ports.http, "--http-port", BACKLOG)
+                )
+                # This socket only reserves the port. The child listens on the port with its own socket.
+                reserved = stack.enter_context(bind(triton.host, triton.ports.grpc, "--grpc-port"))
             if options.health_port is not None:
-                self._health = listen(options.host, options.health_port, "--health-port", BACKLOG)
-        except CanvasError:
-            self._close_sockets()
-            raise
+                health = stack.enter_context(
+                    listen(options.host, options.health_port, "--health-port", BACKLOG)
+                )
+            self._sockets = stack.pop_all()
         self._heartbeat = os.memfd_create("canvasrt-front-end")
+        self._inherited = [each.fileno() for each in (api, guarded, reserved, health) if each]
+        self._inherited.append(self._heartbeat)
         # Stored, because a closed socket no longer knows its port.
-        self.port: int = self._socket.getsockname()[1]
-        self.health_port: int | None = self._health.getsockname()[1] if self._health else None
+        self.port: int = api.getsockname()[1]
+        self.health_port: int | None = health.getsockname()[1] if health else None
         self._settings = FrontSettings(
-            socket=self._socket.fileno(),
-            health_socket=self._health.fileno() if self._health else None,
+            socket=api.fileno(),
+            health_socket=health.fileno() if health else None,
             grpc=grpc,
             metrics=metrics,
             options=options,
             heartbeat=self._heartbeat,
             request_timeout=request_timeout,
             caller_secret=CALLER_SECRET,
-            triton_socket=self._triton.fileno() if self._triton else None,
+            triton_socket=guarded.fileno() if guarded else None,
             triton_host=triton.host if triton else "",
             triton_path=str(triton.sockets / "http") if triton and triton.sockets else "",
-            grpc_address=_address(self._grpc) if self._grpc else "",
+            grpc_address=_address(reserved) if reserved else "",
         )
         self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
@@ -133,7 +135,6 @@ class FrontEnd:
 
     def start(self) -> None:
         """Start the process, which will answer `/v1/health/live`."""
-        inherited = [each.fileno() for each in self._sockets() if each]
         os.ftruncate(self._heartbeat, 0)  # erases the old process's heartbeat
         self._started = time.monotonic()
         output: IO[bytes] | None = None
@@ -147,7 +148,7 @@ class FrontEnd:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=output,
-                pass_fds=[*inherited, self._heartbeat],
+                pass_fds=self._inherited,
                 start_new_session=True,  # a separate session, so that Ctrl-C only reaches this process
                 preexec_fn=die_with_parent(),
             )
@@ -213,10 +214,15 @@ class FrontEnd:
         try:
             return self.drain(grace, force)
         finally:
-            self._close_sockets()
+            self._sockets.close()
             self._close_input()
-            self._kill()
-            self._close_heartbeat()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+            if self._heartbeat >= 0:
+                os.close(self._heartbeat)
+                self._heartbeat = -1
 
     def drain(self, grace: float, force: threading.Event | None = None) -> bool:
         """Like `stop`, but keep the process running if requests are still in flight."""
@@ -225,34 +231,13 @@ class FrontEnd:
             return True
         self.notify("stopping")
         # The child still accepts pending connections; close our sockets, so that no new ones arrive.
-        self._close_sockets()
+        self._sockets.close()
         deadline = time.monotonic() + grace
         while process.poll() is None:
             if time.monotonic() > deadline or (force is not None and force.is_set()):
                 return False
             time.sleep(_POLL)
         return True
-
-    def _kill(self) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self._process = None
-
-    def _close_sockets(self) -> None:
-        for each in self._sockets():
-            if each is not None:
-                each.close()
-
-    def _sockets(self) -> tuple[socket.socket | None, ...]:
-        return self._socket, self._health, self._triton, self._grpc
-
-    def _close_heartbeat(self) -> None:
-        if self._heartbeat >= 0:
-            os.close(self._heartbeat)
-            self._heartbeat = -1
 
     def _close_input(self) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import canvasrt
-from canvasrt import extras, machine
+from canvasrt import machine
 from canvasrt.bundle import MANIFEST
 from canvasrt.cache import cache_folder, key_of
 from canvasrt.checkpoints.locate import BUNDLED, find_checkpoint, is_hub_name
 from canvasrt.containers.serve.build_engines import EngineBuild, Wait, run_build
-from canvasrt.containers.serve.prepare import alone
+from canvasrt.containers.serve.prepare import build_once, versions_for
 from canvasrt.machine import Gpu
 from canvasrt.targets import TARGETS, Target, find_target
 
@@ -74,21 +73,20 @@ def build_local(local: Local, say: Say) -> None:
 
     If the build fails, raises CanvasError with the build's message.
     """
-    if local.is_built:  # without the lock: a shared cache can be read-only
-        return
     wait = Wait(notify=say)
-    with alone(local.engines, wait):
-        if local.is_built:
-            return
-        say(f"building {local.checkpoint} for {local.target.name}; this happens once")
+    what = f"{local.checkpoint} for {local.target.name}"
+
+    def build() -> None:
+        say(f"building {what}; this happens once")
         job = EngineBuild(
             str(local.checkpoint),
             local.target.name,
             str(local.engines),
             memory=_memory_for(local.target),
         )
-        what = f"{local.checkpoint} for {local.target.name}"
         run_build(job, what, local.engines.parents[1], wait)
+
+    build_once(local.engines, wait, build)
 
 
 def _memory_for(target: Target) -> int | None:
@@ -117,9 +115,6 @@ def _key(checkpoint: Path, target: Target) -> str:
         "checkpoint": str(checkpoint),
         "files": files,
         "target": target.name,
-        "canvasrt": canvasrt.__version__,
-        target.builder: extras.version(target.builder),
+        **versions_for(target),
     }
-    if gpu := machine.building_gpu(target):
-        inputs["gpu"] = gpu.name  # the engines are for this kind of GPU
     return key_of(inputs)[:16]

@@ -7,8 +7,9 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import canvasrt
 from canvasrt import extras
@@ -20,6 +21,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.machine import building_gpu
 from canvasrt.progress import listening
 from canvasrt.staging import NO_LOCKS
+from canvasrt.targets import Target
 
 log = logging.getLogger(__name__)
 
@@ -35,12 +37,17 @@ def prepare(profile: ServingProfile, cache: Path | None, wait: Wait) -> Path | N
     if not profile.builds:
         return profile.path
     out = engines_folder(profile, cache)
+    build_once(out, wait, lambda: _build(profile, out, wait))
+    return None if wait.stop.is_set() else out
+
+
+def build_once(out: Path, wait: Wait, build: Callable[[], None]) -> None:
+    """Call `build` unless the cache's folder `out` holds engines, or a stop is requested."""
     if (out / MANIFEST).exists():  # without the lock: a shared cache can be read-only
-        return out
+        return
     with alone(out, wait):
         if not wait.stop.is_set() and not (out / MANIFEST).exists():
-            _build(profile, out, wait)
-    return None if wait.stop.is_set() else out
+            build()
 
 
 def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
@@ -96,15 +103,17 @@ def set_aside_damaged(out: Path, wait: Wait) -> bool:
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
     """Return the cache's folder for a serving profile's engines. Its name is a hash of all that determines the
     engines."""
-    builder = profile.target.builder
-    inputs = {
-        "graphs": profile.digest,
-        "canvasrt": canvasrt.__version__,
-        builder: extras.version(builder),
-    }
-    if gpu := building_gpu(profile.target):
-        inputs["gpu"] = gpu.name  # the engines are for this kind of GPU
+    inputs = {"graphs": profile.digest, **versions_for(profile.target)}
     return (cache or cache_folder()) / "profiles" / profile.id / key_of(inputs)[:16]
+
+
+def versions_for(target: Target) -> dict[str, Any]:
+    """Return what determines engines besides their source: canvasrt's and the builder's versions, and the kind of GPU on
+    which they are built."""
+    versions = {"canvasrt": canvasrt.__version__, target.builder: extras.version(target.builder)}
+    if gpu := building_gpu(target):
+        versions["gpu"] = gpu.name
+    return versions
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from typing import Any, TextIO
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
-from canvasrt.containers.names import READY_TIMEOUT
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import url_host
 from canvasrt.containers.processes import run_name
@@ -30,8 +29,7 @@ from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_profile, open_source
 from canvasrt.containers.serve.settings import Settings
-from canvasrt.containers.serve.signals import StopRequest, stop_request
-from canvasrt.containers.serve.supervisor import Supervisor
+from canvasrt.containers.serve.supervisor import StopRequest, Supervisor, stop_request
 from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
         sockets = None if settings.triton_behind_proxy else Path(folder)
         settings = replace(settings, ports=ports, sockets=sockets)
         # The front end answers health checks before Triton runs.
-        front = FrontEnd.over(_triton(settings, Path(), output), settings.front)
+        front = FrontEnd.over(Server(Path(), settings, output), settings.front)
         try:
             front.start()
             output.note(f"plan: {json.dumps(decisions(settings))}")
@@ -109,7 +107,7 @@ def _serve(
         if engines is None:  # a stop was requested
             return
         with repository_of(source, engines) as repository:
-            server = _triton(settings, repository, output, gpus)
+            server = Server(repository, settings, output, gpus)
             supervisor = Supervisor(server, front, stop, settings.stall_timeout)
             try:
                 supervisor.start()
@@ -119,27 +117,6 @@ def _serve(
                 raise
             _watch(settings, supervisor, stop, ready)
             return
-
-
-def _triton(
-    settings: Settings, repository: Path, output: ServerOutput, gpus: Sequence[str] = ()
-) -> Server:
-    return Server(
-        repository,
-        host=settings.triton_host,
-        metrics_host=settings.front.host,
-        ports=settings.ports,
-        log=output.log,
-        exit_timeout=settings.exit_timeout,
-        model=settings.model,
-        cache=settings.cache,
-        output=output.descriptor,
-        recent=output.recent,
-        options=settings.triton_options,
-        ready_timeout=READY_TIMEOUT if settings.ready_timeout is None else settings.ready_timeout,
-        gpus=gpus,
-        sockets=settings.sockets,
-    )
 
 
 def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready: Ready) -> None:

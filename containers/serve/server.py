@@ -18,8 +18,8 @@ from typing import IO
 
 from canvasrt.containers.client.connection import fetch
 from canvasrt.containers.heartbeat import reason_left
-from canvasrt.containers.names import EXIT_TIMEOUT, LOOPBACK, READY_TIMEOUT
-from canvasrt.containers.ports import Ports, callable_host, url_host
+from canvasrt.containers.names import LOOPBACK, READY_TIMEOUT
+from canvasrt.containers.ports import callable_host, url_host
 from canvasrt.containers.processes import (
     children,
     die_with_parent,
@@ -32,7 +32,8 @@ from canvasrt.containers.processes import (
 )
 from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
-from canvasrt.containers.serve.output import cause_in, last_lines
+from canvasrt.containers.serve.output import ServerOutput, cause_in, last_lines
+from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.stall import StallWatch
 from canvasrt.containers.serve.triton_command import (
     EVIDENCE,
@@ -43,7 +44,6 @@ from canvasrt.containers.serve.triton_command import (
     triton_command,
     triton_environment,
 )
-from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
 from canvasrt.machine import gpus
 
@@ -65,46 +65,31 @@ class Server:
     def __init__(
         self,
         repository: Path,
-        *,
-        host: str = "127.0.0.1",
-        metrics_host: str | None = None,
-        ports: Ports | None = None,
-        log: Path | None = None,
-        exit_timeout: float = EXIT_TIMEOUT,
-        model: ModelOptions | None = None,
-        cache: Path | None = None,
-        output: int | None = None,
-        recent: Sequence[str] = (),
-        options: Sequence[str] = (),
-        ready_timeout: float = READY_TIMEOUT,
+        settings: Settings | None = None,
+        output: ServerOutput | None = None,
         gpus: Sequence[str] = (),
-        sockets: Path | None = None,
     ) -> None:
         """Prepare a server; nothing is started yet.
 
-        host: the address on which Triton's HTTP and gRPC servers listen. metrics_host: the address on which the metrics
-        server listens; by default `host`. log: a file to append the server's output to; None sends it to the
-        descriptor `output`, by default stderr. recent: the last lines sent to `output`. model: the models' options.
-        cache: canvasrt's cache folder, if not the default. options: further options of tritonserver. ready_timeout:
-        seconds for loading the models. gpus: UUIDs of the GPUs, which all run an instance of the model; if empty, only
-        CUDA's first GPU does. sockets: a folder. If given, Triton's HTTP and gRPC servers listen on Unix sockets in it,
-        and the front end listens on their ports instead.
+        output: takes the server's output if the settings name no log file; by default, that goes to stderr. gpus: UUIDs
+        of the GPUs, which all run an instance of the model; if empty, only CUDA's first GPU does. With the settings'
+        `sockets`, Triton's HTTP and gRPC servers listen on Unix sockets in that folder, and the front end listens on
+        their ports instead.
         """
+        settings = settings or Settings()
         self.repository = repository
-        self.host = host
-        self.metrics_host = metrics_host or host
-        self.ports = ports or Ports()
-        self.log = log
-        self.exit_timeout = exit_timeout
-        self._model_options = model or ModelOptions()
-        self.request_timeout = self._model_options.completed(os.environ).request_timeout  # seconds
-        self._cache = cache
-        self._output_descriptor = output
-        self._recent = recent
-        self._options = tuple(options)
-        self._ready_timeout = ready_timeout
+        self.settings = settings
+        self.host, self.metrics_host = settings.triton_host, settings.front.host
+        self.ports = settings.ports
+        self.log = output.log if output else settings.log_file
+        self.sockets = settings.sockets
+        self.exit_timeout: float = settings.exit_timeout
+        self.request_timeout = settings.model.completed(os.environ).request_timeout  # seconds
+        self._ready_timeout = (
+            READY_TIMEOUT if settings.ready_timeout is None else settings.ready_timeout
+        )
+        self._stream = output
         self._gpus = tuple(gpus)
-        self.sockets = sockets
         self.run_name = run_name()
         self._cleanup = contextlib.ExitStack()
         self._folder: Path | None = None  # the scratch folder, while the server runs
@@ -336,7 +321,9 @@ class Server:
 
     def log_tail(self, lines: int = 20) -> list[str]:
         """Return the last lines of the log, without Triton's tables."""
-        found = list(self._recent) if self.log is None else last_lines(self.log)
+        found = (
+            last_lines(self.log) if self.log else list(self._stream.recent if self._stream else ())
+        )
         return [line for line in found if line.strip() and line[0] not in "|+"][-lines:]
 
     def _failure(
@@ -363,12 +350,12 @@ class Server:
             addresses,
             len(self._gpus) or len(gpus()),
             self._ready_timeout,
-            self._options,
+            self.settings.triton_options,
         )
 
     def _environment(self, installation: Installation, folder: Path) -> dict[str, str]:
-        options = self._model_options, self._cache, self._gpus
-        return triton_environment(installation, folder, *options)
+        model, cache = self.settings.model, self.settings.cache
+        return triton_environment(installation, folder, model, cache, self._gpus)
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[IO[bytes] | None]:
@@ -376,8 +363,8 @@ class Server:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as file:
                 yield file
-        elif self._output_descriptor is not None:
-            with open(self._output_descriptor, "wb", closefd=False) as file:
+        elif self._stream is not None and self._stream.descriptor is not None:
+            with open(self._stream.descriptor, "wb", closefd=False) as file:
                 yield file
         else:
             yield None

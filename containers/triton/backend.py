@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,16 +39,13 @@ from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.sink import CALL_PARAMETER, FINAL, ResponseSink
-from canvasrt.containers.triton.start import open_all
+from canvasrt.containers.triton.start import generator_maker, open_all
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
-from canvasrt.containers.triton.tokenize import tokenized
 from canvasrt.containers.triton.workers import Workers
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.watch import Watch
 
@@ -96,15 +92,6 @@ class StreamModel:
             parameters.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH
         )
 
-        def generators(model: Model) -> Callable[[], Generator]:
-            prefixes = PrefixCache(model, options.prefix_cache * 2**20)
-
-            def make() -> Generator:
-                prefixes.clear()  # a failed pass may have corrupted cached prefixes
-                return Generator(model, max_batch, prefixes)
-
-            return make
-
         sys.setswitchinterval(_SWITCH)
         # Slow requests are prepared on threads, so that other requests need not wait. Those that only tokenize share a
         # separate thread.
@@ -112,7 +99,7 @@ class StreamModel:
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
         self._worker = Workers(
-            [generators(model) for model in models],
+            [generator_maker(model, max_batch, options.prefix_cache) for model in models],
             Metrics(pb_utils).update,
             partial(self._beat, Heartbeat.at(heartbeat)) if heartbeat else lambda since: None,
             _end_process,
@@ -194,7 +181,7 @@ class StreamModel:
             if "tokenize" in arrays:
                 vocab_size = self._model.config.vocab_size
                 values = read_inputs(arrays)
-                sink.answer(tokenized(values, self._encoder, vocab_size, ticket.owner))
+                sink.answer(self._encoder.tokenized(values, vocab_size, ticket.owner))
                 ticket.leave()
                 return
             served = read_request(

@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.triton.inputs import chosen_prompt, read_messages, read_template
+from canvasrt.containers.triton.inputs import (
+    chosen_prompt,
+    read_messages,
+    read_object,
+    read_template,
+)
+from canvasrt.containers.triton.replies import Reply, json_reply
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.prefix import share_of
+from canvasrt.runtime.request import Result, Timings
 from canvasrt.runtime.tokenizer import Tokenizer
 
 # Texts of up to this many bytes are encoded immediately; longer texts are encoded one at a time.
@@ -75,15 +82,29 @@ class PromptEncoder:
             digest.update(f"{len(part)} ".encode() + part.encode())
         return self._prompts.get(digest.digest(), lambda: self._encode(values, chosen))
 
-    def tokens(
-        self,
-        values: Mapping[str, Any],
-        add_special_tokens: bool,
-        add_generation_prompt: bool,
-        owner: str = "",
+    def tokenized(self, values: Mapping[str, Any], vocab_size: int, owner: str = "") -> Reply:
+        """Return the single reply to a request with `tokenize`: the prompt's tokens, and JSON that contains its text.
+
+        The text includes special tokens. The option `spell` adds every token's text. If an input is wrong, raises
+        CanvasError, which names it.
+        """
+        options = _tokenize_options(values["tokenize"])
+        ids = self._tokens(values, options, owner)
+        foreign = [token for token in ids if not 0 <= token < vocab_size]
+        if foreign:
+            raise CanvasError(
+                f"prompt token {foreign[0]} is not in the vocabulary",
+                f"give token ids from 0 to {vocab_size - 1}",
+            )
+        tokenizer = self._tokenizer
+        shown: dict[str, Any] = {"text": tokenizer.decode(ids, False) if tokenizer else ""}
+        if options["spell"]:
+            shown["tokens"] = tokenizer.spell(ids) if tokenizer else []
+        return json_reply(Result([], ids, "stop", 0, [], Timings(None, 0.0)), shown)
+
+    def _tokens(
+        self, values: Mapping[str, Any], options: Mapping[str, bool], owner: str
     ) -> list[int]:
-        """Return a prompt's tokens for a request with `tokenize`. If an input is wrong, raises CanvasError, which
-        names it."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":
@@ -98,17 +119,12 @@ class PromptEncoder:
                     f"send at most {_MOST_COUNTED}",
                 )
             with self._turn(values):
-                return tokenizer.encode(values["prompt"], add_special_tokens)
+                return tokenizer.encode(values["prompt"], options["add_special_tokens"])
         self._check_length(chosen, values[chosen])
-        if add_generation_prompt:
+        if options["add_generation_prompt"]:
             return [int(token) for token in self.encode(values, owner).ids]
-        if chosen == "prompt":
-            messages: list[Any] = [{"role": "user", "content": values["prompt"]}]
-        else:
-            messages = read_messages(values["messages"])
-        variables = read_template(values)
         with self._turn(values):
-            return tokenizer.closed_chat(messages, variables)
+            return tokenizer.closed_chat(_chat(values, chosen), read_template(values))
 
     def _turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """Return a lock for long texts, so that threads work on them one at a time. Short texts do not wait."""
@@ -128,26 +144,16 @@ class PromptEncoder:
             )
 
     def _encode(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
-        with self._turn(values):
-            return self._prompt(values, chosen)
-
-    def _prompt(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
         tokenizer = self._tokenizer
         assert tokenizer is not None
-        prefix = values.get("prefix", "")
-        if chosen == "messages":
-            messages = read_messages(values["messages"])
-            variables = read_template(values)
-            return _made(*tokenizer.open_chat(messages, variables, prefix))
-        text = values["prompt"]
-        if not text.strip():
-            raise CanvasError("the prompt is empty", "send some text")
-        if values.get("raw"):
-            _no_chat(values, "raw")
-            return _made(tokenizer.encode(text))
-        chat = [{"role": "user", "content": text}]
-        variables = read_template(values)
-        return _made(*tokenizer.open_chat(chat, variables, prefix))
+        with self._turn(values):
+            if chosen == "prompt" and not values["prompt"].strip():
+                raise CanvasError("the prompt is empty", "send some text")
+            if chosen == "prompt" and values.get("raw"):
+                _no_chat(values, "raw")
+                return _made(tokenizer.encode(values["prompt"]))
+            chat, variables = _chat(values, chosen), read_template(values)
+            return _made(*tokenizer.open_chat(chat, variables, values.get("prefix", "")))
 
 
 SLOW = {"images", "grammar"}  # inputs that are slow to prepare even if they are short
@@ -156,6 +162,23 @@ SLOW = {"images", "grammar"}  # inputs that are slow to prepare even if they are
 def is_long(values: Mapping[str, Any]) -> bool:
     """Return whether a request's texts are so long that a thread must prepare them."""
     return sum(len(value) for value in values.values() if isinstance(value, str | bytes)) > SHORT
+
+
+def _chat(values: Mapping[str, Any], chosen: str) -> list[dict[str, Any]]:
+    if chosen == "messages":
+        return read_messages(values["messages"])
+    return [{"role": "user", "content": values["prompt"]}]
+
+
+def _tokenize_options(text: str) -> dict[str, bool]:
+    options = {"add_special_tokens": True, "add_generation_prompt": True, "spell": False}
+    given = read_object("tokenize", text, 'send {}, or {"add_special_tokens": false}')
+    for name, value in given.items():
+        if name not in options:
+            raise CanvasError(f"tokenize.{name} is unknown", f"give {', '.join(options)}")
+        if not isinstance(value, bool):
+            raise CanvasError(f"tokenize.{name} is {value!r}", "give true or false")
+    return options | given
 
 
 def _made(ids: list[int], opening: str = "") -> EncodedPrompt:

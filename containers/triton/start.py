@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.prefix import PrefixCache
 
 log = logging.getLogger(__name__)
 
 
 def open_all(
-    open_one: Callable[[int], Model], count: int, proves: bool
+    open_one: Callable[[int], Any], count: int, proves: bool
 ) -> tuple[list[Model], dict[str, Any]]:
     """Open a model on each of `count` GPUs, and warm it up.
 
@@ -32,8 +34,20 @@ def open_all(
     log.warning("requests share no passes: %s", why)
     for model, each in zip(models, found, strict=True):
         if each["shared"]:
-            _withdraw(model)
+            model.share_passes(False)
+            model.warm_up()
     return _alike(models), next(each for each in found if each and not each["shared"])
+
+
+def generator_maker(model: Model, max_batch: int, cache: int) -> Callable[[], Generator]:
+    """Return a function that makes a model's next generator. `cache`: MiB to cache prompt prefixes in."""
+    prefixes = PrefixCache(model, cache * 2**20)
+
+    def make() -> Generator:
+        prefixes.clear()  # a failed pass may have corrupted cached prefixes
+        return Generator(model, max_batch, prefixes)
+
+    return make
 
 
 def _alike(models: list[Any]) -> list[Model]:
@@ -65,9 +79,3 @@ def _warmed_up(model: Model, proves: bool) -> dict[str, Any]:
         return asdict(found)
     model.warm_up()
     return {}
-
-
-def _withdraw(opened: Any) -> None:
-    """Let requests run in separate passes again."""
-    opened.share_passes(False)
-    opened.warm_up()

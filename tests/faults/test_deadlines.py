@@ -22,6 +22,7 @@ from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import Middleware
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.options import ModelOptions
 from tests.helpers.alone import Alone
@@ -156,11 +157,12 @@ def test_an_answer_that_has_begun_may_be_long():
 
 
 def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    given = Settings(model=ModelOptions(request_timeout=7))
     assert Server(tmp_path).request_timeout is None
-    assert Server(tmp_path, model=ModelOptions(request_timeout=7)).request_timeout == 7
+    assert Server(tmp_path, given).request_timeout == 7
     monkeypatch.setenv("CANVASRT_REQUEST_TIMEOUT", "9")
     assert Server(tmp_path).request_timeout == 9
-    assert Server(tmp_path, model=ModelOptions(request_timeout=7)).request_timeout == 7
+    assert Server(tmp_path, given).request_timeout == 7
 
 
 @needs_triton

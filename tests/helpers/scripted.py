@@ -30,6 +30,7 @@ from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import Settings
 from tests.helpers.configs import CONFIG
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ def serving(bundle: Bundle, **options: object) -> Iterator[Served]:
     with (
         tempfile.TemporaryDirectory() as logs,
         repository_of(bundle) as repository,
-        Server(repository, ports=Ports(0, 0, 0), log=Path(logs) / "triton.log") as server,
+        Server(repository, Settings(ports=Ports(0, 0, 0), log=f"{logs}/triton.log")) as server,
         FrontEnd.over(server, FrontOptions(port=0, **options)) as front,  # type: ignore[arg-type]
     ):
         yield Served(server, front)

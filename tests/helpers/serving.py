@@ -18,6 +18,7 @@ from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import Settings
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request, Result
@@ -99,7 +100,7 @@ def server(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log = tmp_path_factory.mktemp("server") / "triton.log"
     with (
         repository_of(packaged) as repository,
-        Server(repository, ports=Ports(0, 0, 0), log=log) as running,
+        Server(repository, Settings(ports=Ports(0, 0, 0), log=str(log))) as running,
     ):
         yield running
     assert not stale(running)

@@ -13,8 +13,7 @@ import pytest
 
 from canvasrt.containers.batch.journal import Journal, Outputs
 from canvasrt.containers.batch.lines import URLS, Line, read_lines
-from canvasrt.containers.batch.run import Reply, run_batch
-from canvasrt.containers.batch.steady import steady
+from canvasrt.containers.batch.run import Reply, run_batch, steady
 from canvasrt.containers.openai.app import ENDPOINTS
 from canvasrt.errors import CanvasError
 from tests.helpers.batches import chat, write

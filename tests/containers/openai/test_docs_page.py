@@ -21,6 +21,7 @@ from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.triton.options import ModelOptions
 from tests.helpers.alone import lone_front
 from tests.helpers.serving import needs_triton
@@ -89,10 +90,11 @@ def test_the_page_needs_nothing_else() -> None:
 def bounded(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
     """A server that allows little, so that no request takes long."""
     limits = ModelOptions(max_steps=4, max_passes=64)
-    log = tmp_path_factory.mktemp("bounded") / "triton.log"
+    log = str(tmp_path_factory.mktemp("bounded") / "triton.log")
+    settings = Settings(ports=Ports(0, 0, 0), model=limits, log=log)
     with (
         repository_of(packaged) as repository,
-        Server(repository, ports=Ports(0, 0, 0), model=limits, log=log) as server,
+        Server(repository, settings) as server,
         FrontEnd.over(server, FrontOptions(port=0, max_n=4)) as front,
     ):
         yield front

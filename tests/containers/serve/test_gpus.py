@@ -12,7 +12,7 @@ import pytest
 from canvasrt import machine
 from canvasrt.bundle import Bundle
 from canvasrt.containers.names import GPUS_VARIABLE
-from canvasrt.containers.ports import Ports
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve import serve
 from canvasrt.containers.serve.gpus import environment_of, gpus_of
 from canvasrt.containers.serve.installation import Installation
@@ -27,7 +27,8 @@ INSTALLATION = Installation(Path("tritonserver"), None)
 
 
 def test_triton_is_given_addresses_as_it_takes_them() -> None:
-    server = Server(Path("repository"), host="::1", metrics_host="localhost", ports=Ports(1, 2, 3))
+    front = FrontOptions(host="localhost")
+    server = Server(Path("repository"), Settings(front=front, triton_host="::1"))
     command = server._command(INSTALLATION, Path("scratch"))
     assert [each for each in command if "-address=" in each] == [
         "--http-address=ipv6:::1",

@@ -187,7 +187,7 @@ def test_an_image_keeps_compiled_kernels_in_its_volume(
     """The kernels' folder is not below /tmp, which is small and removed with the container."""
     image = settings_for([engines.manifest])
     settings = read_settings({}, {}, image.environment)
-    server = Server(engines.path, cache=settings.cache)
+    server = Server(engines.path, settings)
     environment = image.environment | server._environment(find_installation(), Path("scratch"))
     for name in ("CANVASRT_CACHE", "HOME"):
         monkeypatch.setenv(name, environment[name])
@@ -208,7 +208,7 @@ def test_shared_passes_and_the_log_s_level_reach_the_model(
     with pytest.raises(UsageError, match="--share-passes is 'perhaps'"):
         read_settings({"share_passes": "perhaps"}, {}, {})
     settings = read_settings({"share_passes": "on"}, {}, {})
-    server = Server(engines.path, model=settings.model, gpus=("GPU-b", "GPU-a"))
+    server = Server(engines.path, settings, gpus=("GPU-b", "GPU-a"))
     # As `--log-level error` does.
     monkeypatch.setattr(logging.root, "level", logging.ERROR)
     monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from canvasrt.containers.serve.signals import stop_request
+from canvasrt.containers.serve.supervisor import stop_request
 
 
 def test_a_signal_that_interrupts_a_wait_is_not_lost() -> None:
