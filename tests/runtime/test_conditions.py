@@ -17,10 +17,8 @@ from canvasrt.runtime.conditions import Conditions, read_conditions
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.open import open_model
-from canvasrt.runtime.request import Draft, Request, Result
+from canvasrt.runtime.request import Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
-from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair, Reference, ReferenceOutput
 
 Prompt = Callable[..., list[int]]
@@ -117,52 +115,18 @@ def test_generations_equal_transformers(
     assert free.token_ids != result.token_ids
 
 
-def test_the_answer_does_not_end_before_the_last_pin(tiny: Pair, prompt: Prompt) -> None:
-    (free,) = tiny.generate([prompt(30)], [BASE])
-    ends = tuple(sorted({free.token_ids[4], free.token_ids[9], 1}))
+@pytest.mark.parametrize("given", [Conditions(pin={40: 77}), Conditions(least=20)], ids=str)
+def test_no_answer_ends_before_its_last_pin_or_least(
+    tiny: Pair, prompt: Prompt, given: Conditions
+) -> None:
+    """Half of the vocabulary ends answers."""
+    ends = tuple(range(0, tiny.model.config.vocab_size, 2))
     params = replace(BASE, eos_token_ids=ends, max_new_tokens=96)
-    (short,) = tiny.generate([prompt(30)], [params])
-    assert len(short.token_ids) < 12
-    given = Conditions(pin={40: 77})
-    expected = reference(tiny, prompt(30), params, given)
-    result = run(tiny, prompt(30), params, given)
-    assert result.token_ids == expected.tokens[0]
-    assert result.token_ids[40] == 77
-    assert not set(result.token_ids[:40]) & set(ends)
-
-
-def test_pins_hold_on_every_step(tiny: Pair, prompt: Prompt) -> None:
-    params = replace(BASE, early_stop=False, max_new_tokens=32, entropy_bound=1e-6)
-    request = Request(prompt(20), params, conditions=ALL)
-    with pytest.raises(CanvasError, match=r"canvas\.pin\.45 is out of range"):
-        Generator(tiny.model).add(request)
-    given = Conditions(pin={0: 40, 20: 99}, allow={3: (5, 6)})
-    drafts = [
-        event
-        for event in Generator(tiny.model).stream(replace(request, conditions=given))
-        if isinstance(event, Draft)
-    ]
-    assert len(drafts) == 9
-    for each in drafts:
-        assert each.canvas is not None
-        for tokens in (each.tokens, each.canvas):
-            assert (tokens[0], tokens[20]) == (40, 99)
-            assert tokens[3] in (5, 6)
-        assert each.accepted[0]
-        assert each.accepted[20]
-
-
-def test_a_batch_mixes_them_and_a_device_agrees(tiny: Pair, prompt: Prompt) -> None:
-    wanted = [
-        Request(prompt(20 + i, i), replace(BASE, seed=i), conditions=given)
-        for i, given in enumerate([None, ALL, SEEDED, PINNED, None, ALLOWED])
-    ]
-    here = Generator(tiny.model, 4).run(wanted)
-    for request, result in zip(wanted, here, strict=True):
-        assert Generator(tiny.model).run([request])[0].token_ids == result.token_ids
-    device = open_model(tiny.graphs, check=False, backend=FakeBackend())
-    there = Generator(device, 4).run(wanted)
-    assert [each.token_ids for each in there] == [each.token_ids for each in here]
+    result, free = (run(tiny, prompt(20), params, each) for each in (given, Conditions()))
+    last = max([given.least, *given.pin])
+    assert len(free.token_ids) <= last < len(result.token_ids)
+    assert all(each % 2 for each in result.token_ids[:last])
+    assert result.token_ids == reference(tiny, prompt(20), params, given).tokens[0]
 
 
 def test_a_seed_alone_leaves_the_sampler_to_the_engines(
@@ -177,30 +141,6 @@ def test_a_seed_alone_leaves_the_sampler_to_the_engines(
     assert not scored
     run(tiny, prompt(20), replace(BASE, max_new_tokens=32), Conditions(pin={3: 4}))
     assert scored
-
-
-@pytest.mark.parametrize(
-    "change", [{"logprobs": True}, {"top_k": 3}, {"redo_below": -0.5}], ids=str
-)
-def test_other_options_work_with_them(undertrained: Pair, change: dict[str, Any]) -> None:
-    model = undertrained.model
-    params = SamplingParams.from_defaults(model.sampler, model.config, **change)
-    ids = undertrained.tokenizer.encode_chat([{"role": "user", "content": "12+34="}])
-    given = Conditions(pin={1: 70})
-    result = run(undertrained, ids, params, given)
-    assert result.token_ids[1] == 70
-    if "logprobs" in change:
-        assert len(result.logprobs) == len(result.token_ids)
-
-
-def test_no_answer_ends_before_least(tiny: Pair, prompt: Prompt) -> None:
-    """Half of the vocabulary ends answers."""
-    params = replace(BASE, eos_token_ids=tuple(range(0, tiny.model.config.vocab_size, 2)))
-    least = Conditions(least=20)
-    result, free = (run(tiny, prompt(20), params, each) for each in (least, Conditions()))
-    assert len(free.token_ids) <= 20 < len(result.token_ids)
-    assert all(each % 2 for each in result.token_ids[:20])
-    assert result.token_ids == reference(tiny, prompt(20), params, least).tokens[0]
 
 
 def test_json_is_read() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,32 +84,6 @@ def test_an_image_is_never_cut(tiny: Pair, case, monkeypatch: pytest.MonkeyPatch
     passes = tiny.model.counters.encode_passes
     assert ours(tiny.model, prompt, pictures, PARAMS).token_ids == whole.token_ids
     assert tiny.model.counters.encode_passes - passes > 1 + (len(prompt) > chunk)
-
-
-def test_these_tests_are_not_vacuous(tiny: Pair) -> None:
-    """Different pixels, or one-way attention, give different tokens."""
-    first, second = (
-        read_picture(png(noise(90, 70, seed)), tiny.model.config.vision, 70) for seed in (0, 1)
-    )
-    assert first.tokens > 60
-    prompt = prompt_of(tiny, [20, 30], [first])
-    tokens = ours(tiny.model, prompt, [first], PARAMS).token_ids
-    assert ours(tiny.model, prompt, [second], PARAMS).token_ids != tokens
-    assert ours(tiny.model, prompt, [], PARAMS).token_ids != tokens
-
-
-def test_requests_with_and_without_images_share_a_batch(tiny: Pair) -> None:
-    pictures = [read_picture(png(noise(90, 70)), tiny.model.config.vision, 70)]
-    prompt = prompt_of(tiny, [20, 30], pictures)
-    text = prompt_of(tiny, [45], [])
-    requests = [
-        Request(prompt, PARAMS, pictures),
-        Request(text, replace(PARAMS, seed=1)),
-        Request(prompt, replace(PARAMS, seed=2), pictures),
-    ]
-    together = Generator(tiny.model, 3).run(requests)
-    alone = [Generator(tiny.model, 1).run([each])[0] for each in requests]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
 
 
 def test_where_chunks_end() -> None:

@@ -84,20 +84,6 @@ def test_events_bring_the_scores_of_their_own_tokens(
     assert scores == result.logprobs
 
 
-def test_they_change_no_token_and_come_from_a_device_too(
-    tiny: Pair, prompt: Callable[..., list[int]]
-) -> None:
-    request = Request(prompt(20), params(tiny))
-    plain = Request(prompt(20), params(tiny, logprobs=False, top_logprobs=0))
-    ours, without = Generator(tiny.model).run([request, plain])
-    device = open_model(tiny.graphs, check=False, backend=FakeBackend())
-    (theirs,) = Generator(device).run([request])
-    assert ours.token_ids == without.token_ids == theirs.token_ids
-    assert without.logprobs == []
-    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-
-
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_prompt_s_tokens_have_those_of_the_encoder(
     tiny: Pair, prompt: Callable[..., list[int]], on_device: bool
@@ -171,10 +157,3 @@ def test_requests_that_share_a_list_score_a_prompt_once(
     assert sum(counted) == each + 4  # the others score their one token
     assert sum(encoded) == (400 if cached else 5 * 400)
     assert all(result.token_ids == expected.token_ids for result in results)
-
-
-def test_alternatives_need_log_probabilities(tiny: Pair) -> None:
-    with pytest.raises(CanvasError, match="top_logprobs is 3 without logprobs"):
-        params(tiny, logprobs=False, top_logprobs=3)
-    with pytest.raises(CanvasError, match=r"logprob_token_ids is .* without logprobs"):
-        params(tiny, logprobs=False, top_logprobs=0, logprob_token_ids=(3,))

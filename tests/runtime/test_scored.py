@@ -12,7 +12,6 @@ import torch
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
@@ -179,60 +178,16 @@ def test_the_first_attempt_that_is_good_enough_stands(
     assert any(0 < each < 4 for each in redone)
 
 
-@pytest.mark.parametrize("by_denoising", [False, True])
-def test_scores_change_no_token(
-    tiny: Pair, prompt: Callable[..., list[int]], by_denoising: bool
+@pytest.mark.parametrize(("by_denoising", "cached"), [(False, 512), (True, 600)])
+def test_the_prefix_cache_spares_what_scores_need(
+    tiny: Pair, prompt: Callable[..., list[int]], by_denoising: bool, cached: int
 ) -> None:
-    """Other requests in the batch and the prefix cache do not change scores either."""
-    given = [params(tiny, seed=seed, score_by_denoising=by_denoising) for seed in range(3)]
-    wanted = [
-        Request(prompt(length, 7), each)
-        for length, each in zip((600, 300, 300), given, strict=True)
-    ]
-    plain = [replace(each, params=replace(each.params, score_blocks=False)) for each in wanted]
-    alone = [Generator(tiny.model).run([each])[0] for each in wanted]
-    for model in (tiny.model, device(tiny)):
-        prefixes = PrefixCache(model, 2**28)
-        together = Generator(model, prefixes=prefixes).run(wanted + plain)
-        again = Generator(model, prefixes=prefixes).run(wanted)
-        for results in (together[:3], together[3:], again):
-            assert [each.token_ids for each in results] == [each.token_ids for each in alone]
-        for results in (together[:3], again):
-            for one, other in zip(results, alone, strict=True):
-                assert [each.score for each in one.block_scores] == pytest.approx(
-                    [each.score for each in other.block_scores], abs=1e-4
-                )
-        assert all(each.block_scores == [] for each in together[3:])
-        # The causal score needs the prompt's last output, which no cache holds.
-        assert [each.cached_tokens for each in again] == (
-            [600, 300, 300] if by_denoising else [512, 256, 256]
-        )
-
-
-@pytest.mark.parametrize(("quantum", "by_denoising"), [(7, False), (9, True)])
-def test_a_request_that_makes_room_keeps_its_scores(
-    tiny: Pair,
-    prompt: Callable[..., list[int]],
-    quantum: int,
-    by_denoising: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(DeviceModel, "quantum", quantum)
-    given = params(tiny, score_by_denoising=by_denoising, redo_below=ALWAYS, max_redos=1)
-    wanted = [Request(prompt(n, n), replace(given, seed=n)) for n in (5, 40, 300)]
-    model = device(tiny)
-    parked = []
-    real = model.park
-    monkeypatch.setattr(
-        model, "park", lambda row, hidden: (parked.append(row), real(row, hidden))[1]
-    )
-    ours = Generator(model, max_batch=1).run(wanted)
-    assert len(parked) > 3
-    for one, other in zip(ours, Generator(tiny.model).run(wanted), strict=True):
-        assert (one.token_ids, one.steps) == (other.token_ids, other.steps)
-        assert [each.score for each in one.block_scores] == pytest.approx(
-            [each.score for each in other.block_scores], abs=1e-4
-        )
+    """The causal score needs the prompt's last output, which no cache holds."""
+    wanted = Request(prompt(600, 7), params(tiny, score_by_denoising=by_denoising))
+    generator = Generator(tiny.model, prefixes=PrefixCache(tiny.model, 2**28))
+    first, again = (generator.run([wanted])[0] for _ in range(2))
+    assert (first.token_ids, first.block_scores) == (again.token_ids, again.block_scores)
+    assert again.cached_tokens == cached
 
 
 def test_nothing_is_sent_before_its_block_stands(
@@ -257,12 +212,6 @@ def test_nothing_is_sent_before_its_block_stands(
 
 
 def test_what_cannot_be_scored_is_refused(tiny: Pair, undertrained: Pair) -> None:
-    with pytest.raises(CanvasError, match="settle_steps is 1 and redo_below is -2"):
-        params(tiny, settle_steps=1, redo_below=-2.0)
-    with pytest.raises(CanvasError, match="redo_below is 1"):
-        params(tiny, redo_below=1.0)
-    with pytest.raises(CanvasError, match="max_redos is 17"):
-        params(tiny, max_redos=17)
     filled = infill_request(
         "a{2}", [5], params(undertrained), undertrained.model, undertrained.tokenizer
     )

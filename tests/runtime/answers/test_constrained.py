@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers import constrained, grammar
@@ -21,8 +19,7 @@ from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.spelling import Speller
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.open import open_model
-from canvasrt.runtime.request import Block, Draft, Finished, Request
+from canvasrt.runtime.request import Draft, Finished, Request
 from tests.helpers.constrained import (
     AMPLE,
     END,
@@ -32,7 +29,6 @@ from tests.helpers.constrained import (
     schema,
     text_of,
 )
-from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 
 
@@ -60,52 +56,6 @@ def test_answers_of_random_weights_validate(
         assert len(result.token_ids) <= budget
 
 
-LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
-    st.just({"type": "boolean"}),
-    st.just({"type": "null"}),
-    st.integers(0, 50).map(lambda n: {"type": "integer", "minimum": n, "maximum": n + 40}),
-    st.integers(0, 3).map(lambda n: {"type": "string", "minLength": n, "maxLength": n + 3}),
-    st.lists(st.text("abcé", min_size=1, max_size=4), min_size=1, max_size=3, unique=True).map(
-        lambda values: {"enum": [*values, "z"]}
-    ),
-)
-
-
-def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    arrays = st.tuples(inner, st.integers(0, 2)).map(
-        lambda made: {"type": "array", "items": made[0], "minItems": made[1], "maxItems": 2}
-    )
-    keys = st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
-    objects = st.tuples(keys, st.booleans()).map(
-        lambda made: {
-            "type": "object",
-            "properties": made[0],
-            "required": sorted(made[0]) if made[1] else [],
-            "additionalProperties": False,
-        }
-    )
-    return st.one_of(arrays, objects)
-
-
-@settings(
-    max_examples=15,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(of=st.recursive(LEAVES, nested, max_leaves=4), seed=st.integers(0, 9))
-def test_made_schemas_validate_on_random_weights(
-    undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any], seed: int
-) -> None:
-    start = compile_grammar(schema(of), words, "grammar")
-    asked = request(undertrained, start, seed=seed, max_denoising_steps=2, max_new_tokens=256)
-    (result,) = Generator(untrained).run([asked])
-    if result.finish_reason == "length":  # only a budget can be the reason
-        assert len(start.shortest(1024, AMPLE) or []) > 100
-    else:
-        check(of, undertrained.tokenizer, result)
-
-
 def test_regular_expressions_and_lark(demo: Pair, words: Vocabulary) -> None:
     digits = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, words, "g")
     (result,) = Generator(demo.model).run([request(demo, digits)])
@@ -119,19 +69,6 @@ def test_regular_expressions_and_lark(demo: Pair, words: Vocabulary) -> None:
     assert re.fullmatch("(ab|cd)+!", text_of(demo.tokenizer, result))
 
 
-def test_a_bundle_without_a_head_for_the_host_is_refused(demo: Pair, words: Vocabulary) -> None:
-    start = compile_grammar({"type": "regex", "regex": "[0-9]+"}, words, "g")
-    model = open_model(demo.bundle, threads=1)
-    del model.host_head._weights["signal_mlp.down.weight"]
-    with pytest.raises(CanvasError, match="stores self-conditioning quantized"):
-        request(demo, start).check(model)
-    del model.host_head
-    assert model.bundle is not None
-    del model.bundle.manifest.data["embedding"]["host_head"]
-    with pytest.raises(CanvasError, match="no weights to score tokens"):
-        request(demo, start).check(model)
-
-
 def test_a_budget_too_small_is_the_reason_given(demo: Pair, words: Vocabulary) -> None:
     many = {"type": "array", "items": {"type": "integer", "minimum": 100_000}, "minItems": 9}
     start = compile_grammar(schema(many), words, "g")
@@ -143,35 +80,12 @@ def test_a_budget_too_small_is_the_reason_given(demo: Pair, words: Vocabulary) -
     check(many, demo.tokenizer, result)
 
 
-@pytest.mark.parametrize("size", [0, 8])
-def test_the_same_seed_gives_the_same_answer_on_any_device(
-    demo: Pair, words: Vocabulary, size: int
-) -> None:
-    start = compile_grammar(schema(SCHEMAS[7]), words, "g")
-    asked = request(demo, start, seed=4, canvas_length=size)
-    (alone,) = Generator(demo.model).run([asked])
-    plain = Request(asked.prompt_token_ids, asked.params)
-    _, among, _ = Generator(demo.model).run([plain, asked, plain])
-    (device,) = Generator(open_model(demo.graphs, check=False, backend=FakeBackend())).run([asked])
-    assert alone.token_ids == among.token_ids == device.token_ids
-
-
 def test_requests_share_a_grammar(demo: Pair, words: Vocabulary) -> None:
     """Requests only copy its matcher: llguidance refuses calls while another thread computes with it."""
     start = compile_grammar(schema(SCHEMAS[7]), words, "g")
     start._matcher = SimpleNamespace(deep_copy=start._matcher.deep_copy)
     (result,) = Generator(demo.model).run([request(demo, start)])
     check(SCHEMAS[7], demo.tokenizer, result)
-
-
-def test_blocks_are_as_long_as_the_canvas(demo: Pair, words: Vocabulary) -> None:
-    start = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, words, "g")
-    events = list(Generator(demo.model).stream(request(demo, start, canvas_length=4)))
-    blocks = [each for each in events if isinstance(each, Block)]
-    assert all(len(each.tokens) == 4 for each in events if isinstance(each, Draft))
-    assert all(len(each.tokens) == 4 for each in blocks[:-1])
-    assert len(blocks) == -(-(len("the sum is 46.") + 1) // 4)
-    assert blocks[-1].tokens[-1] == END
 
 
 def unique(values: list[Any], **more: Any) -> dict[str, Any]:

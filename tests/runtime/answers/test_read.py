@@ -21,11 +21,9 @@ from canvasrt.runtime.answers.decision import (
 )
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
-from canvasrt.runtime.request import Finished, Request
+from canvasrt.runtime.request import Finished
 from canvasrt.runtime.sampling_params import SamplingParams
-from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair
 from tests.helpers.restricted import cache_of, restricted_steps
@@ -164,45 +162,6 @@ def test_a_read_costs_one_pass_per_draw_and_fork(tiny: Pair, prompt: Prompt) -> 
     assert tiny.model.counters.denoise_passes - before == 3
 
 
-def test_a_read_does_not_depend_on_what_else_runs(tiny: Pair, prompt: Prompt) -> None:
-    request = DecisionRequest(prompt(20), params(tiny, 2), templates=(TEMPLATE,), samples=2)
-    alone = read(tiny, request)
-    other = Request(prompt(50, 1), params(tiny, 8))
-    _, again, _ = Generator(tiny.model).run([other, request, other])
-    assert isinstance(again, DecisionResult)
-    for ours, theirs in zip(alone.draws, again.draws, strict=True):
-        assert np.array_equal(ours, theirs)
-
-
-def test_a_device_reads_the_same(tiny: Pair, prompt: Prompt) -> None:
-    request = DecisionRequest(prompt(20), params(tiny, 2), templates=(TEMPLATE,))
-    device = open_model(tiny.graphs, check=False, backend=FakeBackend())
-    (theirs,) = Generator(device).run([request])
-    assert isinstance(theirs, DecisionResult)
-    for ours, other in zip(read(tiny, request).draws, theirs.draws, strict=True):
-        assert ours == pytest.approx(other, abs=1e-4)
-
-
-@pytest.mark.parametrize("shares", [True, False], ids=["device", "cpu"])
-def test_reads_of_several_callers_share_a_pass(shares: bool, tiny: Pair, prompt: Prompt) -> None:
-    """Reads share a pass on a device, and run side by side on a CPU. Both give the results of reads alone."""
-    model = open_model(tiny.graphs, check=False, backend=FakeBackend()) if shares else tiny.model
-    wanted = [
-        DecisionRequest(
-            prompt(20 + seed, seed), params(tiny, 2, seed), templates=(TEMPLATE,), owner=owner
-        )
-        for seed, owner in enumerate("abc")
-    ]
-    took, results = [], []
-    for requests in [[each] for each in wanted] + [wanted]:
-        before = model.counters.denoise_passes
-        results += Generator(model, 3).run(requests)
-        took.append(model.counters.denoise_passes - before)
-    assert took == [took[0]] * 3 + [took[0] if shares else 3 * took[0]]
-    drawn = [np.concatenate(each.draws, axis=1) for each in results]
-    assert np.array_equal(drawn[:3], drawn[3:])
-
-
 def test_labels_of_different_lengths_are_closed_and_filled() -> None:
     labels = labels_of([[5], [5, 6], [7, 8, 9]], end=1, filler=0, path="x")
     assert labels.tokens == ((5, 1, 0, 0), (5, 6, 1, 0), (7, 8, 9, 1))
@@ -212,20 +171,3 @@ def test_labels_of_different_lengths_are_closed_and_filled() -> None:
     ]
     with pytest.raises(CanvasError, match=r"x\[1\] has the same tokens as x\[0\]"):
         labels_of([[5], [5]], 1, 0, "x")
-
-
-def test_a_bundle_without_the_weights_says_so(tiny: Pair, prompt: Callable[..., list[int]]) -> None:
-    model = open_model(tiny.bundle, threads=1)
-    once, twice = (
-        DecisionRequest(prompt(20), params(tiny, steps, 0), templates=(TEMPLATE,))
-        for steps in (1, 2)
-    )
-    del model.host_head._weights["signal_mlp.down.weight"]
-    once.check(model)
-    with pytest.raises(CanvasError, match="stores self-conditioning quantized"):
-        twice.check(model)
-    del model.host_head
-    assert model.bundle is not None
-    del model.bundle.manifest.data["embedding"]["host_head"]
-    with pytest.raises(CanvasError, match="no weights to score tokens"):
-        once.check(model)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -22,9 +19,7 @@ from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.targets import find_target
@@ -91,25 +86,6 @@ def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: 
     ]
     ours, theirs = Generator(device, 4).run(wanted), Generator(on_cpu, 1).run(wanted)
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
-
-
-def test_what_is_cached_is_what_the_cpu_caches(
-    device: DeviceModel, on_cpu: Model, prompt: Callable[..., list[int]]
-) -> None:
-    """Prompts inside and beyond the window, then a denoising pass over both caches from the same canvas."""
-    for length in (1, 40, 700):
-        found = []
-        for model in (device, on_cpu):
-            row: Any = model.new_row()
-            tokens = np.array(prompt(length), np.int64)
-            for start in range(0, length, model.prefill_chunk):
-                model.encode([EncodeInput(row, tokens[start : start + model.prefill_chunk])])
-            uniforms, noise = step_noise(7, 0, 1, device.canvas_length, device.config.vocab_size)
-            hidden = model.first_hidden(noise)
-            (out,) = model.denoise([DenoiseInput(row, hidden, 0.8, 0.1, uniforms, noise)])
-            found.append(out.entropy)
-            model.release(row)
-        np.testing.assert_allclose(*found, atol=0.02)
 
 
 def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
