@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import shutil
@@ -19,8 +18,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
 from canvasrt.runtime.backends import cuda
 from canvasrt.runtime.backends.cuda import CudaDevice
-from canvasrt.runtime.backends.sorted_engine import kernel_arguments
-from canvasrt.runtime.engine import KernelCall, Pitched
+from canvasrt.runtime.engine import Pitched
 
 
 class Status(IntEnum):
@@ -142,34 +140,6 @@ def test_an_array_lives_until_its_copy_is_done(runtime: Runtime) -> None:
     assert not device._busy
 
 
-def test_a_kernel_of_ours_gets_its_arguments(runtime: Runtime) -> None:
-    """The driver is given the address of an array with the address of each argument."""
-    device = CudaDevice()
-    kernel = device.load_kernel(b"image", "gate_up", 64 << 10)
-    assert ("cuLibraryGetKernel", 70, b"gate_up") in runtime.calls
-    assert runtime.calls[-1] == ("cuKernelSetAttribute", 8, 64 << 10, 71, 0)
-    given = kernel_arguments([1 << 40, 16, 32, 48, 64, 80], 300, 0.5)
-    seen: list[Any] = []
-
-    def launch(kernel: int, *rest: Any) -> tuple[Status]:
-        places = (ctypes.c_void_p * len(given)).from_address(rest[8])
-        kinds = [*[ctypes.c_uint64] * 6, ctypes.c_int32, ctypes.c_float, *[ctypes.c_uint64] * 2]
-        seen.append(
-            (
-                kernel,
-                rest[:8],
-                [k.from_address(p).value for k, p in zip(kinds, places, strict=True)],
-            )
-        )
-        return (Status.OK,)
-
-    runtime.cuLaunchKernel = launch  # type: ignore[attr-defined]
-    device.run_kernel(KernelCall(kernel, (5, 2, 1), 128, 1000, given))
-    (found,) = seen
-    assert found[:2] == (71, (5, 2, 1, 128, 1, 1, 1000, device.stream))
-    assert found[2] == [1 << 40, 16, 32, 48, 64, 80, 300, 0.5, 0, 0]
-
-
 def test_small_kernels_need_no_leave_for_their_memory(runtime: Runtime) -> None:
     device = CudaDevice()
     device.load_kernel(b"image", "sort_rows", 48 << 10)
@@ -280,13 +250,3 @@ def test_the_driver_gets_our_kernels_arguments_through_the_real_bindings(
             wanted.append(f"fatal: CUDA: an illegal memory access was encountered ({name})")
             break
     assert done.stdout.splitlines() == wanted
-
-
-def test_the_fake_has_no_name_that_cuda_has_not(runtime: Runtime) -> None:
-    real = pytest.importorskip("cuda.bindings.runtime", reason="needs canvasrt[gpu]")
-    device = CudaDevice()
-    device.capture(lambda: device.replay(1))
-    device.memory()
-    for name in ("cudaMemcpyKind", "cudaStreamCaptureMode", "cudaStreamNonBlocking"):
-        assert hasattr(real, name)
-    assert not {name for name in runtime.names() if not hasattr(real, name)}

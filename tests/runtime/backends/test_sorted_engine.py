@@ -31,7 +31,6 @@ from canvasrt.sorted_rows.description import (
     GATE_UP_KERNEL,
     SORT,
     SORTED_SUFFIX,
-    ExpertSizes,
     SortedSegment,
 )
 from tests.helpers import interpreted
@@ -165,30 +164,6 @@ def states(model: DeviceModel) -> np.ndarray:
     model.device.upload(model.workspace.hidden[0], given.astype(np.float32))
     assert model._run(this, [CANVAS] * 2) is None
     return model.workspace.last_hidden(1, this.length)[0, :-5]
-
-
-def test_a_segment_looks_like_one_without_slots(bundle: Bundle) -> None:
-    model, _ = open_sorted(bundle)
-    first = bodies(model)[0]
-    layers = range(len(model.segments[0].layers))
-    assert set(first.inputs) == {
-        *("hidden", "positions", "groups", "causal", "past_positions_sliding"),
-        *(f"past_{part}_{layer}" for layer in layers for part in ("key", "value")),
-    }
-    assert set(first.outputs) == {
-        "hidden_out",
-        *(f"new_{part}_{layer}" for layer in layers for part in ("key", "value")),
-    }
-
-
-def test_segments_share_the_memory_between_pieces(bundle: Bundle) -> None:
-    model, device = open_sorted(bundle)
-    first, second = bodies(model)
-    assert first._between is second._between
-    # An encoding pass has more tokens than all canvases together.
-    assert first._between._most == ExpertSizes.of(model.config).buffers(512, 4)
-    # Both segments run the same three kernels.
-    assert sorted(form.function for form in device.forms) == ["down", "gate_up", "sort_rows"]
 
 
 def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> None:

@@ -30,26 +30,21 @@ from tests.helpers.resident import CANVAS, Prompt, requests, same
 __all__ = ["_few_tokens", "few_slots", "folder"]
 
 
-def test_what_was_compiled_is_kept_for_the_next_start(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "cache" / "compiled"
-    first = Server(folder, compiled=file)
-    first.model.warm_up()
-    assert sum(first.compiled().values())
-    again = Server(folder, compiled=file)
-    again.model.warm_up()
-    assert not again.compiled()
-    assert again.device.waited < 0.2 * first.device.waited
-    manifest = load_bundle(folder, check=False).manifest
-    assert first.device.waited < sizes_of(manifest, find_target("rtx-5090")).startup
+def aged(file: Path, seconds: float) -> None:
+    """Write a file that did not change for longer than this."""
+    file.write_bytes(b"half")
+    os.utime(file, (time.time() - seconds - 60,) * 2)
 
 
 def test_a_start_that_is_killed_goes_on_from_its_last_shape(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The partial file of the killed process is removed."""
+    """The partial file of the killed process is removed. The start after that compiles nothing."""
     file = tmp_path / "cache" / "compiled"
+    planned = sizes_of(load_bundle(folder, check=False).manifest, find_target("rtx-5090"))
     whole = Server(folder)
     whole.model.warm_up()
+    assert whole.device.waited < planned.startup
     killed = Server(folder, compiled=file)
     kept, left = killed.backend.keep_compiled, [6]
 
@@ -69,92 +64,88 @@ def test_a_start_that_is_killed_goes_on_from_its_last_shape(
     assert before
     assert sum(again.compiled().values()) == sum(whole.compiled().values()) - before
     assert [each.name for each in file.parent.iterdir()] == [file.name]
+    last = Server(folder, compiled=file)
+    last.model.warm_up()
+    assert not last.compiled()
+    assert last.device.waited < 0.2 * whole.device.waited
 
 
-def aged(file: Path, seconds: float) -> None:
-    """Write a file that did not change for longer than this."""
-    file.write_bytes(b"half")
-    os.utime(file, (time.time() - seconds - 60,) * 2)
+def opened(file: Path) -> tuple[CompiledKernels, IRuntimeCache]:
+    kernels = CompiledKernels(file)
+    return kernels, kernels.of(IRuntimeConfig())
 
 
-def test_a_start_removes_kernels_that_nobody_uses_and_no_other_server_s(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Two servers share a volume: one writes its kernels, or serves other engines, while the other starts."""
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A file with one kernel, alone in its folder."""
     file = tmp_path / "cache" / "compiled"
-    Server(folder, compiled=file).model.warm_up()
-    os.utime(file, (0, 0))
-    (file.parent / f"{file.name}{PARTIAL}live").touch()
-    (file.parent / "of-other-engines").touch()
-    aged(file.parent / "unused", UNUSED)
-    again = Server(folder, compiled=file)
-    again.model.warm_up()
-    assert not again.compiled()
-    wanted = {file.name, f"{file.name}{PARTIAL}live", "of-other-engines"}
-    assert {each.name for each in file.parent.iterdir()} == wanted
+    kernels, cache = opened(file)
+    cache.known.add("old")
+    kernels.keep()
+    return file
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_kernels_that_nobody_uses_are_removed_and_no_other_server_s(stored: Path) -> None:
+    """Two servers share a volume: one writes its kernels, or serves other engines, while the other starts."""
+    os.utime(stored, (0, 0))
+    live = stored.with_name(f"{stored.name}{PARTIAL}live")
+    others = stored.with_name("of-other-engines")
+    live.touch()
+    others.touch()
+    aged(stored.with_name("unused"), UNUSED)
+    assert opened(stored)[1].known == {"old"}
+    assert set(stored.parent.iterdir()) == {stored, live, others}
 
 
 @pytest.mark.parametrize("how", ["full", "read-only since", "nothing"])
 def test_kernels_that_cannot_be_kept_are_a_warning(
-    how: str,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    how: str, stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a full volume no partial file stays, and files kept before do. After an error of the disk, nothing can be
     removed either."""
-    file = tmp_path / "cache" / "compiled"
-    file.parent.mkdir()
-    file.write_bytes(IRuntimeCache().serialize())
+    kernels, cache = opened(stored)
+    cache.known.add("new")
     if how == "nothing":
-        monkeypatch.setattr(IRuntimeCache, "serialize", lambda self: None)
+        monkeypatch.setattr(cache, "serialize", lambda: None)
     else:
-
-        def full(*_: Any, **__: Any) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(Path, "replace", full)
+        monkeypatch.setattr(Path, "replace", refuse)
     if how == "read-only since":
-        monkeypatch.setattr(Path, "unlink", full)
-    server = Server(folder, compiled=file)
-    server.model.warm_up()
+        monkeypatch.setattr(Path, "unlink", refuse)
+    kernels.keep()
     assert "compiled kernels are not stored" in capsys.readouterr().err
-    there = {each.name for each in file.parent.iterdir()}
-    assert file.name in there
-    assert len(there) == 1 + (how == "read-only since")
+    assert stored in stored.parent.iterdir()
+    assert len(list(stored.parent.iterdir())) == 1 + (how == "read-only since")
 
 
 def test_a_read_only_volume_gives_the_kernels_that_it_has(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start that was killed left a partial file, which cannot be removed."""
-    file = tmp_path / "compiled"
-    Server(folder, compiled=file).model.warm_up()
-    (tmp_path / f"{file.name}{PARTIAL}x").touch()
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    aged(stored.with_name(f"{stored.name}{PARTIAL}x"), LEFT)
     monkeypatch.setattr(Path, "unlink", refuse)
-    again = Server(folder, compiled=file)
-    again.model.warm_up()
-    assert not again.compiled()
+    assert opened(stored)[1].known == {"old"}
 
 
 def test_kernels_that_may_not_be_read_are_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The folder is another account's, so its files cannot even be looked up."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", refuse)
         patch.setattr(Path, "read_bytes", refuse)
-        CompiledKernels(tmp_path / "compiled").of(IRuntimeConfig())
+        assert not opened(stored)[1].known
     assert "cannot read compiled kernels" in capsys.readouterr().err
+
+
+def test_what_another_gpu_compiled_is_not_taken(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IRuntimeCache, "gpu", "another")
+    assert not opened(stored)[1].known
 
 
 def test_the_plan_counts_every_context(few_slots: None, folder: Path) -> None:
@@ -231,14 +222,3 @@ def test_requests_share_passes_where_that_changes_no_bit(
     server.device.stalls.clear()
     Generator(model, BATCH).run(wanted[:1])
     assert not server.compiled()
-
-
-def test_what_another_gpu_compiled_is_not_taken(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "compiled"
-    Server(folder, compiled=file).model.warm_up()
-    monkeypatch.setattr(IRuntimeCache, "gpu", "another")
-    other = Server(folder, compiled=file)
-    other.model.warm_up()
-    assert other.compiled()

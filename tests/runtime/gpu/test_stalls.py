@@ -150,18 +150,6 @@ def test_slots_that_take_turns_capture_nothing_anew(
     assert not server.device.stalls
 
 
-@pytest.mark.parametrize("rtx", [True, False], ids=["tensorrt_rtx", "tensorrt"])
-def test_calls_that_cannot_be_captured_run_as_they_are(
-    rtx: bool, folder: Path, tiny: Pair, prompt: Prompt, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = Server(folder, rtx)
-    server.device.captures = False
-    wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS)
-    same(Generator(server.model).run(wanted), Generator(tiny.model).run(wanted))
-    assert not server.device.count("capture")
-    assert "TensorRT says it cannot be captured" in capsys.readouterr().err
-
-
 def test_after_an_error_of_the_device_nothing_is_answered(
     folder: Path, tiny: Pair, prompt: Prompt
 ) -> None:
@@ -173,14 +161,3 @@ def test_after_an_error_of_the_device_nothing_is_answered(
         with pytest.raises(EngineError, match="illegal memory access") as raised:
             Generator(server.model).run(wanted)
         assert raised.value.fatal
-
-
-def test_shapes_outside_the_profiles_are_refused_by_the_fake(folder: Path) -> None:
-    """As TensorRT does; otherwise these tests would prove nothing."""
-    server = Server(folder)
-    engine = server.backend.engines[0]._engine
-    denoise = 1
-    assert engine.takes(denoise, "hidden", (1, CANVAS, engine.fake.shapes["hidden"][2]))
-    assert not engine.takes(denoise, "hidden", (2, CANVAS, engine.fake.shapes["hidden"][2]))
-    assert not engine.takes(denoise, "hidden", (1, CANVAS, 7))
-    assert not engine.takes(denoise, "slots", (CANVAS + 1,))
