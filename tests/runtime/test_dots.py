@@ -14,10 +14,6 @@ from bench.demo.tokenizer import IMAGE_ID
 from canvasrt.cli.app import run
 from canvasrt.demo.dots import COLORS, DOTS_PROMPTS, Dots, right_answer
 from canvasrt.demo.labelled import png
-from canvasrt.runtime.answers.constrained import ConstrainedRequest
-from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
-from canvasrt.runtime.answers.infill import InfillResult, filled, infill_request
-from canvasrt.runtime.answers.layout import end_of_answer
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.request import Request, Result
@@ -60,54 +56,12 @@ def test_it_names_every_color(demo_vision: Pair, budget: int) -> None:
         assert len(result.prompt_token_ids) > 0.8 * budget
 
 
-def test_it_counts_most_dots(demo_vision: Pair) -> None:
-    found = [
-        answer(demo_vision, dots, COUNT, SMALL, seed)[0] == right_answer(dots, COUNT)
-        for seed, dots in enumerate(pictures())
-    ]
-    assert sum(found) >= len(found) - 1
-
-
-@pytest.mark.parametrize("budget", [SMALL])
-def test_it_finds_no_color_without_dots(demo_vision: Pair, budget: int) -> None:
+def test_it_counts_most_dots_and_finds_no_color_without_them(demo_vision: Pair) -> None:
+    right = 0
     for seed, dots in enumerate(pictures()):
-        text, _ = answer(demo_vision, blank(dots), COLOR, budget, seed)
-        assert text not in COLORS
-
-
-@pytest.mark.parametrize("budget", [FULL])
-def test_a_grammar_and_gaps_see_the_picture(demo_vision: Pair, budget: int) -> None:
-    """Blank pictures get different answers."""
-    model, tokenizer = demo_vision.model, demo_vision.tokenizer
-    words = Vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
-    start = compile_grammar({"type": "regex", "regex": "|".join(COLORS)}, words, "grammar")
-    end = end_of_answer(model, tokenizer)
-    named: dict[str, list[list[str]]] = {}
-    for dots in pictures():
-        for what in (dots, blank(dots)):
-            picture = read_picture(png(what), model.config.vision or {}, budget)
-            content = [{"type": "image"}, {"type": "text", "text": COLOR}]
-            ids = tokenizer.encode_chat([{"role": "user", "content": content}])
-            prompt = insert(ids, [picture], model.config)
-            params = SamplingParams.from_defaults(
-                model.sampler, model.config, seed=1, max_new_tokens=32
-            )
-            gaps = f"{{{len(dots.color)}}}"
-            followed, gap = Generator(model).run(
-                [
-                    ConstrainedRequest(prompt, params, [picture], start=start, end=end),
-                    infill_request(gaps, prompt, params, model, tokenizer, [picture]),
-                ]
-            )
-            assert isinstance(gap, InfillResult)
-            texts = [
-                tokenizer.decode(followed.token_ids),
-                str(filled(gap, tokenizer)["text"]),
-            ]
-            named.setdefault(what.color, []).append(texts)
-    blanks = named.pop("none")
-    assert all(texts == [color] * 2 for color, [texts] in named.items())
-    assert not any(texts == [color] * 2 for texts, color in zip(blanks, named, strict=True))
+        right += answer(demo_vision, dots, COUNT, SMALL, seed)[0] == right_answer(dots, COUNT)
+        assert answer(demo_vision, blank(dots), COLOR, SMALL, seed)[0] not in COLORS
+    assert right >= len(pictures()) - 1
 
 
 def test_the_command_line_asks_about_images(

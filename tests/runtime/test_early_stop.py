@@ -1,9 +1,9 @@
-"""When a block ends, tested on chosen step results; other tests run whole generations."""
+"""When a block ends, and when tokens are final before their block, on chosen step results and on a real model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,61 +13,64 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from canvasrt.runtime.early_stop import EarlyStopping
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.passes import DenoiseOutput
-from canvasrt.runtime.request import Block, Event, Request
+from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.text_state import TextState
+from tests.helpers.reference import Pair
 
-CONFIDENT, UNSURE = 0.001, 0.1
+CALM, UNSURE = 0.001, 0.1
+EOS = 1
+# The first tokens of a canvas and their entropies, or those of all its positions.
+Step = tuple[list[int] | int, list[float] | float]
 
 
-def blocks_of(tiny, params: SamplingParams, steps: Sequence[tuple[int, float]]) -> list[int]:
-    """Return the steps per block if each step yields a canvas of one token, at one entropy."""
-    active = TextState(0, Request([3], params), tiny.model, 0.0)
+def feed(pair: Pair, steps: Sequence[Step], **options: Any) -> list[Event]:
+    """Return the events of a request whose steps have these results."""
+    given = {"max_denoising_steps": 20, "eos_token_ids": (EOS,), **options}
+    active = TextState(0, Request([3], SamplingParams(**given)), pair.model, 0.0)
     events: list[Event] = []
-    for token, entropy in steps:
+    for tokens, entropies in steps:
+        if active.finished:
+            break
         active.next_step()
-        canvas = np.full(32, token)
-        certain = np.full(32, entropy, np.float32)
-        events += active.take(
-            DenoiseOutput(canvas, canvas, certain, canvas > 0, np.zeros((32, 128), np.float32))
-        )
-    return [event.steps for event in events if isinstance(event, Block)]
+        canvas, entropy = np.full(32, 9), np.full(32, UNSURE, np.float32)
+        here = slice(len(tokens)) if isinstance(tokens, list) else slice(None)
+        canvas[here], entropy[here] = tokens, entropies
+        hidden = np.zeros((32, 128), np.float32)
+        events += active.take(DenoiseOutput(canvas, canvas, entropy, canvas > 0, hidden))
+    return events
 
 
-def params(stability: int, blocks: int = 1, adaptive: bool = True) -> SamplingParams:
+@pytest.mark.parametrize(
+    ("options", "steps", "blocks"),
+    [
+        ({"stability_threshold": 1}, [(7, UNSURE), (7, CALM)], [2]),
+        ({"stability_threshold": 2}, [(7, CALM)] * 3, [3]),
+        ({"stability_threshold": 0}, [(7, CALM)], [1]),
+        ({"stability_threshold": 1}, [(7, CALM), (8, CALM), (7, CALM)], []),
+        ({"stability_threshold": 1}, [(7, CALM), (7, UNSURE)], []),
+        # The threshold itself is not below it.
+        ({"stability_threshold": 0, "confidence_threshold": 0.005}, [(7, 0.005)], []),
+        # A new block forgets the last one's canvas.
+        ({"stability_threshold": 1, "max_new_tokens": 64}, [(7, CALM)] * 4, [2, 2]),
+        # The last step ends a block in any case.
+        ({"max_denoising_steps": 6}, [(token, UNSURE) for token in range(3, 9)], [6]),
+        ({"max_denoising_steps": 6, "early_stop": False}, [(7, CALM)] * 6, [6]),
+    ],
+)
+def test_when_a_block_ends(
+    tiny: Pair, options: dict[str, Any], steps: list[Step], blocks: list[int]
+) -> None:
+    events = feed(tiny, steps, **{"max_new_tokens": 32, **options})
+    assert [event.steps for event in events if isinstance(event, Block)] == blocks
+
+
+def params(stability: int, adaptive: bool = True) -> SamplingParams:
     return SamplingParams(
-        max_new_tokens=32 * blocks,
-        max_denoising_steps=6,
-        stability_threshold=stability,
-        confidence_threshold=0.005,
-        early_stop=adaptive,
+        stability_threshold=stability, confidence_threshold=0.005, early_stop=adaptive
     )
-
-
-def test_stops_when_stable_and_confident(tiny) -> None:
-    assert blocks_of(tiny, params(1), [(7, UNSURE), (7, CONFIDENT)]) == [2]
-    assert blocks_of(tiny, params(2), [(7, CONFIDENT)] * 3) == [3]
-    assert blocks_of(tiny, params(0), [(7, CONFIDENT)]) == [1]
-
-
-def test_goes_on_while_one_is_missing(tiny) -> None:
-    assert blocks_of(tiny, params(1), [(7, CONFIDENT), (8, CONFIDENT), (7, CONFIDENT)]) == []
-    assert blocks_of(tiny, params(1), [(7, CONFIDENT), (7, UNSURE)]) == []
-    assert blocks_of(tiny, params(2), [(7, CONFIDENT), (8, CONFIDENT), (8, CONFIDENT)]) == []
-
-
-def test_the_threshold_itself_is_not_below_it(tiny) -> None:
-    assert blocks_of(tiny, params(0), [(7, 0.005)]) == []
-
-
-def test_a_new_block_forgets_the_last_ones_canvas(tiny) -> None:
-    assert blocks_of(tiny, params(1, blocks=2), [(7, CONFIDENT)] * 4) == [2, 2]
-
-
-def test_the_last_step_ends_a_block_in_any_case(tiny) -> None:
-    assert blocks_of(tiny, params(1), [(token, UNSURE) for token in range(3, 9)]) == [6]
-    assert blocks_of(tiny, params(1, adaptive=False), [(7, CONFIDENT)] * 6) == [6]
 
 
 @pytest.mark.parametrize("stability", [0, 1, 2, 3])
@@ -99,11 +102,70 @@ def test_when_certain_the_first_step_without_entropy_is_enough() -> None:
     assert not EarlyStopping(params(3, adaptive=False), when_certain=True).stops(canvas, none)
 
 
-@pytest.mark.parametrize("name", ["early_stop", "stability_threshold"])
-def test_the_rule_stands_in_one_place(name: str) -> None:
-    reading = {
-        path.name
-        for path in (Path(__file__).parents[2] / "runtime").rglob("*.py")
-        if f"params.{name}" in path.read_text(encoding="utf-8")
-    }
-    assert reading == {"early_stop.py"}
+@pytest.mark.parametrize(
+    ("settle_steps", "steps", "settled", "tokens"),
+    [
+        # A position waits for all before it.
+        (
+            1,
+            [([5, 6, 7], [CALM, UNSURE, CALM])] * 2 + [([5, 6, 7], [CALM] * 3)] * 2,
+            [(2, [5]), (3, [6, 7])],
+            None,
+        ),
+        # A change or doubt starts the count again.
+        (2, [([token], [CALM]) for token in (5, 5, 6, 6, 6)], [(5, [6])], None),
+        (2, [([5], [each]) for each in (CALM, CALM, UNSURE, CALM, CALM)], [(5, [5])], None),
+        # A settled token stays when the model changes its mind.
+        (
+            1,
+            [([5, 6], [CALM, UNSURE])] * 2 + [([8, 6], [CALM, CALM])] * 18,
+            [(2, [5])],
+            [5, 6],
+        ),
+        # A block ends once the end of the sequence has settled.
+        (2, [([5, EOS], [CALM, CALM])] * 9, [], [5, EOS]),
+        (0, [([5, 6], [CALM, CALM])] * 9, [], None),
+    ],
+)
+def test_when_tokens_settle(
+    tiny: Pair,
+    settle_steps: int,
+    steps: list[Step],
+    settled: list[tuple[int, list[int]]],
+    tokens: list[int] | None,
+) -> None:
+    budget = {"max_new_tokens": 2} if tokens else {}
+    events = feed(tiny, steps, settle_steps=settle_steps, **budget)
+    assert [(each.step, each.tokens) for each in events if isinstance(each, Settled)] == settled
+    if tokens:
+        assert isinstance(events[-1], Finished)
+        assert events[-1].result.token_ids == tokens
+        assert events[-1].result.steps == [3]
+
+
+def test_what_was_sent_never_changes_and_joins_to_the_answer(demo: Pair) -> None:
+    early = 0
+    for seed, question in enumerate(("shuffle abdeghkl", "sort 40172589", "reverse planetary")):
+        given = SamplingParams.from_defaults(
+            demo.model.sampler, demo.model.config, seed=seed, settle_steps=1
+        )
+        ids = demo.tokenizer.encode_chat([{"role": "user", "content": question}])
+        sent: list[int] = []
+        blocks: dict[int, list[int]] = {}
+        for event in Generator(demo.model).stream(Request(ids, given)):
+            if isinstance(event, Finished):
+                assert sent == event.result.token_ids
+                continue
+            already = blocks.setdefault(event.block, [])
+            if isinstance(event, Settled):
+                sent += event.tokens
+                already += event.tokens
+                early += len(event.tokens)
+            elif isinstance(event, Draft):
+                assert event.tokens[: len(already)].tolist() == already
+                assert event.settled >= len(already)
+            else:
+                assert event.settled == len(already)
+                assert event.tokens[: event.settled] == already
+                sent += event.tokens[event.settled :]
+    assert early > 0

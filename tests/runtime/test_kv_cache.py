@@ -41,27 +41,6 @@ def test_layers_keep_the_last_window_less_one_or_everything(counts: tuple[int, .
         assert octets.flags.c_contiguous
 
 
-def test_an_empty_cache_has_empty_pasts() -> None:
-    feeds = past_feeds([RequestCache(CONFIG)])
-    assert feeds["past_positions_sliding"].shape == (1, 1, 8)
-    assert feeds["past_key_0"].shape == (1, 3, 1, 8, 2)
-    assert feeds["past_value_1"].shape == (1, 1, 1, 8, 4)
-
-
-def test_a_batch_is_padded_to_the_longest() -> None:
-    feeds = past_feeds([filled(2), filled(7)])
-    assert feeds["past_positions_sliding"].tolist() == [
-        [[0, 1, *[-1] * 6]],
-        [[3, 4, 5, 6, *[-1] * 4]],
-    ]
-    assert feeds["past_positions_full"].tolist() == [
-        [[0, 1, *[-1] * 6]],
-        [[*range(7), -1]],
-    ]
-    assert feeds["past_key_0"][0, 1, 0, :, 1].tolist() == [0, 1] + [0] * 6
-    assert feeds["past_key_1"][1, 0, 0, :, 3].tolist() == [*range(7), 0]
-
-
 @pytest.mark.parametrize("count", [1, 8, 9])
 def test_one_request_s_cache_is_not_copied(count: int) -> None:
     cache = filled(count)

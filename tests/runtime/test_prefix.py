@@ -117,29 +117,6 @@ def test_keys_and_values_are_the_same_to_the_last_bit(
     assert restored == learned  # so that the same shapes follow
 
 
-def test_only_what_is_new_is_encoded(model: Model, prompt: Prompt) -> None:
-    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
-    beginning = prompt(256)
-    first, again, longer = (
-        request(model, tokens, blocks=1)
-        for tokens in (beginning + [5, 6], beginning + [5, 6], beginning + [7, 8, 9])
-    )
-    assert encoded(model, lambda: generator.run([first])) == 258
-    assert encoded(model, lambda: generator.run([again])) == 0
-    assert encoded(model, lambda: generator.run([longer])) == 3
-
-
-def test_answers_to_one_prompt_share_its_prefill(model: Model, prompt: Prompt) -> None:
-    tokens = prompt(200)
-    wanted = [request(model, tokens, seed, blocks=1) for seed in range(4)]
-    alone = Generator(model).run(wanted)
-    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
-    found: list[Result] = []
-    assert encoded(model, lambda: found.extend(generator.run(wanted))) == 200
-    assert told(found) == told(alone)
-    assert [result.cached_tokens for result in found] == [0, 200, 200, 200]
-
-
 def test_the_least_recently_used_is_dropped_and_memory_is_bounded(
     model: Model, prompt: Prompt
 ) -> None:
@@ -205,22 +182,23 @@ def test_a_prompt_is_shared_with_its_own_images_alone(tiny: Any, prompt: Prompt)
     assert encoded(model, lambda: generator.run([later])) == len(tokens) - 128
 
 
-def test_answers_about_an_image_share_one_prefill(
-    tiny: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+def test_answers_to_one_prompt_share_its_prefill(
+    model: Model, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny.model
-    picture = read_picture(png(noise(90, 70)), model.config.vision, 70)
+    """Its image is seen once."""
+    picture = read_picture(png(noise(90, 70)), model.config.vision or {}, 70)
     tokens = insert([*prompt(20), 510, *prompt(20)], [picture], model.config)
-    plain = replace(request(model, tokens, blocks=1), pictures=[picture])
-    wanted = [replace(plain, params=replace(plain.params, seed=seed)) for seed in range(3)]
-    alone = [Generator(model).run([each])[0].token_ids for each in wanted]
+    wanted = [
+        replace(request(model, tokens, seed, blocks=1), pictures=[picture]) for seed in range(3)
+    ]
+    alone = [Generator(model).run([each])[0] for each in wanted]
     generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
     seen: list[object] = []
     see = model.see
     monkeypatch.setattr(model, "see", lambda each: seen.append(each) or see(each))
-    found: list[Any] = []
+    found: list[Result] = []
     assert encoded(model, lambda: found.extend(generator.run(wanted))) == len(tokens)
-    assert [each.token_ids for each in found] == alone
+    assert told(found) == told(alone)
     assert [each.cached_tokens for each in found] == [0, len(tokens), len(tokens)]
     assert len(seen) == 1
 

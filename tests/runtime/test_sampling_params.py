@@ -19,27 +19,18 @@ from tests.helpers.configs import CONFIG as SMALL
 CONFIG = replace(SMALL, canvas_length=32, eos_token_ids=(1, 106, 50))
 
 
-def test_defaults_are_the_checkpoints() -> None:
+def test_defaults_are_the_checkpoints_and_overrides_win() -> None:
     defaults = SamplerDefaults(max_denoising_steps=7, entropy_bound=0.3, max_new_tokens=40)
     params = SamplingParams.from_defaults(defaults, CONFIG)
-    assert params.max_denoising_steps == 7
-    assert params.entropy_bound == 0.3
-    assert params.max_new_tokens == 40
-    assert params.eos_token_ids == (1, 106, 50)
-    assert params.seed == 0
-
-
-def test_overrides_win_and_none_is_no_override() -> None:
+    assert (params.max_denoising_steps, params.entropy_bound, params.max_new_tokens) == (7, 0.3, 40)
+    assert (params.eos_token_ids, params.seed) == ((1, 106, 50), 0)
     params = SamplingParams.from_defaults(
         SamplerDefaults(), CONFIG, seed=4, t_min=None, max_new_tokens=5, eos_token_ids=3
     )
     assert (params.seed, params.t_min, params.max_new_tokens) == (4, 0.4, 5)
     assert params.eos_token_ids == (3,)
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (96, 3)])
-def test_blocks(tokens: int, blocks: int) -> None:
-    assert SamplingParams(max_new_tokens=tokens).blocks(CONFIG) == blocks
+    with pytest.raises(CanvasError, match="'top_q'"):
+        SamplingParams.from_defaults(SamplerDefaults(), CONFIG, top_q=0.9)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +66,20 @@ def test_the_schedule_is_the_references_to_the_last_bit(
         ({"t_max": 0}, "t_max is 0"),
         ({"t_min": 0.9}, "t_max 0.8 is below t_min 0.9"),
         ({"eos_token_ids": (1, -5)}, "end-of-sequence token is -5"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_p": -0.1}, "top_p is -0.1"),
+        ({"min_p": 2}, "min_p is 2"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"logit_bias": ((5, 101.0),)}, "logit_bias of token 5 is 101.0"),
+        ({"logit_bias": ((512, 1.0),)}, "logit_bias names token 512"),
+        ({"redo_below": 1.0}, "redo_below is 1"),
+        ({"max_redos": 17}, "max_redos is 17"),
+        ({"settle_steps": 1, "redo_below": -2.0}, "settle_steps is 1 and redo_below is -2"),
+        ({"settle_steps": 1, "early_stop": False}, "early stopping is off"),
+        ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs"),
+        ({"logprob_token_ids": (3,)}, "logprob_token_ids is .* without logprobs"),
+        ({"canvas_length": -2}, "canvas_length is -2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -82,17 +87,6 @@ def test_what_is_out_of_range_is_named_with_a_hint(change: dict, named: str) -> 
     with pytest.raises(CanvasError, match=named) as error:
         replace(SamplingParams(), **change).check_fits(CONFIG)
     assert error.value.hint
-
-
-def test_unknown_parameters_are_named() -> None:
-    with pytest.raises(CanvasError, match="'top_q'"):
-        SamplingParams.from_defaults(SamplerDefaults(), CONFIG, top_q=0.9)
-
-
-def test_the_limits_are_allowed() -> None:
-    params = SamplingParams(seed=2**64 - 1, t_min=0.5, t_max=0.5, stability_threshold=0)
-    params.check_fits(CONFIG)
-    assert params.temperature_at(1) == params.temperature_at(48) == np.float32(0.5)
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
@@ -116,5 +110,3 @@ def test_temperature_1_is_the_checkpoint_s_and_0_its_limit() -> None:
     assert int(np.argmax(shares)) == 1
     gap = np.array([3.0, 3.001], np.float32)
     assert np.exp((gap - gap.max()) / cold.temperature_at(1))[0] == 0
-    with pytest.raises(CanvasError, match="temperature is -1"):
-        SamplingParams(temperature=-1)
