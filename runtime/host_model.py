@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
 
+# Keys: a segment's name, and the phase.
+Capacities = dict[tuple[str, str], Capacity]
+
 
 @dataclass
 class HostRow:
@@ -29,7 +34,7 @@ class HostRow:
 
     cache: RequestCache
     canvas: CanvasFeeds
-    capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
+    capacities: Capacities = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,11 +115,13 @@ class HostModel(Model):
     def saved_bytes(self, tokens: int) -> int:
         return RequestCache(self.config).saved_bytes(tokens)
 
-    def _save(self, row: HostRow, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        return row.cache.save(tokens)
+    def _save(self, row: HostRow, tokens: int) -> tuple[Any, Capacities]:
+        learned = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
+        return row.cache.save(tokens), learned
 
     def _restore(self, row: HostRow, saved: Sequence[Saved]) -> None:
-        row.cache.restore([each.data for each in saved], sum(each.tokens for each in saved))
+        row.cache.restore([each.data[0] for each in saved], sum(each.tokens for each in saved))
+        row.capacities |= {key: copy(each) for key, each in saved[-1].data[1].items()}
 
     def _batches(self, inputs: Sequence[InputT]) -> list[Sequence[InputT]]:
         if self.rows_apart:

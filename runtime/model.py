@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -175,13 +174,11 @@ class Model(ABC):
     def save(self, row: Row, tokens: int) -> Saved:
         """Return a copy of the cached keys and values of a request's last `tokens` tokens. The request's latest pass
         must have encoded these tokens."""
-        encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
-        return Saved(tokens, self._save(row, tokens), encode)
+        return Saved(tokens, self._save(row, tokens))
 
     def restore(self, row: Row, saved: Sequence[Saved]) -> None:
         """Append saved chunks to a request's cache, as if they had been encoded."""
         self._restore(row, saved)
-        row.capacities |= {key: copy(each) for key, each in saved[-1].capacities.items()}
         self.counters.cached_tokens += sum(each.tokens for each in saved)
 
     def forget(self, saved: Saved) -> None:  # noqa: B027 - host memory frees itself

@@ -108,8 +108,6 @@ class Saved:
 
     tokens: int
     data: Any  # the model's own representation
-    # Expert capacities that the request had learned when the chunk was saved.
-    capacities: dict[tuple[str, str], Any]
 
 
 @dataclass

@@ -11,7 +11,6 @@ import numpy as np
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import round_up
-from canvasrt.runtime.body_inputs import Capacity
 from canvasrt.runtime.engine import Device, Pitched
 
 ALIGNMENT = 256  # TensorRT's requirement for addresses
@@ -34,8 +33,6 @@ class DeviceRow:
     # Rows per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
     # number of the body segment.
     loads: dict[tuple[int, int], int] = field(default_factory=dict)
-    # Always empty: on a device, shapes are fixed and not learned from earlier passes.
-    capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
     def load(self, segment: int) -> int:
         """Return the rows per expert that a segment needs in the current block; 0 if no expert was overloaded so
@@ -151,10 +148,6 @@ class DeviceCache:
         row = held() if held else None
         return row if row is not None and row.kv_slot == slot else None
 
-    def rows(self) -> list[DeviceRow]:
-        """Return the requests that have a slot, in slot order."""
-        return [row for slot in range(self.slots) if (row := self.row(slot))]
-
     def take(self, row: DeviceRow) -> None:
         """Assign the first free slot to a request that has none."""
         if row.kv_slot is not None:
@@ -183,17 +176,12 @@ class DeviceCache:
 
         Call `make_room` before the first layer, and update the row's `length` after the last.
         """
-        cache, after = self._layers[layer], row.length + count
-        begin = after - (count if cache.kind == "full" else min(count, self._ring))
-        for position, place, size in self._pieces(cache, begin, after):
-            done = position - row.length
-            for base, new in ((cache.keys, keys), (cache.values, values)):
-                self._device.copy(
-                    self._held(cache, base, row, place),
-                    Pitched(new + done * cache.token, length * cache.token),
-                    size * cache.token,
-                    cache.heads,
-                )
+        after = row.length + count
+        begin = after - self._kept(self._layers[layer].kind, count)
+        for cached, other, width, heads in self._copies(
+            row, layer, (keys, values), length, row.length, (begin, after)
+        ):
+            self._device.copy(cached, other, width, heads)
 
     def extract(
         self,
@@ -207,17 +195,11 @@ class DeviceCache:
     ) -> None:
         """Copy one layer's keys and values of `count` tokens, from position `begin` on, to the addresses `keys` and
         `values`, in the layout of `append`. Tokens that are no longer cached are left out."""
-        cache = self._layers[layer]
-        oldest = row.length - self._kept(cache.kind, row.length)
-        for position, place, size in self._pieces(cache, max(begin, oldest), begin + count):
-            done = position - begin
-            for base, to in ((cache.keys, keys), (cache.values, values)):
-                self._device.copy(
-                    Pitched(to + done * cache.token, length * cache.token),
-                    self._held(cache, base, row, place),
-                    size * cache.token,
-                    cache.heads,
-                )
+        oldest = row.length - self._kept(self._layers[layer].kind, row.length)
+        for cached, other, width, heads in self._copies(
+            row, layer, (keys, values), length, begin, (max(begin, oldest), begin + count)
+        ):
+            self._device.copy(other, cached, width, heads)
 
     def keeps(self, layer: int, position: int, length: int) -> bool:
         """Return whether a layer still has the token at `position` when the request has `length` clean tokens."""
@@ -228,20 +210,30 @@ class DeviceCache:
         """The size of one token's keys in bytes, by layer. The token's values have the same size."""
         return [layer.heads * layer.token for layer in self._layers]
 
-    def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Split the tokens between two positions into runs that are contiguous in the cache. Yield each run's first
-        position, its place in the cache, and its number of tokens."""
+    def _copies(
+        self,
+        row: DeviceRow,
+        layer: int,
+        others: tuple[int, int],
+        length: int,
+        first: int,
+        span: tuple[int, int],
+    ) -> Iterator[tuple[Pitched, Pitched, int, int]]:
+        """Yield the copies that transfer the tokens between two positions, `span`: the memory in the cache, the other
+        memory, the size in bytes per head, and the heads. Each copy is contiguous in the cache. The other memory, at
+        the addresses `others`, has the layout of `append`, and begins with the token at position `first`."""
+        cache, (begin, end) = self._layers[layer], span
         # A sliding layer's ring can be shorter than the layer's width, which is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
+        pitch = self.width(cache.kind, row) * cache.token
         while begin < end:
-            place = self._place(cache.kind, begin)
+            place = begin % width
             size = min(end - begin, width - place)
-            yield begin, place, size
+            for base, other in zip((cache.keys, cache.values), others, strict=True):
+                cached = Pitched(self._at(cache, base, row) + place * cache.token, pitch)
+                at = Pitched(other + (begin - first) * cache.token, length * cache.token)
+                yield cached, at, size * cache.token, cache.heads
             begin += size
-
-    def _held(self, cache: LayerCache, base: int, row: DeviceRow, place: int) -> Pitched:
-        address = self._at(cache, base, row) + place * cache.token
-        return Pitched(address, self.width(cache.kind, row) * cache.token)
 
     def make_room(self, row: DeviceRow, count: int) -> None:
         """Set a request's width to the smallest one that holds `count` more tokens."""
@@ -299,9 +291,6 @@ class DeviceCache:
 
     def _kept(self, kind: str, length: int) -> int:
         return length if kind == "full" else min(length, self._ring)
-
-    def _place(self, kind: str, position: int) -> int:
-        return position if kind == "full" else position % self._ring
 
     def _restride(self, layer: LayerCache, base: int, row: DeviceRow, before: int) -> None:
         """Rearrange a request's keys or values in place, for its new width."""
