@@ -32,7 +32,6 @@ class VisionTower:
             "valid": SOFT_TOKENS,
         }
         self._addresses = {name: device.allocate(size) for name, size in sizes.items()}
-        self.bytes = sum(sizes.values())
 
     def see(self, picture: Picture) -> np.ndarray:
         """Return an image's soft tokens, float32 `[tokens, hidden_size]`.
@@ -66,19 +65,15 @@ class VisionTower:
                 array.astype(self._engine.inputs[name]), padding, constant_values=filler
             )
             self._device.upload(self._addresses[name], padded)
-        self._engine.launch(self._call(patches))
-
-    def _call(self, patches: int) -> EngineCall:
-        tokens = patches // self._square
         shapes = {
             "pixel_values": (1, patches, self._pixel),
             "pixel_positions": (1, patches, 2),
-            "features": (1, tokens, self._hidden),
-            "valid": (1, tokens),
+            "features": (1, budget, self._hidden),
+            "valid": (1, budget),
         }
         # Exported graphs use this expression as the name of the patch dimension.
         dims = {"images": 1, f"{self._square}*soft_tokens": patches}
-        return EngineCall(dims, shapes, self._addresses, repeats=False)
+        self._engine.launch(EngineCall(dims, shapes, self._addresses, repeats=False))
 
 
 def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:

@@ -108,10 +108,31 @@ class Workspace:
         # Every segment's input is kept until the pass ends, because the segment may have to run again.
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
         self.hidden = [device.allocate(hidden) for _ in segments]
-        self.inputs = _inputs(device, tokens, canvas, batch)
+        # The inputs that the host uploads for a pass.
+        self.inputs = Transfer(
+            device,
+            {
+                "positions": (np.int64, tokens),
+                "noise": (np.int64, canvas),
+                "uniforms": (np.float32, canvas),
+                "temperature": (np.float32, batch),
+                "entropy_bound": (np.float32, batch),
+            },
+        )
         # The number of the image that each token belongs to; only used in passes with images.
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
-        self.results = _results(device, canvas, bodies)
+        # The outputs that the host downloads after a pass.
+        loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
+        self.results = Transfer(
+            device,
+            {
+                "canvas": (np.int64, canvas),
+                "argmax": (np.int64, canvas),
+                "entropy": (np.float32, canvas),
+                "accepted": (np.bool_, canvas),
+                **loads,
+            },
+        )
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
         # Numbers of queues of tokens: every expert has a queue, and the last queue contains all tokens.
         self.queues = constant(device, np.arange(config.num_experts, dtype=np.int64))
@@ -175,35 +196,6 @@ class Workspace:
                     end += 2 * size
                 total = max(total, end)
         return offsets, total
-
-
-def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
-    """Create the buffers for the inputs that the host uploads for a pass."""
-    return Transfer(
-        device,
-        {
-            "positions": (np.int64, tokens),
-            "noise": (np.int64, canvas),
-            "uniforms": (np.float32, canvas),
-            "temperature": (np.float32, batch),
-            "entropy_bound": (np.float32, batch),
-        },
-    )
-
-
-def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Transfer:
-    """Create the buffers for the outputs that the host downloads after a pass."""
-    loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
-    return Transfer(
-        device,
-        {
-            "canvas": (np.int64, canvas),
-            "argmax": (np.int64, canvas),
-            "entropy": (np.float32, canvas),
-            "accepted": (np.bool_, canvas),
-            **loads,
-        },
-    )
 
 
 def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype:
