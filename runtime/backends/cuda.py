@@ -158,7 +158,7 @@ class CudaDevice:
 
     def _drive(self, name: str, *arguments: Any) -> Any:
         """Call one function of CUDA's driver, and return its result without the status."""
-        return self._checked(getattr(self._driver, name)(*arguments), name, self._as_runtime_s)
+        return self._checked(getattr(self._driver, name)(*arguments), name)
 
     def clock(self) -> int:
         """Return an event recorded after all queued work. `elapsed` measures the time between two events."""
@@ -180,16 +180,13 @@ class CudaDevice:
             _current.number = self._number
         return self._checked(getattr(self._runtime, name)(*arguments), name)
 
-    def _checked(
-        self,
-        result: tuple[Any, ...],
-        name: str,
-        known: Callable[[Any], Any] = lambda status: status,
-    ) -> Any:
+    def _checked(self, result: tuple[Any, ...], name: str) -> Any:
         status, *values = result
         if int(status) != 0:
             try:
-                _, words = self._runtime.cudaGetErrorString(known(status))
+                # The driver's errors have the runtime's numbers, except for a few that the runtime lacks.
+                known = self._runtime.cudaError_t(int(status))
+                _, words = self._runtime.cudaGetErrorString(known)
                 text = words.decode()
             except ValueError:
                 text = f"the driver's error {int(status)}"
@@ -199,11 +196,6 @@ class CudaDevice:
                 fatal=int(status) in _FATAL,
             )
         return values[0] if len(values) == 1 else tuple(values) or None
-
-    def _as_runtime_s(self, status: Any) -> Any:
-        """Convert a driver's error to the runtime's error of the same number. Raises ValueError for the few numbers
-        that the runtime lacks."""
-        return self._runtime.cudaError_t(int(status))
 
 
 def _give_back(runtime: ModuleType, taken: list[tuple[str, int]]) -> None:

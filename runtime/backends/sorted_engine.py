@@ -7,15 +7,16 @@ import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import BLOCK_ROWS, SLOT_SIZES
+from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.bundle_facts import host_dtype
-from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
+from canvasrt.runtime.engine import Engine, EngineCall, KernelCall
 from canvasrt.sorted_rows.description import (
     CARRIED,
     COUNTS,
@@ -42,26 +43,11 @@ _CALLS = 256
 Launch = Callable[[], object]
 
 
-class KernelDevice(Device, Protocol):
-    """A device that also runs our own kernels, in queue order."""
-
-    @property
-    def capability(self) -> tuple[int, int]: ...
-
-    def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
-        """Load a compiled kernel that uses `shared` bytes of shared memory; return its handle for `KernelCall`."""
-        ...
-
-    def run_kernel(self, call: KernelCall) -> None:
-        """Queue one run."""
-        ...
-
-
 class SharedBuffers:
     """Buffers between pieces, and loaded kernels. All segments of a bundle share them, because segments run one
     after another."""
 
-    def __init__(self, device: KernelDevice) -> None:
+    def __init__(self, device: CudaDevice) -> None:
         self.device = device
         self._most: dict[str, int] = {}
         self._buffers: dict[str, int] = {}

@@ -101,7 +101,7 @@ class TensorRTBackend:
         capability = self.device.capability
         check_target(target, self.module.__version__, capability, platform.machine())
         self.rows_apart = rows_apart
-        self.logger = _Logger.make(self.module)
+        self.logger = _logger(self.module)
         self.runtime = self.module.Runtime(self.logger)
         self.engines: list[TensorRTEngine] = []
         self._between = SharedBuffers(self.device)
@@ -335,19 +335,15 @@ class _Context:
             self._graph = None
 
 
-class _Logger:
-    """Makes the object that receives TensorRT's log and keeps the last error."""
+def _logger(trt: ModuleType) -> Any:
+    """Return an object that receives TensorRT's log and keeps the last error."""
 
-    @staticmethod
-    def make(trt: ModuleType) -> Any:
-        class Lines(trt.ILogger):  # type: ignore[name-defined, misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.last = "no reason given"
+    class Logger(trt.ILogger):  # type: ignore[name-defined, misc]
+        last = "no reason given"
 
-            def log(self, severity: Any, message: str) -> None:
-                _log.debug("%s: %s", severity.name, message)
-                if severity <= trt.ILogger.ERROR:
-                    self.last = " ".join(message.split())
+        def log(self, severity: Any, message: str) -> None:
+            _log.debug("%s: %s", severity.name, message)
+            if severity <= trt.ILogger.ERROR:
+                self.last = " ".join(message.split())
 
-        return Lines()
+    return Logger()
