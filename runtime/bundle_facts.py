@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -34,17 +33,6 @@ def max_context(manifest: Manifest) -> int:
     return int(manifest.options.get("max_context") or limit)
 
 
-class Table(Protocol):
-    """The embeddings of all tokens, indexed like an array: `table[tokens]`."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the embeddings."""
-
-    def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
-        """Return the rows `[..., hidden_size]` of int64 `tokens` `[...]`."""
-
-
 @dataclass(frozen=True)
 class QuantizedTable:
     """INT8 codes `[vocab_size, hidden_size]`, and a scale per token."""
@@ -60,6 +48,10 @@ class QuantizedTable:
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
         """Return the rows in float32."""
         return self.codes[tokens] * self.scale[tokens].astype(np.float32)[..., None]
+
+
+# The embeddings of all tokens: `table[tokens]` is `[..., hidden_size]` for int64 `tokens` `[...]`.
+Table = np.ndarray | QuantizedTable
 
 
 def map_table(bundle: Bundle) -> Table:

@@ -86,12 +86,6 @@ class Conditions:
                     "leave out one of them",
                 )
 
-    def _listed(self, position: int, token: int) -> tuple[int, ...]:
-        """Return the tokens that a position can have, or only `token` if the position is not restricted."""
-        if position in self.pin:
-            return (self.pin[position],)
-        return self.allow.get(position, (token,))
-
     def allowed(
         self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
     ) -> dict[int, np.ndarray]:
@@ -105,7 +99,8 @@ class Conditions:
         for place in range(length):
             position = begin + place
             if position in self.pin or position in self.allow:
-                listed = self._listed(position, 0)
+                pinned = position in self.pin
+                listed = (self.pin[position],) if pinned else self.allow[position]
                 found[place] = shared.setdefault(listed, np.array(listed, np.int64))
             elif others is not None and position < last:
                 found[place] = others

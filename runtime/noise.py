@@ -31,18 +31,13 @@ def step_noise(
     vocab_size).
     """
     # Key and counter determine the numbers, so any backend can reproduce any step.
-    raw = _philox(seed, [0, attempt, step, block], 2 * length)
+    state = _generator.state
+    state["state"] = {
+        "key": np.array([seed, 0], np.uint64),
+        "counter": np.array([0, attempt, step, block], np.uint64),
+    }
+    _generator.bits.state = state
+    raw = _generator.bits.random_raw(2 * length)
     uniforms = (raw[:length] >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
     tokens = ((raw[length:] >> np.uint64(32)) * np.uint64(vocab_size)) >> np.uint64(32)
     return uniforms, tokens.astype(np.int64)
-
-
-def _philox(key: int, counter: list[int], count: int) -> np.ndarray:
-    """Return the first `count` numbers, uint64, of `np.random.Philox(key=key, counter=counter)`."""
-    state = _generator.state
-    state["state"] = {
-        "key": np.array([key, 0], np.uint64),
-        "counter": np.array(counter, np.uint64),
-    }
-    _generator.bits.state = state
-    return _generator.bits.random_raw(count)

@@ -75,19 +75,15 @@ class Parameter:
             wanted = f"a whole number from {self.least} to {self.limit}"
         else:
             valid = isinstance(value, Real) and self._is_in_range(float(value))
-            wanted = f"a finite number {self._range}"
+            least = f"{'above' if self.above_least else 'of at least'} {self.least}"
+            span = least if self.most is None else f"from {self.least} to {self.most}"
+            wanted = f"a finite number {span}"
         if not valid or (self.kind is not bool and isinstance(value, bool)):
             raise CanvasError(f"{label} is {value!r}", f"give {wanted} for {label}")
 
     def _is_in_range(self, value: float) -> bool:
         low = value > self.least if self.above_least else value >= self.least
         return low and value <= self.limit and math.isfinite(value)
-
-    @property
-    def _range(self) -> str:
-        if self.most is not None:
-            return f"from {self.least} to {self.most}"
-        return f"{'above' if self.above_least else 'of at least'} {self.least}"
 
 
 def _parameter(default: Any, datatype: str, about: str, **limits: Any) -> Any:
@@ -230,7 +226,8 @@ class SamplingParams:
                 )
             if value is not None:
                 values[name] = value
-        values["eos_token_ids"] = tuple(_ids(values["eos_token_ids"]))
+        ends = values["eos_token_ids"]
+        values["eos_token_ids"] = (ends,) if isinstance(ends, int) else tuple(ends)
         check_sampling(values, labels)
         return cls(**values)
 
@@ -393,7 +390,3 @@ def _check_temperatures(values: Mapping[str, Any], called: Mapping[str, str]) ->
             f"{t_max} {high!r} leads to a temperature of {last:.3g} in the last step",
             f"raise {t_max} or {t_min}: the minimum temperature is {COLDEST:g}",
         )
-
-
-def _ids(value: int | Iterable[int]) -> Iterable[int]:
-    return (value,) if isinstance(value, int) else value
