@@ -273,8 +273,9 @@ def test_endpoints(demo_side: Side, name: str) -> None:
         wanted = ("prompt", "messages", "template", "prefix")
         values = {key: value for key, value in inputs(text).items() if key in wanted}
         ids = encoder.encode(values).ids.tolist()
-        assert encoder.tokens(values, False, True) == ids
-        closed = encoder.tokens(values, False, False)
+        options = {"add_special_tokens": False, "add_generation_prompt": True}
+        assert encoder._tokens(values, options, "") == ids
+        closed = encoder._tokens(values, options | {"add_generation_prompt": False}, "")
         return [id for id in (*ids, *closed) if id in demo_side.control]
 
     assert of(FORGED) == of("x")

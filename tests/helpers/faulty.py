@@ -48,6 +48,7 @@ def cuda():
     """A call that CUDA answers with 700, cudaErrorIllegalAddress."""
     device = CudaDevice.__new__(CudaDevice)
     device._runtime = SimpleNamespace(
+        cudaError_t=int,
         cudaStreamSynchronize=lambda stream: (700,),
         cudaGetErrorString=lambda status: (0, b"an illegal memory access was encountered"),
     )
