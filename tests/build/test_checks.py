@@ -27,7 +27,7 @@ from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
 from canvasrt.pipeline import plan_all
-from canvasrt.targets import TARGETS, find_target, parse_targets
+from canvasrt.targets import find_target, parse_targets
 from tests.helpers.configs import RELEASED
 
 
@@ -74,35 +74,19 @@ def test_a_dry_run_looks_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 QUANTIZED = Source(Path("fp8"), RELEASED, {"kind": "checkpoint"}, None, "fp8")
 
 
-@pytest.mark.parametrize("target", [target.name for target in TARGETS if target.builds_anywhere])
-def test_every_precision_of_a_target_has_a_recipe(target: str) -> None:
-    for name in find_target(target).precisions:
-        assert parse_precision(name).name == name
-
-
-def test_a_data_centre_target_is_refused_without_its_gpu() -> None:
-    with pytest.raises(CanvasError, match=r"built on its GPU \(H100\)") as raised:
-        check_buildable(find_target("h100"))
-    assert "canvasrt[tensorrt]" in raised.value.hint
-    assert "--dry-run" in raised.value.hint
-
-
-def test_a_missing_builder_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(CanvasError, match="tensorrt_rtx") as raised:
-        check_buildable(find_target("rtx-4090"))
-    assert raised.value.hint == "run `pip install 'canvasrt[rtx]'`"
-
-
 def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     h100 = find_target("h100")
     assert builds_here(h100) == "needs its GPU (H100)"
+    with pytest.raises(CanvasError, match=r"built on its GPU \(H100\)") as raised:
+        check_buildable(h100)
+    assert "canvasrt[tensorrt]" in raised.value.hint
+    assert "--dry-run" in raised.value.hint
     monkeypatch.setattr("canvasrt.machine.gpus", lambda: (Gpu("H100", 80 * 10**9, (9, 0), "1"),))
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     assert builds_here(h100) == "needs canvasrt[tensorrt]"
-    with pytest.raises(CanvasError) as raised:
+    with pytest.raises(CanvasError, match="tensorrt is not installed") as raised:
         check_buildable(h100)
     assert raised.value.hint == "run `pip install 'canvasrt[tensorrt]'`"
 
@@ -135,53 +119,50 @@ def precisions(checkpoint: Path | str, names: str, precision: str | None) -> lis
     return [each.precision.text for each in plans]
 
 
-def test_each_of_several_targets_gets_its_own_first_precision() -> None:
-    names = "cpu,rtx-4090,rtx-5090,rtx-pro-6000,dgx-spark"
-    found = precisions("demo", names, None)
-    assert found == ["fp32", "int4", *["nvfp4-mixed"] * 3]
+@pytest.mark.parametrize(
+    ("targets", "precision", "found"),
+    [
+        ("cpu,rtx-4090,rtx-5090,dgx-spark", None, ["fp32", "int4", "nvfp4-mixed", "nvfp4-mixed"]),
+        ("rtx-4090,cpu", "bf16", ["bf16", "fp32"]),
+        ("rtx-4090,cpu", "fp8", ["fp8", "fp8"]),
+        ("dgx-spark", "nvfp4-experts", ["nvfp4-experts"]),
+    ],
+)
+def test_each_target_gets_the_precision_that_it_has(
+    targets: str, precision: str | None, found: list[str]
+) -> None:
+    assert precisions("demo", targets, precision) == found
 
 
-def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:
-    assert precisions(checkpoint_files, "rtx-4090,cpu", "bf16") == ["bf16", "fp32"]
-    assert precisions(checkpoint_files, "rtx-4090,cpu", "fp8") == ["fp8", "fp8"]
-    assert precisions(checkpoint_files, "dgx-spark", "nvfp4-experts") == ["nvfp4-experts"]
+def test_a_precision_that_not_all_targets_have() -> None:
     with pytest.raises(UsageError, match="cpu does not support precision 'bf16'"):
-        precisions(checkpoint_files, "cpu", "bf16")
+        precisions("demo", "cpu", "bf16")
     with pytest.raises(UsageError, match="rtx-4090 does not support precision 'nvfp4'") as raised:
-        precisions(checkpoint_files, "rtx-5090,rtx-4090", "nvfp4")
+        precisions("demo", "rtx-5090,rtx-4090", "nvfp4")
     assert "leave out --precision" in raised.value.hint
-    with pytest.raises(UsageError, match="precision 'int3'") as raised:
-        precisions(checkpoint_files, "rtx-5090", "int3")
-    assert "nvfp4-experts" in raised.value.hint
 
 
-def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
-    check_memory(released("rtx-pro-6000", "bf16"))
-    check_memory(released("rtx-5090", "nvfp4"))
-    with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, but rtx-4090 has 24\.0 GB") as raised:
-        check_memory(released("rtx-4090", "bf16"))
-    assert raised.value.hint == "this would fit: --precision int4"
-    check_memory(released("rtx-4090", "int4"))
-    with pytest.raises(CanvasError, match="take") as raised:
-        check_memory(released("rtx-5090", "fp8", 262_144))
-    assert "--max-context" in raised.value.hint
-    with pytest.raises(CanvasError) as raised:
-        check_memory(released("rtx-pro-6000", "bf16", 262_144, 8))
-    assert "--max-batch" in raised.value.hint
-    assert "--max-context 131072" in raised.value.hint
-    assert "--precision nvfp4" in raised.value.hint
-
-
-def test_what_fits_16_gb_needs_several_options() -> None:
-    with pytest.raises(CanvasError, match=r"rtx-4080 has 16\.0 GB") as raised:
-        check_memory(released("rtx-4080", "int4"))
-    assert raised.value.hint == "this would fit: --max-context 16384 --max-batch 1"
-    with pytest.raises(CanvasError) as raised:
-        check_memory(released("rtx-5080", "nvfp4"))
-    assert raised.value.hint == "this would fit: --precision int4 --max-context 16384 --max-batch 1"
-    fitting = released("rtx-4080", "int4", 8192, 1)
-    check_memory(fitting)
-    assert not {"prefill_chunk", "vision"} & fitting.options.keys()
+# The options, what the refusal says, and what its hint suggests.
+@pytest.mark.parametrize(
+    ("wanted", "said", "fits"),
+    [
+        (("rtx-4090", "bf16"), r"take \d\d\.\d GB, but rtx-4090 has 24\.0", "--precision int4"),
+        (("rtx-5090", "fp8", 262_144), "take", "--max-context 16384"),
+        (
+            ("rtx-pro-6000", "bf16", 262_144, 8),
+            "8 requests of 262144 tokens",
+            "--max-batch 5, or --max-context 131072, or --precision nvfp4, or --precision fp8, or --precision int4",
+        ),
+        (("rtx-4080", "int4"), r"has 16\.0 GB", "--max-context 16384 --max-batch 1"),
+        (("rtx-5080", "nvfp4"), "take", "--precision int4 --max-context 16384 --max-batch 1"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused_with_what_would(
+    wanted: tuple[Any, ...], said: str, fits: str
+) -> None:
+    with pytest.raises(CanvasError, match=said) as raised:
+        check_memory(released(*wanted))
+    assert raised.value.hint == f"this would fit: {fits}"
 
 
 def test_what_fits_no_option_is_another_target() -> None:
@@ -223,6 +204,11 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
         assert checks.lighter_segments(usual) is None
     full = released("rtx-4080", "int4", 8192, 1)
     assert (full.layers_per_segment, full.fits) == (6, True)
+    assert not {"prefill_chunk", "vision"} & full.options.keys()
+    usual = released("rtx-5090", "nvfp4")
+    assert usual.layers_per_segment == 6
+    asked = plan(usual.source, "rtx-5090", "out", BuildOptions("nvfp4", layers_per_segment=2))
+    assert asked.needs.segments["body_0"] < usual.needs.segments["body_0"]
 
 
 def test_sorted_rows_are_checked_before_anything_is_built() -> None:
@@ -262,10 +248,7 @@ def test_what_is_served_here_must_fit_this_machine() -> None:
 
 
 def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 10 * 10**9
-
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: Usage)
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**10))
     check_disk({tmp_path: 9 * 10**9, tmp_path / "not" / "there": 10**9})
     with pytest.raises(CanvasError, match=r"about 12\.0 GB .* 10\.0 GB are free") as raised:
         check_disk({tmp_path: 9 * 10**9, tmp_path / "not" / "there": 3 * 10**9})
@@ -292,19 +275,6 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
     assert needed[Path("out").resolve()] == pytest.approx(101e9, rel=0.03)
 
 
-def test_options_of_the_graphs(checkpoint_files: Path) -> None:
-    source = Source(checkpoint_files, replace(RELEASED), {"kind": "checkpoint"})
-    assert plan(source, "cpu", "out").layers_per_segment == 3
-    assert plan(source, "rtx-5090", "out").layers_per_segment == 6
-    assert plan(source, "cpu", "out", BuildOptions(layers_per_segment=2)).layers_per_segment == 2
-    with pytest.raises(CanvasError, match="no calibration file at nowhere"):
-        plan(source, "rtx-5090", "out", BuildOptions(calibration=Path("nowhere")))
-    smaller = plan(source, "rtx-5090", "out", BuildOptions(layers_per_segment=2)).needs.segments[
-        "body_0"
-    ]
-    assert smaller < plan(source, "rtx-5090", "out").needs.segments["body_0"]
-
-
 def test_a_calibration_that_nothing_uses_is_refused(
     checkpoint_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +299,8 @@ def test_a_shell_that_leaves_a_tilde_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_options_that_the_model_or_the_graphs_rule_out(tmp_path: Path) -> None:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
+    with pytest.raises(CanvasError, match="no calibration file at nowhere"):
+        plan(source, "rtx-5090", "out", BuildOptions(calibration=Path("nowhere")))
     for wrong in (BuildOptions(max_batch=0), BuildOptions(layers_per_segment=0)):
         with pytest.raises(UsageError, match=r"--(max-batch|layers-per-segment) 0 is less than 1"):
             plan(source, "cpu", "out", wrong)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import Range
 from tests.helpers import library
 from tests.helpers.quantized import small_graphs
+from tests.helpers.serving import eventually
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
@@ -34,15 +34,6 @@ def builders(cache: Path) -> list[int]:
     return found
 
 
-def wait_for(condition: object, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -> None:
     library.graphs("demo", "bf16")
@@ -58,11 +49,11 @@ def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert wait_for(lambda: builders(tmp_path) or build.poll() is not None, 500)
+        assert eventually(lambda: bool(builders(tmp_path)) or build.poll() is not None, 500)
         assert build.poll() is None, build.stderr and build.stderr.read()
         build.send_signal(number)
         assert build.wait(60) != 0
-        assert wait_for(lambda: not builders(tmp_path), 60)
+        assert eventually(lambda: not builders(tmp_path), 60)
     finally:
         build.kill()
         build.wait()

@@ -1,12 +1,14 @@
-"""The memory estimate, against known figures of the released model."""
+"""The memory estimate, against known figures of the released model, and what `canvasrt targets` says of it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from canvasrt.build.fit import released_fit
 from canvasrt.build.memory import (
     CPU_PROCESS,
     ENGINE_CODE,
@@ -18,39 +20,71 @@ from canvasrt.build.plan import Plan, PrefillPlan
 from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.targets import find_target
+from canvasrt.checkpoints.released import layer_types, released_model
+from canvasrt.targets import GB, TARGETS, find_target
 from tests.helpers.configs import RELEASED
 from tests.helpers.memory import estimate
 
+SEEING = released_model()
+
 
 def test_parameters_of_the_released_model() -> None:
-    sizes = parameters(RELEASED)
+    sizes = parameters(SEEING)
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     assert experts == pytest.approx(22.8e9, rel=0.01)
-    assert sum(sizes.values()) == pytest.approx(25.2e9, rel=0.01)
+    assert sum(sizes.values()) == pytest.approx(25.8e9, rel=0.01)
+    assert sizes["vision"] == pytest.approx(0.55e9, rel=0.02)
+    assert replace(SEEING, vision=None).layers == RELEASED.layers
+    assert layer_types(2) == ["sliding_attention", "full_attention"]
 
 
-VISION = {
-    "hidden_size": 1152,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "head_dim": 72,
-    "intermediate_size": 4304,
-}
+def test_every_target_of_the_table_runs_it() -> None:
+    for target in TARGETS:
+        fit = released_fit(target)
+        assert fit is not None, target.name
+        if target.memory is not None:
+            # The released model fits in the default precision.
+            assert fit.precision == target.default, target.name
+            assert fit.memory.total <= target.memory
+    assert released_fit(replace(find_target("rtx-4080"), memory=15 * GB)) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "least", "most"),
+    [
+        (("rtx-3090", "rtx-4090", "l4"), 17e9, 18e9),
+        (("rtx-4080", "rtx-5080"), 15.5e9, 16e9),  # without images
+        (("cpu",), 18e9, 19e9),
+    ],
+)
+def test_small_targets_run_it_in_int4(names: tuple[str, ...], least: float, most: float) -> None:
+    for name in names:
+        fit = released_fit(find_target(name))
+        assert fit is not None
+        assert fit.precision == "int4"
+        assert least < fit.memory.total == fit.to_json()["memory"] < most
+
+
+def test_16_gb_have_no_room_for_images_and_24_gb_have_room_for_short_segments() -> None:
+    # The vision tower would not fit, even if prompts were read a canvas at a time.
+    assert estimate(SEEING, "int4", 8192, 1, prefill_chunk=256).total > 16 * GB
+    wide = released_fit(find_target("rtx-4090"))
+    assert wide is not None
+    # Segments of three layers, whose builders take 6 GB instead of 12.
+    assert wide.memory == estimate(SEEING, "int4", 8192, 1, layers_per_segment=3)
 
 
 def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
-    model = replace(RELEASED, vision=VISION)
-    assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
-    assert Weights(model, "nvfp4").segments()["vision"] == 2 * vision_parameters(model)
-    seeing, blind = (estimate(each, "nvfp4", 8192, 1) for each in (model, RELEASED))
+    blind_model = replace(SEEING, vision=None)
+    tower = 2 * vision_parameters(SEEING)
+    assert Weights(SEEING, "nvfp4").segments()["vision"] == tower
+    seeing, blind = (estimate(each, "nvfp4", 8192, 1) for each in (SEEING, blind_model))
     unlike = {"weights": 0, "code": 0, "workspace": 0, "contexts": 0}
     assert replace(seeing, **unlike) == replace(blind, **unlike)
-    assert seeing.weights - blind.weights == 2 * vision_parameters(model)
+    assert seeing.weights - blind.weights == tower
     assert seeing.code - blind.code == ENGINE_CODE
-    assert estimate(model, "nvfp4", 8192, 1, sees=False) == blind
-    on_cpu = [estimate(each, "int4", 8192, 1, on_cpu=True).weights for each in (model, RELEASED)]
-    assert on_cpu[0] == on_cpu[1]
+    on_cpu = [estimate(each, "int4", 8192, 1, on_cpu=True) for each in (SEEING, blind_model)]
+    assert on_cpu[0].weights == on_cpu[1].weights
     # Experts have a slot for each token of a pass with images.
     assert seeing.workspace > blind.workspace
 
@@ -61,43 +95,24 @@ def test_long_passes_are_given_up_before_sight() -> None:
         source = Source(Path("released"), model, {})
         return Plan(source, target, Precision("int4"), 65_536, 1, Path("out")).reading
 
-    seeing = replace(RELEASED, vision=VISION)
     usual = PrefillPlan(512, True)
     ways = (usual, PrefillPlan(256, True), PrefillPlan(512, False), PrefillPlan(256, False))
     needed = [
-        estimate(seeing, "int4", 65_536, 1, prefill_chunk=way.prefill_chunk, sees=way.sees).total
+        estimate(SEEING, "int4", 65_536, 1, prefill_chunk=way.prefill_chunk, sees=way.sees).total
         for way in ways
     ]
     assert needed == sorted(needed, reverse=True)
     for limit, way in zip(needed, ways, strict=True):
-        assert read(seeing, limit) == way
-    assert read(seeing, needed[-1] - 1) == read(seeing, None) == usual
+        assert read(SEEING, limit) == way
+    assert read(SEEING, needed[-1] - 1) == read(SEEING, None) == usual
     assert read(RELEASED, needed[-1]) == PrefillPlan(256, False)
-
-
-def test_shorter_passes_over_a_prompt_take_less() -> None:
-    usual, short = (estimate(RELEASED, "int4", 65_536, 1, prefill_chunk=n) for n in (512, 256))
-    assert short.workspace < usual.workspace
-    assert short.buffers < usual.buffers
-    assert (short.weights, short.kv_cache) == (usual.weights, usual.kv_cache)
-
-
-def test_the_released_model_needs_four_bits_on_a_24_gb_gpu() -> None:
-    memory = find_target("rtx-4090").memory or 0
-    assert estimate(RELEASED, "fp8", 8192, 1).total > memory
-    assert estimate(RELEASED, "nvfp4", 8192, 1).weights < memory
-
-
-def test_bf16_fits_an_h100_and_not_an_rtx_5090() -> None:
-    need = estimate(RELEASED, "bf16", 32_768, 4).total
-    assert need < (find_target("h100").memory or 0)
-    assert need > (find_target("rtx-5090").memory or 0)
 
 
 def test_only_full_layers_grow_with_the_context() -> None:
     short, long = (estimate(RELEASED, "fp8", n, 1).kv_cache for n in (4096, 8192))
     assert long - short == 5 * 2 * 2 * 512 * 4096 * 2
     assert estimate(RELEASED, "fp8", 8192, 4).kv_cache == 4 * long
+    assert estimate(RELEASED, "fp8", 8192, 1, kv_cache="fp8").kv_cache == long // 2
 
 
 def test_a_recipe_decides_what_each_weight_takes() -> None:
@@ -106,29 +121,29 @@ def test_a_recipe_decides_what_each_weight_takes() -> None:
     alone = estimate(RELEASED, "nvfp4", 8192, 1, formats=experts).weights
     assert every < alone < estimate(RELEASED, "fp8", 8192, 1).weights
     assert alone == pytest.approx(9 / 16 * 22.8e9 + 2 * 2.4e9, rel=0.01)
-    assert estimate(RELEASED, "bf16", 8192, 1, formats={}).weights == 2 * sum(
-        parameters(RELEASED).values()
-    )
 
 
 def test_segments_are_the_weights_cut_up() -> None:
-    cut = Weights(RELEASED, "nvfp4").segments()
-    assert list(cut) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
-    assert sum(cut.values()) == sum(
-        Weights(RELEASED, "nvfp4", layers_per_segment=30).segments().values()
-    )
-    assert cut["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as measured
+    def cut(precision: str, **options: Any) -> dict[str, int]:
+        return Weights(RELEASED, precision, **options).segments()
 
-
-def test_an_fp8_cache_takes_half() -> None:
-    wide, narrow = (estimate(RELEASED, "fp8", 8192, 1, kv_cache=kv) for kv in (None, "fp8"))
-    assert wide.kv_cache == 2 * narrow.kv_cache
+    packed = cut("nvfp4")
+    assert list(packed) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
+    assert sum(packed.values()) == sum(cut("nvfp4", layers_per_segment=30).values())
+    assert packed["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as measured
+    assert sum(cut("bf16").values()) == 2 * sum(parameters(RELEASED).values())
+    # On a CPU, INT4 stays packed. Unquantized weights and those in other formats are widened to float32.
+    table = RELEASED.vocab_size * RELEASED.hidden_size
+    assert 12.9e9 < sum(cut("int4").values()) - 2 * table < 13.2e9
+    assert 15.2e9 < sum(cut("int4", on_cpu=True).values()) - table < 15.6e9
+    # The head's products have a table of their own, besides the table for lookups.
+    widened = sum(cut("nvfp4", on_cpu=True).values())
+    assert widened == sum(cut("fp32").values()) + 4 * table
 
 
 def test_scores_of_wide_heads_are_bounded() -> None:
     """All heads at once would need 4.4 GB for scores alone, and as much again for the softmax."""
-    need = estimate(RELEASED, "nvfp4", 32_768, 4).workspace
-    assert need < 5e9
+    assert estimate(RELEASED, "nvfp4", 32_768, 4).workspace < 5e9
 
 
 def test_what_passes_between_engines_counts() -> None:
@@ -141,17 +156,3 @@ def test_what_passes_between_engines_counts() -> None:
     assert need.contexts
     on_cpu = estimate(RELEASED, "bf16", 32_768, 8, on_cpu=True)
     assert on_cpu.buffers == CPU_PROCESS
-
-
-def test_int4_is_packed_on_a_cpu_too() -> None:
-    """On a CPU, unquantized weights and those in other formats are widened to float32."""
-    on_gpu, on_cpu = (
-        sum(Weights(RELEASED, "int4", on_cpu=on_cpu).segments().values())
-        for on_cpu in (False, True)
-    )
-    table = RELEASED.vocab_size * RELEASED.hidden_size
-    assert 12.9e9 < on_gpu - 2 * table < 13.2e9
-    assert 15.2e9 < on_cpu - table < 15.6e9
-    widened = sum(Weights(RELEASED, "nvfp4", on_cpu=True).segments().values())
-    # The head's products have a table of their own, besides the table for lookups.
-    assert widened == sum(Weights(RELEASED, "fp32").segments().values()) + 4 * table

@@ -18,12 +18,12 @@ class Load:
     def __init__(self) -> None:
         self.now, self.most, self.lock = 0, 0, threading.Lock()
 
-    def task(self, name: str, memory: int, seconds: float = 0.05) -> ParallelTask[str]:
+    def task(self, name: str, memory: int) -> ParallelTask[str]:
         def run() -> str:
             with self.lock:
                 self.now += memory
                 self.most = max(self.most, self.now)
-            time.sleep(seconds)
+            time.sleep(0.05)
             with self.lock:
                 self.now -= memory
             return name.upper()
@@ -31,39 +31,30 @@ class Load:
         return ParallelTask(name, memory, run)
 
 
-def run(
-    tasks: list[ParallelTask[str]], memory: int, workers: int = 8
-) -> tuple[dict[str, str], list[str]]:
-    said: list[str] = []
+@pytest.mark.parametrize(
+    ("memory", "limit", "workers", "most"),
+    [
+        ([3] * 7, 7, 8, 6),
+        ([9, 1, 1], 7, 8, 9),  # one that takes more runs alone
+        ([1] * 4, 100, 2, 2),
+    ],
+)
+def test_tasks_stay_within_the_limits_and_all_are_done(
+    memory: list[int], limit: int, workers: int, most: int
+) -> None:
+    load, said = Load(), list[str]()
+    names = "abcdefg"[: len(memory)]
     results = run_all(
-        tasks,
-        memory,
+        [load.task(name, each) for name, each in zip(names, memory, strict=True)],
+        limit,
         workers,
         started=lambda name: said.append(f"+{name}"),
         finished=lambda name: said.append(f"-{name}"),
         stop=lambda: said.append("stop"),
     )
-    return results, said
-
-
-def test_memory_is_never_exceeded_and_all_are_done() -> None:
-    load = Load()
-    results, said = run([load.task(name, 3) for name in "abcdefg"], memory=7)
-    assert results == {name: name.upper() for name in "abcdefg"}
-    assert load.most == 6
-    assert sorted(said) == sorted(f"{sign}{name}" for name in "abcdefg" for sign in "+-")
-
-
-def test_one_that_takes_more_runs_alone() -> None:
-    load = Load()
-    run([load.task("large", 9), load.task("small", 1), load.task("other", 1)], memory=7)
-    assert load.most == 9
-
-
-def test_no_more_than_there_are_workers() -> None:
-    load = Load()
-    run([load.task(name, 1) for name in "abcd"], memory=100, workers=2)
-    assert load.most == 2
+    assert results == {name: name.upper() for name in names}
+    assert load.most == most
+    assert sorted(said) == sorted(f"{sign}{name}" for name in names for sign in "+-")
 
 
 def test_a_failure_stops_the_others_and_is_raised() -> None:

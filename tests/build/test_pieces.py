@@ -4,9 +4,8 @@ them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,8 @@ pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 
 OPTIONS = ("--max-context", "1024", "--max-batch", "2", "--experts", "sorted")
-Built = Callable[..., tuple[Bundle, str]]
+EXPERTS_SIZES = ("hidden_size", "moe_intermediate_size", "num_experts", "top_k_experts")
+D, F, E, K = (SHAPE[name] for name in EXPERTS_SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +44,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("built")
 
 
-@pytest.fixture(scope="module")
-def built(graphs: Bundle, folder: Path, command: Command) -> Built:
+def build(
+    command: Command, graphs: Path, target: str, out: Path, *options: str
+) -> tuple[Bundle, str]:
     """Build in a child process, where Triton the language compiles; return the bundle and the messages."""
-
-    def make(target: str, name: str, *options: str) -> tuple[Bundle, str]:
-        out = folder / name
-        arguments = ("build", graphs.path, "-t", target, "-o", out, *OPTIONS, *options)
-        done = command(*arguments, env={"CANVASRT_CACHE": str(folder / "cache")})
-        assert done.returncode == 0, done.stderr
-        return load_bundle(out, "engines", check=True), done.stderr
-
-    return make
+    line = ("build", graphs, "-t", target, "-o", out, *OPTIONS, *options)
+    done = command(*line, env={"CANVASRT_CACHE": str(out.parent / "cache")})
+    assert done.returncode == 0, done.stderr
+    return load_bundle(out, "engines", check=True), done.stderr
 
 
 @pytest.fixture(scope="module")
-def bundle(built: Built) -> Bundle:
-    return built("rtx", "rtx", "--precision", "bf16")[0]
+def bundle(graphs: Bundle, folder: Path, command: Command) -> Bundle:
+    return build(command, graphs.path, "rtx", folder / "rtx", "--precision", "bf16")[0]
 
 
 def test_a_bundle_has_pieces_weights_and_kernels_for_each_gpu(bundle: Bundle) -> None:
@@ -90,48 +86,34 @@ def test_a_bundle_has_pieces_weights_and_kernels_for_each_gpu(bundle: Bundle) ->
 
 
 def test_the_experts_weights_are_in_no_engine(bundle: Bundle) -> None:
-    experts, inner = SHAPE["num_experts"], SHAPE["moe_intermediate_size"]
-    each_layer = 2 * 3 * experts * inner * SHAPE["hidden_size"]
+    each_layer = 2 * 3 * E * F * D
     held = bundle.manifest.files["body_0.experts.bin"]["bytes"]
     assert 2 * each_layer <= held < 2 * each_layer + 4 * 4096
 
 
-def test_a_second_build_takes_the_pieces_from_the_cache(bundle: Bundle, built: Built) -> None:
-    again, said = built("rtx", "again", "--precision", "bf16")
-    assert "reusing body_0.1 for rtx" in said
-    assert "building body" not in said
-    assert again.manifest == bundle.manifest
-
-
-def test_standard_engines_are_not_taken_for_sorted_ones(
+def test_a_second_build_takes_the_pieces_from_the_cache(
     bundle: Bundle, graphs: Bundle, command: Command
 ) -> None:
-    line = ("build", graphs.path, "-t", "rtx", "-p", "bf16", "-o", bundle.path, *OPTIONS[:4])
-    done = command(*line)
-    assert done.returncode == 1
-    assert "made with other options: experts sorted, now slots" in done.stderr
+    again = bundle.path.with_name("again")
+    made, said = build(command, graphs.path, "rtx", again, "--precision", "bf16")
+    assert "reusing body_0.1 for rtx" in said
+    assert "building body" not in said
+    assert made.manifest == bundle.manifest
 
 
 def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
-    predictor = Predictor(bundle)
-    rows = predictor.denoise(find_gpu("rtx-4090"), 1, 512).rows
+    rows = Predictor(bundle).denoise(find_gpu("rtx-4090"), 1, 512).rows
     for layer in (0, 1):
         ours = [row for row in rows if row.kernel.kind in (SORTED_PRODUCT, ROW_SORT)]
         first, *products = [row for row in ours if row.place.layer == layer]
         assert first.place.part == ROUTING
         assert [row.place.part for row in products] == [EXPERTS] * 2
         assert {row.cost.format for row in products} == {"bf16"}
-    size, inner, experts = (
-        SHAPE["hidden_size"],
-        SHAPE["moe_intermediate_size"],
-        SHAPE["num_experts"],
-    )
     gate_up = products[0].cost
-    tokens = 256 * SHAPE["top_k_experts"] + 8 * experts
-    assert gate_up.operations == 2 * tokens * size * 2 * inner
-    weights = 2 * experts * 2 * inner * size
+    assert gate_up.operations == 2 * (256 * K + 8 * E) * D * 2 * F
+    weights = 2 * E * 2 * F * D
     # A block's empty rows are computed with, but neither read nor written.
-    assert gate_up.moved == weights + 2 * 256 * SHAPE["top_k_experts"] * (size + inner)
+    assert gate_up.moved == weights + 2 * 256 * K * (D + F)
     assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
 
 
@@ -141,46 +123,42 @@ def test_nvfp4_experts(graphs: Bundle, folder: Path, command: Command) -> None:
     recipe = load_recipe("nvfp4")
     amax = dict.fromkeys(recipe.formats(graphs.manifest.model), 6.0)
     quantize_graphs(graphs.path, small, recipe, calibration=Calibration(amax=amax))
-    done = command("build", small, "-t", "rtx-pro-6000", "-o", out, *OPTIONS)
-    assert done.returncode == 0, done.stderr
-    predictor = Predictor(load_bundle(out, "engines", check=True))
-    rows = predictor.denoise(find_gpu("rtx-pro-6000"), 1, 512).rows
+    made, _ = build(command, small, "rtx-pro-6000", out)
+    rows = Predictor(made).denoise(find_gpu("rtx-pro-6000"), 1, 512).rows
     ours = [row for row in rows if is_own(row.kernel) and row.place.layer == 1]
     assert [row.kernel.kind for row in ours] == [ROW_SORT, ROW_ROUNDING, *2 * [SORTED_PRODUCT]]
     assert [row.place.part for row in ours] == [ROUTING, *3 * [EXPERTS]]
     _, rounding, gate_up, down = (row.cost for row in ours)
-    size, inner, experts = (SHAPE[each] for each in ("hidden_size", "moe_intermediate_size", "num_experts"))  # fmt: skip
     assert {gate_up.format, down.format} == {"fp4"}
-    assert rounding.moved == 256 * size * (2 + 9 / 16)
-    tokens = 256 * SHAPE["top_k_experts"]
-    weights = experts * 2 * inner * (size * 9 / 16 + 4)
-    assert gate_up.moved == weights + tokens * (size + inner) * 9 / 16
+    assert rounding.moved == 256 * D * (2 + 9 / 16)
+    weights = E * 2 * F * (D * 9 / 16 + 4)
+    assert gate_up.moved == weights + 256 * K * (D + F) * 9 / 16
 
 
 def test_inspect_says_which_kernels_are_ours(bundle: Bundle, command: Command) -> None:
-    done = command("inspect", bundle.path, "--kernels", "--context", 512, "--json")
+    line = ("inspect", bundle.path, "--kernels", "--context", 512)
+    done = command(*line, "--json")
     assert done.returncode == 0, done.stderr
     each = json.loads(done.stdout)["passes"]["denoise"]["each"]
     assert sum(row["ours"] for row in each) == 6
-    done = command("inspect", bundle.path, "--kernels", "--context", 512, "--batch", 2)
-    assert "batch 2 in passes of 2" in done.stdout, done.stderr
-    text = command("inspect", bundle.path, "--kernels", "--context", 512).stdout
-    assert "6 of them are canvasrt's own" in text
-    assert "rows sorted by expert" in text
-    done = command("inspect", bundle.path, "--kernels", "--capacity", 64)
+    text = command(*line, "--batch", 2).stdout
+    for words in (
+        "batch 2 in passes of 2",
+        "6 of them are canvasrt's own",
+        "rows sorted by expert",
+    ):
+        assert words in text
+    done = command(*line, "--capacity", 64)
     assert done.returncode == 2
     assert "--capacity has no effect: the bundle's experts have sorted rows" in done.stderr
 
 
-def plans(graphs: Any, target: str, **options: Any) -> Any:
-    made = BuildOptions(**{"experts": "sorted", "max_context": 4096} | options)
-    return plan_all(graphs, parse_targets(target), "out", made, check=False)[0]
-
-
 def test_a_plan_counts_rows_in_place_of_slots() -> None:
     """The released model's pass writes [experts, slots, width]; with sorted rows, one row per token and chosen expert."""
+    target = parse_targets("rtx-4090")
     ours, slots = (
-        plans("demo", "rtx-4090", precision="int4", experts=e) for e in ("sorted", "slots")
+        plan_all("demo", target, "out", BuildOptions("int4", 4096, experts=each), check=False)[0]
+        for each in ("sorted", "slots")
     )
     assert ours.memory.weights == slots.memory.weights
     assert ours.memory.kv_cache == slots.memory.kv_cache
@@ -191,7 +169,7 @@ def test_a_plan_counts_rows_in_place_of_slots() -> None:
 def test_a_missing_compiler_is_refused_before_anything_is_written(
     graphs: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     made = BuildOptions("bf16", max_context=1024, max_batch=1, experts="sorted")
     with pytest.raises(CanvasError, match="triton is not installed"):
         plan_all(graphs.path, parse_targets("rtx-4090"), "out", made)

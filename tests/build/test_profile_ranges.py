@@ -18,38 +18,26 @@ HEAD = {"name": "head"}
 
 def test_profiles_of_the_released_model() -> None:
     made = profiles(BODY, RELEASED, plan_passes(RELEASED, 32_768, 4))
-    assert {
+    found = {
         name: {key: (size.min, size.opt, size.max) for key, size in sizes.items()}
         for name, sizes in made.items()
-    } == {
-        "encode": {
-            "batch": (1, 1, 1),
-            "length": (1, 512, 512),
-            "capacity": (1, 80, 256),
-            "gate_rows": (1, 80, 256),
-            "gate_queues": (128, 128, 128),
-            "octets_full": (1, 256, 4096),
-            "octets_sliding": (1, 128, 128),
-        },
-        "denoise": {
-            "batch": (1, 1, 1),
-            "length": (256, 256, 256),
-            "capacity": (1, 48, 256),
-            "gate_rows": (1, 48, 256),
-            "gate_queues": (128, 128, 128),
-            "octets_full": (1, 256, 4096),
-            "octets_sliding": (1, 128, 128),
-        },
-        "denoise_batch": {
-            "batch": (4, 4, 4),
-            "length": (256, 256, 256),
-            "capacity": (1, 128, 128),
-            "gate_rows": (1, 128, 128),
-            "gate_queues": (128, 128, 128),
-            "octets_full": (1, 256, 4096),
-            "octets_sliding": (1, 128, 128),
-        },
     }
+    past = {"octets_full": (1, 256, 4096), "octets_sliding": (1, 128, 128)}
+    # Requests, tokens of each, and rows of every expert.
+    for name, batch, length, rows in (
+        ("encode", 1, (1, 512, 512), (1, 80, 256)),
+        ("denoise", 1, (256, 256, 256), (1, 48, 256)),
+        ("denoise_batch", 4, (256, 256, 256), (1, 128, 128)),
+    ):
+        assert found.pop(name) == {
+            "batch": (batch, batch, batch),
+            "length": length,
+            "capacity": rows,
+            "gate_rows": rows,
+            "gate_queues": (128, 128, 128),
+            **past,
+        }
+    assert not found
     head = profiles(HEAD, RELEASED, plan_passes(RELEASED, 32_768, 4))
     assert list(head) == ["denoise", "denoise_batch", "denoise_small"]
     assert to_json(head)[2]["length"] == {"min": 32, "opt": 64, "max": 128}
@@ -61,16 +49,15 @@ def test_profiles_of_the_released_model() -> None:
     }
 
 
-def test_one_request_at_a_time_has_no_profile_for_more() -> None:
-    assert list(profiles(BODY, RELEASED, plan_passes(RELEASED, 4096, 1))) == ["encode", "denoise"]
-
-
-def test_a_segment_has_the_pasts_of_its_layers() -> None:
-    for sizes in profiles(
-        {**BODY, "layers": [0, 1]}, RELEASED, plan_passes(RELEASED, 4096, 1)
-    ).values():
-        assert "octets_sliding" in sizes
-        assert "octets_full" not in sizes
+def test_a_body_has_what_its_passes_and_layers_need() -> None:
+    alone = profiles({**BODY, "layers": [0, 1]}, RELEASED, plan_passes(RELEASED, 4096, 1))
+    assert list(alone) == ["encode", "denoise"]
+    assert all("octets_sliding" in each and "octets_full" not in each for each in alone.values())
+    odd = profiles(BODY, RELEASED, plan_passes(RELEASED, 4100, 1))["encode"]
+    assert (8 * odd["octets_full"].max, 8 * odd["octets_sliding"].max) == (4160, 1024)
+    # Prompts may be read a canvas at a time.
+    short = profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1, 256))["encode"]
+    assert short["length"].max == short["capacity"].max == 256
 
 
 def test_experts_have_the_slots_that_passes_ask_for() -> None:
@@ -83,11 +70,6 @@ def test_experts_have_the_slots_that_passes_ask_for() -> None:
     assert profiles(BODY, RELEASED, plan_passes(RELEASED, 300, 1))["encode"]["capacity"].max == 256
 
 
-def test_pasts_are_whole_units() -> None:
-    made = profiles(BODY, RELEASED, plan_passes(RELEASED, 4100, 1))["encode"]
-    assert (8 * made["octets_full"].max, 8 * made["octets_sliding"].max) == (4160, 1024)
-
-
 def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
     packed = {**BODY, "quantized": {"layers.0.experts.gate_up": "nvfp4"}}
     made = profiles(packed, RELEASED, plan_passes(RELEASED, 32_768, 4))
@@ -95,12 +77,6 @@ def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
         name: (sizes["gate_rows"].max, sizes["gate_queues"].max) for name, sizes in made.items()
     }
     assert rows == {"encode": (256, 128), "denoise": (256, 1), "denoise_batch": (128, 128)}
-
-
-def test_prompts_may_be_read_a_canvas_at_a_time() -> None:
-    made = profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1, 256))["encode"]
-    assert made["length"].max == made["capacity"].max == 256
-    assert profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1))["encode"]["length"].max == 512
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])

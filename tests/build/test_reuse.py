@@ -1,4 +1,4 @@
-"""What a build counts as done when it checks the disk."""
+"""What a build counts as done when it checks the disk, and where it goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ import pytest
 
 from canvasrt.build import checks, tensorrt
 from canvasrt.build import plan as plans
+from canvasrt.build.graph_keys import quantized_from
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.reuse import reusable_graphs
 from canvasrt.bundle import Bundle
 from canvasrt.cache import EngineCache
-from canvasrt.pipeline import graphs_of, plan_all
-from canvasrt.targets import find_target
+from canvasrt.graphs import lower as lowering
+from canvasrt.pipeline import build_bundle, graphs_of, plan_all
+from canvasrt.targets import parse_targets
 from tests.helpers import library
 
-pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+OPTIONS = BuildOptions("int4")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache. Even small graphs are removed from it after use."""
+    folder = library.empty_cache(tmp_path / "cache")
+    monkeypatch.setenv("CANVASRT_CACHE", str(folder))
+    monkeypatch.setattr(plans, "KEPT_GRAPHS", 0)
+    return folder
 
 
 def stand_in(made: plans.Plan, graphs: Bundle, name: str, folder: Path) -> int:
@@ -33,13 +44,14 @@ def stand_in(made: plans.Plan, graphs: Bundle, name: str, folder: Path) -> int:
 
 
 def test_engines_in_the_cache_need_no_space_again_and_removed_weights_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, needed = tmp_path / "cache", []
-    monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(cache)))
-    monkeypatch.setattr(plans, "KEPT_GRAPHS", 0)
+    pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+    needed: list[int] = []
     monkeypatch.setattr(checks, "check_disk", lambda folders: needed.append(folders[cache]))
-    (made,) = plan_all("demo", [find_target("rtx-4090")], tmp_path / "out", BuildOptions("int4"))
+    cpu, made = plan_all("demo", parse_targets("cpu,rtx-4090"), tmp_path / "out", OPTIONS)
+    # A CPU runs the very codes and scales that engines are built from.
+    assert quantized_from(cpu) == quantized_from(made)
     other = replace(made, max_batch=2)
     graphs = graphs_of(made)
     checks.check_space([made])
@@ -56,3 +68,30 @@ def test_engines_in_the_cache_need_no_space_again_and_removed_weights_do(
         stand_in(made, graphs, name, tmp_path)
     checks.check_space([made])
     assert needed.pop() == 0
+
+
+def test_large_graphs_go_as_they_are_lowered(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted build goes on after the last graph that was lowered."""
+    done, lower = list[str](), lowering.lower_graph
+
+    def interrupted(source: Path, out: Path) -> None:
+        done.append(source.stem)
+        if done == ["body_0", "head"]:
+            raise KeyboardInterrupt
+        lower(source, out)
+
+    monkeypatch.setattr(lowering, "lower_graph", interrupted)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build_bundle("demo", "cpu", out, OPTIONS)
+    weights = {each.name for each in cache.glob("graphs/*/*.bin")}
+    assert "body_0.bin" not in weights
+    assert "head.bin" in weights
+    made = build_bundle("demo", "cpu", out, OPTIONS)
+    assert done == ["body_0", "head", "head", "vision"]
+    assert not any(cache.glob("graphs/*/body_*.bin"))
+    assert not any(cache.glob("lowerings/*"))
+    whole = build_bundle("demo", "cpu", tmp_path / "whole", OPTIONS)
+    assert made.manifest.digest == whole.manifest.digest

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import torch
 from transformers import DynamicCache
 
@@ -135,3 +138,42 @@ def random_feeds(
 def without_slots(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return what a graph with split experts takes of these inputs."""
     return {name: each for name, each in feeds.items() if name not in SLOTS}
+
+
+def head_feeds(
+    config: ModelConfig, rows: int, length: int, scale: float = 1.0
+) -> dict[str, np.ndarray]:
+    """Return random inputs of a head's graph; `scale` multiplies the hidden states."""
+    rng = np.random.default_rng(1)
+    return {
+        "hidden": rng.standard_normal((rows, length, config.hidden_size), np.float32) * scale,
+        "temperature": np.linspace(0.5, 0.8, rows, dtype=np.float32),
+        "entropy_bound": np.linspace(0.1, 3.0, rows, dtype=np.float32),
+        "uniforms": rng.random((rows, length), np.float32),
+        "noise": rng.integers(0, config.vocab_size, (rows, length)),
+    }
+
+
+def run_graph(
+    model: Path | onnx.ModelProto, feeds: Mapping[str, np.ndarray], *wanted: str
+) -> dict[str, np.ndarray]:
+    """Run a graph in ONNX Runtime, and return the wanted outputs, or all. Inputs that it lacks are left out."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    given = model if isinstance(model, Path) else model.SerializeToString()
+    session = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    names = wanted or [each.name for each in session.get_outputs()]
+    taken = {each.name: feeds[each.name] for each in session.get_inputs()}
+    return dict(zip(names, session.run(list(names), taken), strict=True))
+
+
+def show(model: onnx.ModelProto, file: Path, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Write a float32 graph in which the first input and output of some nodes are outputs, too."""
+    known = {output.name for output in model.graph.output}
+    values = (value for node in nodes for value in (node.input[0], node.output[0]))
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        for name in dict.fromkeys(values)
+        if name not in known
+    )
+    onnx.save(model, file)

@@ -28,7 +28,7 @@ from canvasrt.graphs.simplify import simplify_layers
 from canvasrt.runtime.body_inputs import Geometry
 from tests.helpers import library
 from tests.helpers import quantized as shared
-from tests.helpers.graph_runs import random_feeds, without_slots
+from tests.helpers.graph_runs import head_feeds, random_feeds, without_slots
 
 plain_graphs, quantized = shared.plain_graphs, shared.quantized
 POSITIONAL = ("positions", "groups", "causal", "past_positions")
@@ -229,16 +229,9 @@ def test_the_sampler_takes_fewer_passes(graphs: Bundle) -> None:
     assert kinds["Div"] == 2  # hidden / cap, cap / temperature
     assert kinds["ReduceSum"] == 4  # the sums of the entropy and of rows, and two that count tokens
     after = Session(model, graphs.path, "short_head")
-    config, rng = graphs.manifest.model, np.random.default_rng(3)
-    shape = 3, config.canvas_length
+    given = head_feeds(graphs.manifest.model, 3, graphs.manifest.model.canvas_length)
     for temperature in (0.4, 0.8, 1e-6):
-        given = {
-            "hidden": rng.standard_normal((*shape, config.hidden_size)).astype(np.float32),
-            "temperature": np.array([temperature, 0.9, 0.5], np.float32),
-            "entropy_bound": np.array([0.1, 1.0, 5.0], np.float32),
-            "uniforms": rng.random(shape, np.float32),
-            "noise": rng.integers(0, config.vocab_size, shape),
-        }
+        given["temperature"][0] = temperature
         expected, found = before.run(given), after.run(given)
         for name in ("argmax", "accepted", "canvas"):
             np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
