@@ -8,7 +8,7 @@ import pytest
 
 from canvasrt.build.profile_ranges import profiles, to_json
 from canvasrt.engine_profiles import Profiles
-from canvasrt.pass_shapes import plan_passes
+from canvasrt.pass_shapes import plan_passes, usual_capacity
 from canvasrt.roofline.predict import CallSizes
 from tests.helpers.configs import RELEASED
 
@@ -68,6 +68,7 @@ def test_experts_have_the_slots_that_passes_ask_for() -> None:
     }
     assert found == {"encode": 384, "denoise": 256, "denoise_batch": 704}
     assert profiles(BODY, RELEASED, plan_passes(RELEASED, 300, 1))["encode"]["capacity"].max == 256
+    assert usual_capacity(RELEASED, 8) == 8
 
 
 def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,6 @@ from bench.few_experts import WIDTHS
 from bench.predict import reads_per_second
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.pass_shapes import usual_capacity
 from canvasrt.roofline.group import EXPERTS, HEAD
 from canvasrt.roofline.page import write_page
 from canvasrt.roofline.predict import Predictor, cached_bytes, weight_bytes
@@ -126,12 +126,6 @@ def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
         predictor.denoise(GPU, batch=1, context=5000)
 
 
-def test_the_usual_capacity_holds_the_fullest_expert_of_even_routing(predictor: Predictor) -> None:
-    model = replace(predictor.model, num_experts=128, top_k_experts=8)
-    assert [usual_capacity(model, batch * 256) for batch in (1, 4, 8)] == [48, 128, 224]
-    assert usual_capacity(model, 8) == 8
-
-
 def test_every_target_with_a_gpu_has_rates_with_a_source() -> None:
     # Several GPUs have no rates in common.
     assert {each.name for each in TARGETS if len(each.capabilities) == 1} <= set(GPUS)
@@ -140,31 +134,44 @@ def test_every_target_with_a_gpu_has_rates_with_a_source() -> None:
         assert 2e11 < gpu.bandwidth < 1e13
         # The widest formats are the slowest.
         assert gpu.rate("fp4") >= gpu.rate("fp8") >= gpu.rate("bf16") > gpu.rate("fp32")
-    with pytest.raises(UsageError, match="rtx-9999"):
-        find_gpu("rtx-9999")
+    with pytest.raises(UsageError, match="unknown GPU 'warp'") as refused:
+        find_gpu("warp")
+    assert "rtx-5090" in refused.value.hint
+
+
+RATES = {
+    "device": "NVIDIA GeForce RTX 5090",
+    "copy_bytes_per_second": 1.6e12,
+    "matrix_operations_per_second": 150e12,
+    "matrix": "8192³ bf16",
+}
+
+
+def rates(folder: Path, **others: Any) -> Path:
+    file = folder / "gpu.json"
+    file.write_text(json.dumps({"rates": RATES | others}))
+    return file
 
 
 def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    rates = {
-        "device": "NVIDIA GeForce RTX 5090",
-        "copy_bytes_per_second": 1.6e12,
-        "matrix_operations_per_second": 150e12,
-        "matrix": "8192³ bf16",
-    }
-    file.write_text(json.dumps({"rates": rates}))
-    found = measured(GPU, file)
+    found = measured(GPU, rates(tmp_path))
     assert found.bytes_per_second() == 1.6e12
     assert found.arithmetic == pytest.approx(150 / 209.5)
     assert found.seconds(1.6e12, 0, "bf16") == pytest.approx(1 + GPU.launch)
-    file.write_text(json.dumps({"rates": rates | {"launch_seconds": 2e-6}}))
-    assert measured(GPU, file).launch == 2e-6 != GPU.launch
-    file.write_text(json.dumps({"rates": rates | {"device": "cpu"}}))
+    assert measured(GPU, rates(tmp_path, launch_seconds=2e-6)).launch == 2e-6 != GPU.launch
+    # Rates of a GPU that the table lacks are accepted for any GPU.
+    other = measured(GPU, rates(tmp_path, device="NVIDIA RTX A5000"))
+    assert other.bytes_per_second() == 1.6e12
+
+
+def test_a_file_without_rates_of_that_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="measured on a CPU"):
-        measured(GPU, file)
-    file.write_text("{}")
+        measured(GPU, rates(tmp_path, device="cpu"))
+    with pytest.raises(UsageError, match="was measured on NVIDIA L4, not on GeForce RTX 5090"):
+        measured(GPU, rates(tmp_path, device="NVIDIA L4"))
+    (tmp_path / "gpu.json").write_text("{}")
     with pytest.raises(CanvasError, match="has no measured rates"):
-        measured(GPU, file)
+        measured(GPU, tmp_path / "gpu.json")
 
 
 @pytest.mark.parametrize(
@@ -183,17 +190,6 @@ def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
 )
 def test_drivers_names_are_known(device: str, name: str | None) -> None:
     assert named(device) == name
-
-
-def test_what_another_gpu_measured_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    file.write_text(json.dumps({"rates": {"device": "NVIDIA L4", "copy_bytes_per_second": 2.5e11}}))
-    with pytest.raises(UsageError, match="was measured on NVIDIA L4, not on GeForce RTX 5090"):
-        measured(GPU, file)
-    assert measured(find_gpu("l4"), file).bytes_per_second() == 2.5e11
-    # Rates of a GPU that the table lacks are accepted for any GPU.
-    file.write_text(file.read_text().replace("L4", "RTX A5000"))
-    assert measured(GPU, file).bytes_per_second() == 2.5e11
 
 
 def test_engines_that_do_not_run_there_are_named(predictor: Predictor) -> None:
@@ -223,13 +219,10 @@ def test_slots_that_cannot_hold_a_pass_are_refused(predictor: Predictor) -> None
     predictor.check_capacity(9, 48)  # the capacity is valid; the engines refuse the batch
 
 
-def test_growth_by_context_keeps_the_capacity(predictor: Predictor) -> None:
-    data = prediction_report(predictor, GPU, 1, 1024, capacity=224)
-    assert {each["capacity"] for each in data["growth"]["context"]} == {224}
-    assert data["growth"]["context"][0]["ms"] == data["passes"]["denoise"]["ms"]
-
-
 def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -> None:
+    kept = prediction_report(predictor, GPU, 1, 1024, capacity=224)
+    assert {each["capacity"] for each in kept["growth"]["context"]} == {224}
+    assert kept["growth"]["context"][0]["ms"] == kept["passes"]["denoise"]["ms"]
     data = prediction_report(predictor, GPU, batch=1, context=1024)
     assert [each["batch"] for each in data["growth"]["batch"]] == [1, 4]
     assert [each["context"] for each in data["growth"]["context"]] == [1024, 4096]
@@ -240,9 +233,3 @@ def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -
         assert words in text
     saved = json.loads((tmp_path / "page" / "kernels.json").read_text())
     assert saved["passes"]["denoise"]["kernels"] == len(predictor.denoise(GPU, 1, 1024).rows)
-
-
-def test_an_unknown_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown GPU 'warp'") as refused:
-        find_gpu("warp")
-    assert "rtx-5090" in refused.value.hint

@@ -11,6 +11,14 @@ from canvasrt.roofline.tensor_shapes import Dims, Node, Shapes
 BODY = ("batch", "length", 2816)
 
 
+def kernel(
+    nodes: tuple[str, ...], *inputs: KernelTensor, name: str = "k", **outputs: Dims
+) -> Kernel:
+    """A kernel of some of the graph's nodes. `outputs`: name → sizes."""
+    written = tuple(KernelTensor(each, "Half", dims) for each, dims in outputs.items())
+    return Kernel(name, "kgen", inputs, (), written, "", nodes)
+
+
 @pytest.mark.parametrize(
     ("printed", "shape", "found"),
     [
@@ -47,10 +55,8 @@ def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
 def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
     """A tensor's shape is known to kernels that read it later, and sizes that the profile fixes are numbers."""
     shapes = Shapes({}, {"norm": Node([("x", BODY)], [("y", BODY)])})
-    written = Kernel(
-        "a", "kgen", (), (), (KernelTensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",)
-    )
-    read = Kernel("b", "kgen", (KernelTensor("t_1", "Float", (-1, 2816)),), (), (), "", ())
+    written = kernel(("norm",), t_1=(-1, 256, 2816))
+    read = kernel((), KernelTensor("t_1", "Float", (-1, 2816)))
     first, second = resolve_sizes([written, read], shapes, {"length": 256})
     assert first.outputs[0].dims == ("batch", 256, 2816)
     assert second.inputs[0].dims == ("256*batch", 2816)
@@ -61,23 +67,16 @@ def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
     counted = ("batch", 256, 8, "capacity")
     nodes = {"count": Node([("less", (256, 8, "capacity"))], [("sum", (8, "capacity"))])}
     nodes["less"] = Node([("queue", (256, 8, 1)), ("slots", ("capacity",))], [("less", counted)])
-    kernel = Kernel(
-        "k",
-        "kgen",
-        (KernelTensor("a_1", "Int32", (1, 1, -1)),),
-        (),
-        (KernelTensor("t_1", "Int32", (1, 8, -1)),),
-        "",
-        ("count", "less"),  # the builder names them in any order
-    )
-    (found,) = resolve_sizes([kernel], Shapes({}, nodes))
+    # The builder names the nodes in any order.
+    made = kernel(("count", "less"), KernelTensor("a_1", "Int32", (1, 1, -1)), t_1=(1, 8, -1))
+    (found,) = resolve_sizes([made], Shapes({}, nodes))
     assert found.outputs[0].dims == (1, 8, "capacity")
     assert found.inputs[0].dims == (1, 1, "capacity")
 
 
 def test_a_shape_that_nothing_tells_stays_unknown() -> None:
-    lost = Kernel("a", "kgen", (KernelTensor("t", "Float", (-1, 5)),), (), (), "", ())
-    (found,) = resolve_sizes([lost], Shapes({}, {}))
+    lost = KernelTensor("t", "Float", (-1, 5))
+    (found,) = resolve_sizes([kernel((), lost)], Shapes({}, {}))
     assert found.inputs[0].dims == ("?", 5)
 
 
@@ -112,18 +111,9 @@ def test_attention_reads_the_past_and_the_new_keys(
         "attend_AttentionInput": Node([("", each) for each in read], [("x", queries)]),
         "past": Node([], [("past", (batch, heads, PAST, 32))]),
     }
-    tensors = {name: KernelTensor(name, "BFloat16", dims) for name, dims in printed.items()}
-    joined = tuple(tensors[name] for name in ("k", "v"))
-    attention = Kernel(
-        "_gemm_mha_v2_myl1_5",
-        "kgen",
-        tuple(tensors.values()),
-        (),
-        (KernelTensor("o", "BFloat16", (batch * 4, -1, 32)),),
-        "",
-        ("attend",),
-    )
-    join = Kernel("join", "kgen", (), (), joined, "", ("attend", "past"))
+    tensors = [KernelTensor(name, "Half", dims) for name, dims in printed.items()]
+    attention = kernel(("attend",), *tensors, name="_gemm_mha_v2_myl1_5", o=(batch * 4, -1, 32))
+    join = kernel(("attend", "past"), k=printed["k"], v=printed["v"])
     made, fused = resolve_sizes([join, attention], Shapes({}, nodes))
     named = {"q": ("length",), "k": (JOINED,), "v": (JOINED,), "mask": ("length", JOINED)}
     for each in (*made.outputs, *fused.inputs):
@@ -136,9 +126,7 @@ def test_attention_reads_the_past_and_the_new_keys(
 def test_a_number_may_be_part_of_the_graph_s_own_name() -> None:
     assert "layer_0/linear" in graph_names("layer_0/linear.1_83_myl3")
     assert graph_names("layer_0/add_264_myl3")[1] == "layer_0/add_264"
-    key = Kernel(
-        "k", "kgen", (), (), (KernelTensor("new_key_0", "Half", (1, 2, -1, 32)),), "", ("cat",)
-    )
+    key = kernel(("cat",), new_key_0=(1, 2, -1, 32))
     nodes = {"cat": Node([], [("past", (1, 2, PAST, 32))])}
     (found,) = resolve_sizes([key], Shapes({"new_key_0": (1, 2, "length", 32)}, nodes))
     assert found.outputs[0].dims == (1, 2, "length", 32)
@@ -154,15 +142,8 @@ def gathered(others: dict[str, Node], written: Dims) -> tuple[Kernel, Shapes]:
     gather = Node(
         [(source, ROWS), ("index", ("chosen",))], [("taken", CHOSEN)], [(source, ROWS, CHOSEN)]
     )
-    made = Kernel(
-        "k",
-        "kgen",
-        (KernelTensor("a_1", "Half", ROWS), KernelTensor("a_2", "Int64", ("chosen",))),
-        (),
-        (KernelTensor("a_3", "Half", written),),
-        "",
-        ("gather", *others),
-    )
+    inputs = KernelTensor("a_1", "Half", ROWS), KernelTensor("a_2", "Int64", ("chosen",))
+    made = kernel(("gather", *others), *inputs, a_3=written)
     return made, Shapes({}, {"gather": gather, **others})
 
 

@@ -32,15 +32,11 @@ def from_steps(data: np.ndarray, width: int, step: int) -> np.ndarray:
     return np.concatenate([each & 15, each >> 4], axis=2).reshape(-1, width)
 
 
-def taken(made: Quantized, format: str) -> tuple[GraphExperts, list, bytes]:
-    experts = GraphExperts(ir.load(made.file), SIZES, dict.fromkeys(WEIGHTS, format))
-    file = io.BytesIO()
-    return experts, experts.write(file), file.getvalue()
-
-
 def stacks(format: str, made: Quantized):
     """Yield each weight's form, its values and scales, and the graph's original weight."""
-    experts, layers, data = taken(made, format)
+    experts = GraphExperts(ir.load(made.file), SIZES, dict.fromkeys(WEIGHTS, format))
+    file = io.BytesIO()
+    layers, data = experts.write(file), file.getvalue()
     for number, (forms, layer) in enumerate(zip(experts.forms, layers, strict=True)):
         for form, stack, name in zip(
             forms, (layer.gate_up, layer.down), ("gate_up", "down"), strict=True
@@ -50,14 +46,8 @@ def stacks(format: str, made: Quantized):
                 for begin, size in (stack.values, stack.blocks, stack.scales)
             )
             assert stack.kernel == form.name
-            yield (
-                form,
-                values,
-                blocks,
-                scales,
-                made.packed[f"layers.{number}.experts.{name}"],
-                layer,
-            )
+            packed = made.packed[f"layers.{number}.experts.{name}"]
+            yield form, values, blocks, scales, packed, layer
 
 
 def test_int4(quantized: Callable[..., Quantized]) -> None:
@@ -79,19 +69,22 @@ def output_scales(packed: Packed) -> np.ndarray:
     return np.broadcast_to(packed.scale * packed.input_scale * factor[..., 0, :], rows)
 
 
-@pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
-def test_fp8(quantized: Callable[..., Quantized], weights: str) -> None:
-    made = quantized("fp8", ("experts.",), weights)
-    for form, values, blocks, scales, packed, layer in stacks("fp8", made):
-        assert not blocks.size
-        assert layer.rounding is None  # the piece rounds them
+@pytest.mark.parametrize(
+    ("format", "weights"),
+    [("fp8", "per_tensor"), ("fp8", "per_channel"), ("nvfp4", "max"), ("nvfp4", "mse")],
+)
+def test_fp8_and_nvfp4(quantized: Callable[..., Quantized], format: str, weights: str) -> None:
+    made, packs = quantized(format, ("experts.",), weights), format == "nvfp4"
+    for form, values, blocks, scales, packed, layer in stacks(format, made):
         assert values.tobytes() == packed.values.tobytes()
+        assert blocks.tobytes() == (packed.block_scales.tobytes() if packs else b"")
         found = scales.view(np.float32).reshape(SIZES.experts, -1)
         np.testing.assert_array_equal(found, output_scales(packed))
-        if form.function == "down":
-            assert layer.inner_scale == np.float32(packed.input_scale)
-        else:
-            assert form.following == "fp8"
+        # The piece before the experts rounds tokens to FP8, and a kernel rounds them to NVFP4.
+        assert layer.rounding == ("round_rows-bfloat16" if packs else None)
+        scale = layer.inner_scale if form.function == "down" else layer.input_scale
+        assert scale == np.float32(packed.input_scale)
+        assert form.following == (None if form.function == "down" else format)
 
 
 def test_plain(plain_graphs: Bundle) -> None:
@@ -103,19 +96,6 @@ def test_plain(plain_graphs: Bundle) -> None:
             begin, size = stack.values
             assert file.getvalue()[begin : begin + size] == stored.tobytes()
     assert experts.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize("weights", ["max", "mse"])
-def test_nvfp4(quantized: Callable[..., Quantized], weights: str) -> None:
-    made = quantized("nvfp4", ("experts.",), weights)
-    for form, values, blocks, scales, packed, layer in stacks("nvfp4", made):
-        assert values.tobytes() == packed.values.tobytes()
-        assert blocks.tobytes() == packed.block_scales.tobytes()
-        found = scales.view(np.float32).reshape(SIZES.experts, -1)
-        np.testing.assert_array_equal(found, output_scales(packed))
-        assert layer.rounding == "round_rows-bfloat16"
-        scale = layer.inner_scale if form.function == "down" else layer.input_scale
-        assert scale == np.float32(packed.input_scale)
 
 
 def test_a_format_without_a_kernel_is_refused() -> None:
