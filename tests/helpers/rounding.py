@@ -33,11 +33,6 @@ def from_e2m1(codes: Bytes) -> Floats:
     return lowbits.values_of(E2M1)[codes]
 
 
-def unpack(packed: Bytes) -> Bytes:
-    """Return the inverse of `lowbits.pack`."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
-
-
 def round_fp8(x: npt.ArrayLike, scale: float) -> Floats:
     """Return what an FP8 activation with this scale keeps of `x`."""
     wide = np.float32(scale)

@@ -25,6 +25,7 @@ from canvasrt.graphs import external, lowbits
 from canvasrt.progress import listening
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, load_recipe
 from tests.helpers import library
+from tests.helpers.graph_weights import weights_of
 
 Command = Any
 QUICK = CalibrationSettings(prompts=2, max_new_tokens=16)
@@ -66,6 +67,11 @@ def test_the_manifest(nvfp4: Bundle, plain_graphs: Bundle) -> None:
     assert manifest.made_from["files"] == base.made_from["files"]
     assert manifest.embedding == base.embedding
     assert bundle.unlisted() == []
+    found = read_calibration(nvfp4)
+    assert found["prompts"] == 2
+    assert all(value > 0 for value in found["amax"].values())
+    assert found["routed"].keys() == {"layers.0", "layers.1"}
+    assert len(found["prompts_sha256"]) == 64
 
 
 def test_files_that_did_not_change_take_no_space(
@@ -82,73 +88,51 @@ def test_files_that_did_not_change_take_no_space(
 
 
 def test_weights_and_scales(nvfp4: Bundle, plain_graphs: Bundle) -> None:
-    before, after = initializers(plain_graphs, "body_0.onnx"), initializers(nvfp4, "body_0.onnx")
-    found = read_calibration(nvfp4)
-    for name in found["amax"].keys() - {"table"}:
-        layer, _, rest = name.removeprefix("layers.").partition(".")
-        local = f"layers.{layer}.{rest}" + ("" if "experts" in rest else ".weight")
-        scale = after[f"{local}.scale"].numpy()
-        wide = lowbits.dequantize(
-            "nvfp4",
-            external.mapped(after[f"{local}.values"]).reshape(
-                *after[f"{local}.block_scales"].shape.numpy()[:-1], -1
-            ),
-            scale,
-            after[f"{local}.block_scales"].numpy().view(np.uint8),
-        )
+    # Other bundles may link the plain graphs' files, which `weights_of` refuses to read.
+    before = {
+        name: lowbits.from_bf16(external.mapped(tensor).view(np.uint16))
+        for name, tensor in initializers(plain_graphs, "body_0.onnx").items()
+    }
+    after, found = weights_of(nvfp4), read_calibration(nvfp4)
+    for name, amax in found["amax"].items():
+        if name == "table":
+            continue
+        local = name + ("" if "experts" in name else ".weight")
+        parts = (after[f"{local}.{part}"] for part in ("values", "scale", "block_scales"))
+        wide = lowbits.dequantize("nvfp4", *parts)
         if f"{local}.factor" in after:
-            wide = wide * after[f"{local}.factor"].numpy().astype(np.float32)[:, 0, :, None]
-        original = before[local].numpy().astype(np.float32)
-        error = np.abs(wide - original).max() / np.abs(original).max()
-        assert 0 < error < 0.2, name
-        # The largest error of a block, relative to the largest of its 16 numbers.
-        assert np.linalg.norm(wide - original) < 0.13 * np.linalg.norm(original), name
-        assert after[f"{local}.input_scale"].numpy() == np.float32(found["amax"][name] / 2688)
+            wide = wide * after[f"{local}.factor"][:, 0, :, None]
+        error = np.linalg.norm(wide.ravel() - before[local]) / np.linalg.norm(before[local])
+        assert 0 < error < 0.13, name
+        assert after[f"{local}.input_scale"] == np.float32(amax / 2688)
     untouched = set(before) & set(after)
     assert any("router" in name for name in untouched)
-    for name in untouched:
-        assert external.mapped(before[name]).tobytes() == external.mapped(after[name]).tobytes()
+    assert all(np.array_equal(before[name], after[name].ravel()) for name in untouched)
 
 
-def test_calibration_is_kept(nvfp4: Bundle) -> None:
-    found = read_calibration(nvfp4)
-    assert found["prompts"] == 2
-    assert all(value > 0 for value in found["amax"].values())
-    assert found["routed"].keys() == {"layers.0", "layers.1"}
-    assert len(found["prompts_sha256"]) == 64
-
-
-@pytest.fixture(scope="module")
-def int4(plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return quantize_graphs(plain_graphs, tmp_path_factory.mktemp("int4") / "out", "int4")
+def test_large_weights_begin_at_pages(plain_graphs: Bundle) -> None:
+    stored = initializers(plain_graphs, "body_0.onnx").values()
+    large = [each.offset for each in stored if each.nbytes >= external.LARGE_WEIGHT]
+    assert large
+    assert not any(offset % external.PAGE_BYTES for offset in large)
 
 
 def test_weights_alone_need_no_prompts(
-    plain_graphs: Bundle, int4: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is run, so a model of any size can be quantized where its graphs fit on the disk."""
     monkeypatch.setattr(module, "calibrate", None)
     made = quantize_graphs(plain_graphs, tmp_path / "out", "int4")
-    assert made.manifest.digest == int4.manifest.digest
-    assert "calibration" not in made.manifest.made_from
+    manifest = load_bundle(made.path, "graphs", check=True).manifest
+    assert "calibration" not in manifest.made_from
     assert read_calibration(made)["prompts"] == 0
-
-
-def test_int4_with_its_table(int4: Bundle, plain_graphs: Bundle) -> None:
-    manifest = load_bundle(int4.path, "graphs", check=True).manifest
-    assert manifest.options["precision"] == "int4"
     quantized = {entry["name"]: entry.get("quantized") for entry in manifest.segments}
     assert quantized["head"] == {"table": "int8"}
     assert set(quantized["body_0"].values()) == {"int4"}
     assert len(quantized["body_0"]) == 12
     assert manifest.embedding["dtype"] == "int8"
     assert manifest.embedding["shape"] == plain_graphs.manifest.embedding["shape"]
-    assert int4.unlisted() == []
-    # The unquantized part of the head is unchanged.
-    before, after = initializers(plain_graphs, "head.onnx"), initializers(int4, "head.onnx")
-    assert before.keys() - after.keys() == {"table"}
-    for name in before.keys() & after.keys():
-        assert external.mapped(before[name]).tobytes() == external.mapped(after[name]).tobytes()
+    assert made.unlisted() == []
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "int4"])
@@ -251,36 +235,17 @@ def test_mixed_precision(plain_graphs: Bundle, prompts: Path, tmp_path: Path) ->
     assert set(entries["body_0"].values()) == {"fp8", "nvfp4"}
 
 
-def test_inputs_that_were_always_zero_get_a_scale(
-    plain_graphs: Bundle, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calibrate = module.calibrate
-
-    def silent(*arguments: Any) -> Any:
-        found = calibrate(*arguments)
-        found.amax["layers.0.experts.down"] = 0.0
-        return found
-
-    monkeypatch.setattr(module, "calibrate", silent)
-    recipe = replace(load_recipe("nvfp4-experts"), calibration=QUICK)
-    bundle = quantize_graphs(plain_graphs, tmp_path / "out", recipe, prompts)
-    assert initializers(bundle, "body_0.onnx")["layers.0.experts.down.input_scale"].numpy() == 1
+def test_inputs_that_were_always_zero_get_a_scale(plain_graphs: Bundle, tmp_path: Path) -> None:
+    recipe = load_recipe("nvfp4-experts")
+    known = Calibration(dict.fromkeys(recipe.formats(plain_graphs.manifest.model), 0.0))
+    bundle = quantize_graphs(plain_graphs, tmp_path / "out", recipe, calibration=known)
+    assert weights_of(bundle)["layers.0.experts.down.input_scale"] == 1
 
 
-def test_what_is_refused(
-    nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path
-) -> None:
+def test_quantized_graphs_are_refused(nvfp4: Bundle, prompts: Path, tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match=r"is already quantized \(nvfp4\)"):
         quantize_graphs(nvfp4, tmp_path / "out", "fp8", prompts)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(CanvasError, match="is not empty"):
-        quantize_graphs(plain_graphs, tmp_path / "full", "fp8", prompts)
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"prompt_ids": [1]}\n{\n')
-    with pytest.raises(CanvasError, match=r"broken\.jsonl, line 2"):
-        quantize_graphs(plain_graphs, tmp_path / "out", "fp8", broken)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["broken.jsonl", "full"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_command(

@@ -18,12 +18,6 @@ from tests.helpers import rounding as oracle
 from tests.helpers.quantized import dequantize
 
 
-def test_two_codes_a_byte_the_first_one_low() -> None:
-    codes = np.array([[1, 2, 15, 0]], np.uint8)
-    assert lowbits.pack(codes).tolist() == [[0x21, 0x0F]]
-    assert (oracle.unpack(lowbits.pack(codes)) == codes).all()
-
-
 def weight(*shape: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * np.exp2(rng.uniform(-6, 2, (*shape[:-1], 1)))).astype("f")
@@ -80,21 +74,6 @@ def test_int4_rounds_each_block_to_its_own_scale(width: int, block: int) -> None
     numbers = [(int(code) + 8) % 16 - 8 for code in (first & 15, first >> 4)]
     steps = packed.block_scales[1, 0]
     np.testing.assert_array_equal(np.float32(numbers) * steps, dequantize(packed)[1, :2])
-
-
-def test_int4_is_modelopt_s_but_for_its_shorter_scales() -> None:
-    from modelopt.torch.quantization.qtensor import INT4QTensor
-
-    given = weight(48, 128)
-    theirs, scales = INT4QTensor.quantize(torch.from_numpy(given.copy()), 64)
-    wide = theirs.dequantize(torch.float32, scale=scales, block_sizes={-1: 64}).numpy()
-    packed = quantize_weight([given], "int4", None)
-    assert packed.block_scales is not None
-    mine = 1 / packed.block_scales.reshape(-1, 1)
-    np.testing.assert_allclose(mine, scales.numpy(), rtol=2**-8)
-    # A scale with one bit less moves few numbers to another code.
-    same = np.isclose(dequantize(packed), wide, rtol=2**-8, atol=0)
-    assert same.mean() > 0.98
 
 
 def test_int4_experts_are_quantized_each_by_itself() -> None:
