@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -173,23 +172,6 @@ def test_a_product_without_limits_has_infinite_ones(copy: Path) -> None:
         list(each.read(torch.float32))
     with pytest.raises(CanvasError, match="output_max in"):
         list(broken.read(torch.float32))
-
-
-def test_a_shard_is_missing(saved: Path, copy: Path) -> None:
-    names = dict.fromkeys(
-        load_file(saved / "model.safetensors"), "model-00001-of-00001.safetensors"
-    )
-    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(CanvasError, match=r"model-00001-of-00001\.safetensors is not"):
-        Checkpoint(copy)
-
-
-def test_a_file_is_truncated(copy: Path) -> None:
-    file = copy / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CanvasError, match="not a complete safetensors file"):
-        Checkpoint(copy)
 
 
 @pytest.mark.acceptance

@@ -22,7 +22,6 @@ from canvasrt.export.compressed_tensors import Int4Codes, read_int4
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
-from canvasrt.graphs.lower import lower_graph
 from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import base_model, edit, save_compressed
 
@@ -103,23 +102,6 @@ def test_the_manifest_says_what_it_is(checkpoint: Path, exported: Bundle) -> Non
     assert len(body["quantized"]) == 12
 
 
-def test_asked_for_plain_graphs_it_is_widened(checkpoint: Path, tmp_path: Path) -> None:
-    graphs = export_graphs(checkpoint, tmp_path / "wide", precision="fp32")
-    stored = ir.load(graphs.file("body_0.onnx")).graph.initializers
-    tensors = load_file(checkpoint / "model.safetensors")
-    for name, modules in STACKED.items():
-        codes, scales = unpacked(tensors, modules)
-        expected = codes * np.repeat(scales, 32, axis=1)
-        found = stored[name].const_value.numpy()
-        np.testing.assert_array_equal(found.reshape(expected.shape), expected)
-
-
-def test_it_is_lowered_for_a_cpu(exported: Bundle, tmp_path: Path) -> None:
-    lower_graph(exported.file("body_0.onnx"), tmp_path / "body_0.onnx")
-    stored = ir.load(tmp_path / "body_0.onnx").graph.initializers
-    assert sum(name.endswith(".codes") for name in stored) == 12
-
-
 def test_one_scale_per_output_is_shared_by_its_blocks(copy: Path) -> None:
     """TensorRT would widen a weight with one scale per row before the product."""
     scale = f"{DECODER}.1.mlp.down_proj.weight_scale"
@@ -155,13 +137,6 @@ def test_what_has_no_product_is_refused_by_name(
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CanvasError, match=message):
         quantization_of(copy)
-
-
-def test_an_asymmetric_checkpoint_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / "asymmetric"
-    save_compressed(base_model(), folder, "W4A16_ASYM", group_size=32)
-    with pytest.raises(CanvasError, match="zero points"):
-        quantization_of(folder)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

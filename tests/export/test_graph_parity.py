@@ -167,15 +167,6 @@ def test_padding_changes_nothing(exported: Any) -> None:
     assert np.isfinite(out["hidden_out"]).all()
 
 
-def test_empty_cache_of_zero_length(exported: Any) -> None:
-    """A cache without slots equals one whose slots are all empty."""
-    _, graphs = exported("odd")
-    assert graphs.bodies[0]["layers"] == [0, 1, 2]
-    tokens = np.random.default_rng(4).integers(6, graphs.config.vocab_size, (1, 1))
-    (key, _), *_ = encode(graphs, tokens, empty_cache(graphs, 1), 0)
-    assert key.shape == (1, 3, 1, 24)
-
-
 @pytest.mark.parametrize("shape", ["tiny", "odd", "wide_heads"])
 def test_all_tokens_may_feed_every_expert(exported: Any, shape: str) -> None:
     """A first product over all tokens gives the same result as one over each expert's own

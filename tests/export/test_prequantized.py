@@ -15,20 +15,17 @@ import torch
 from safetensors.torch import load_file
 
 from canvasrt.build.source import find_source
-from canvasrt.bundle import Bundle, Manifest
+from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
-from canvasrt.export import graphs
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.modelopt import StoredCodes, read_codes
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs import lowbits
-from canvasrt.graphs.lower import lower
 from canvasrt.recipes.recipe import Recipe
-from tests.helpers.graph_runs import empty_cache, encode
 from tests.helpers.graph_weights import weights_of
 from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import (
@@ -39,7 +36,6 @@ from tests.helpers.quantized_checkpoints import (
     save_compressed,
     save_modelopt,
 )
-from tests.helpers.random_models import Graphs
 
 LAYERS, EXPERTS = 2, 8
 
@@ -58,46 +54,11 @@ def exported(nvfp4: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray], np.ndarray]:
-    """ModelOpt's FP8 checkpoint, and keys by layer from its own fake quantization of a prompt."""
-    from modelopt.torch.export.quant_utils import sync_tied_input_amax
-
-    folder = tmp_path_factory.mktemp("fp8") / "checkpoint"
-    save_modelopt(modelopt_quantized("FP8"), folder)
-    model = modelopt_quantized("FP8")
-    # As in the export: encoder and decoder share a weight and its input scale.
-    sync_tied_input_amax(model)
-    _load(model, load_file(folder / "model.safetensors"))
-    tokens = np.random.default_rng(3).integers(6, 512, (2, 30))
-    with torch.no_grad():
-        cache = model(input_ids=torch.from_numpy(tokens)).past_key_values
-    return folder, [layer.keys.numpy() for layer in cache.layers], tokens
-
-
-@pytest.fixture(scope="module")
-def fp8_graphs(fp8: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """On a float32 base: factors after a bfloat16 product are bfloat16, which shifts later rounding."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(graphs.TORCH_DTYPES, "bf16", torch.float32)
-        return export_graphs(fp8[0], tmp_path_factory.mktemp("fp8-graphs") / "graphs")
-
-
-def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load a checkpoint's dequantized values into a model. Only the model's inputs are rounded then."""
-    for name, module in model.named_modules():
-        if "weight_quantizer" in name and hasattr(module, "disable"):
-            module.disable()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if f"{name}_scale" in tensors:
-            parameter.data.copy_(tensors[name].float() * tensors[f"{name}_scale"])
-    for index, layer in enumerate(model.model.decoder.layers):
-        for kind in ("gate_up", "down"):
-            codes, scales = (
-                torch.from_numpy(stacked(tensors, index, kind, each))
-                for each in ("weight", "weight_scale")
-            )
-            wide = codes.view(torch.float8_e4m3fn).float() * scales[:, :1, None]
-            getattr(layer.experts, f"{kind}_proj").data.copy_(wide)
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
+    """ModelOpt's FP8 checkpoint, and its graphs."""
+    folder = tmp_path_factory.mktemp("fp8")
+    save_modelopt(modelopt_quantized("FP8"), folder / "checkpoint")
+    return folder / "checkpoint", export_graphs(folder / "checkpoint", folder / "graphs")
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +105,7 @@ def test_nvfp4_codes_are_the_checkpoints(nvfp4: Path, exported: Bundle) -> None:
         np.testing.assert_allclose(both, scales, rtol=2.0**-8)
         inputs = stacked(tensors, layer, kind, "input_scale")
         assert found[f"{name}.input_scale"] == inputs.max()
-
-
-def test_the_rest_is_bf16_as_it_was(nvfp4: Path, exported: Bundle) -> None:
-    tensors, found = load_file(nvfp4 / "model.safetensors"), weights_of(exported)
+    # All other weights are the checkpoint's, in bf16.
     name = "model.decoder.layers.1.self_attn.o_proj.weight"
     assert np.array_equal(found["layers.1.attention.o.weight"], tensors[name].float().numpy())
 
@@ -167,22 +125,10 @@ def test_the_manifest_says_what_it_is(nvfp4: Path, exported: Bundle) -> None:
     assert "quantized" not in exported.manifest.segments[1]
 
 
-def test_fp8_computes_what_modelopt_does(fp8: Any, fp8_graphs: Bundle, tmp_path: Path) -> None:
-    """Compare the lowered graphs with ModelOpt's fake quantization of the model. (NVFP4's needs a GPU.)"""
-    _, keys, tokens = fp8
-    lowered = tmp_path / "lowered"
-    lowered.mkdir()
-    embedding = lower(fp8_graphs, lowered)
-    data = fp8_graphs.manifest.data | {"embedding": embedding}
-    run = Graphs(Bundle(lowered, Manifest(data)))
-    cache = encode(run, tokens, empty_cache(run, len(tokens)), 0)
-    for (ours, _), theirs in zip(cache, keys, strict=True):
-        assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
-
-
-def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
-    assert find_source(fp8[0]).formats == find_source(fp8_graphs.path).formats
-    tensors, found = load_file(fp8[0] / "model.safetensors"), weights_of(fp8_graphs)
+def test_fp8_of_modelopt(fp8: tuple[Path, Bundle]) -> None:
+    checkpoint, graphs = fp8
+    assert find_source(checkpoint).formats == find_source(graphs.path).formats
+    tensors, found = load_file(checkpoint / "model.safetensors"), weights_of(graphs)
     prefix = "model.decoder.layers.0.self_attn"
     parts = [f"{prefix}.{name}_proj" for name in "qkv"]
     codes = torch.cat([tensors[f"{part}.weight"].view(torch.uint8) for part in parts])
@@ -195,10 +141,13 @@ def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
     assert np.array_equal(found[f"{name}.scale"], np.concatenate(scales))
     inputs = [float(tensors[f"{part}.input_scale"]) for part in parts]
     assert float(found[f"{name}.input_scale"]) == max(inputs)
-    down = stacked(tensors, 1, "down", "weight")
-    assert np.array_equal(found["layers.1.experts.down.values"], down)
-    assert fp8_graphs.manifest.options["precision"] == "fp8"
-    head = weights_of(fp8_graphs, "head")
+    name = "layers.1.experts.down"
+    assert np.array_equal(found[f"{name}.values"], stacked(tensors, 1, "down", "weight"))
+    both = found[f"{name}.scale"] * found[f"{name}.factor"]
+    expected = stacked(tensors, 1, "down", "weight_scale")[:, :1, None]
+    np.testing.assert_allclose(both, expected, rtol=2.0**-8)
+    assert graphs.manifest.options["precision"] == "fp8"
+    head = weights_of(graphs, "head")
     gate = tensors["model.decoder.self_conditioning.gate_proj.weight"].view(torch.uint8)
     assert np.array_equal(head["signal_mlp.gate_up.weight.values"][: len(gate)], gate.numpy())
 
