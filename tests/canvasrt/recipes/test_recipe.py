@@ -14,8 +14,9 @@ import yaml
 import canvasrt.recipes
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.locate import find_checkpoint
+from canvasrt.checkpoints.weight_names import matrices, norms
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.formats import FORMATS, most_demanding
+from canvasrt.formats import most_demanding
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import TARGETS, find_target
@@ -34,36 +35,13 @@ def config() -> ModelConfig:
     return ModelConfig.from_checkpoint(find_checkpoint("demo"))[0]
 
 
-def test_the_recipes_that_ship() -> None:
-    assert {"fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"} <= {*SHIPPED}
-    assert {target.default for target in TARGETS if target.capability} <= {*SHIPPED}
-    for name in list(SHIPPED):
-        assert load_recipe(name).name == name
-
-
 def test_the_readme_has_a_row_per_recipe() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \|", (FOLDER / "README.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(rows) == list(SHIPPED)
 
 
-@pytest.mark.parametrize("name", list(SHIPPED))
-def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConfig) -> None:
-    recipe = load_recipe(name)
-    chosen = recipe.formats(config)
-    free = replace(recipe, excluded=(), rules=(replace(recipe.rules[0], pattern="*"),))
-    with pytest.raises(CanvasError):  # norms and vision have no quantized form
-        free.formats(config)
-    for weight in [f"layers.{i}.router.proj" for i in range(4)] + ["table", "vision", "norm"]:
-        if weight == "table" and weight in chosen:
-            assert FORMATS[chosen[weight].format].quantizes(table=True)
-            continue
-        assert weight not in chosen
-        assert any(fnmatchcase(weight, each.pattern) for each in recipe.excluded), weight
-    assert all(each.why for each in recipe.excluded)
-    experts = {f"layers.{i}.experts.{part}" for i in range(4) for part in ("gate_up", "down")}
-    assert experts <= chosen.keys()
-    formats = {choice.format for weight, choice in chosen.items() if weight != "table"}
-    assert most_demanding(formats) == recipe.precision
+def test_every_target_has_its_default_recipe() -> None:
+    assert {target.default for target in TARGETS if target.capability} <= {*SHIPPED}
 
 
 @pytest.mark.parametrize(
@@ -77,12 +55,20 @@ def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConf
         ("nvfp4-experts", {"nvfp4"}, None),
     ],
 )
-def test_what_a_recipe_quantizes(
+def test_a_shipped_recipe_accounts_for_every_weight(
     name: str, formats: set[str], table: str | None, config: ModelConfig
 ) -> None:
-    chosen = {weight: each.format for weight, each in load_recipe(name).formats(config).items()}
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    chosen = {weight: each.format for weight, each in recipe.formats(config).items()}
+    for weight in [*matrices(config), *norms(config), "vision"]:
+        excluded = any(fnmatchcase(weight, each.pattern) for each in recipe.excluded)
+        assert excluded != (weight in chosen), weight
+    assert all(each.why for each in recipe.excluded)
     assert chosen.pop("table", None) == table
     assert {*chosen.values()} == formats
+    assert most_demanding(formats) == recipe.precision
     assert all(".experts." in weight for weight in chosen) == (name == "nvfp4-experts")
 
 
@@ -94,12 +80,6 @@ def test_precisions_and_targets() -> None:
         assert recipe.suits(find_target("cpu"))
     assert load_recipe("fp8").suits(find_target("rtx-4090"))
     assert not load_recipe("nvfp4").suits(find_target("rtx-4090"))
-
-
-@pytest.mark.parametrize("name", list(SHIPPED))
-def test_json_and_back(name: str) -> None:
-    recipe = load_recipe(name)
-    assert Recipe.from_json(recipe.to_json()) == recipe
 
 
 def test_the_readme_example_is_a_recipe(config: ModelConfig) -> None:
