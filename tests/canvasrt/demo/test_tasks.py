@@ -84,11 +84,6 @@ def test_the_chat_template_is_gemmas(demo):
     assert end in demo[0].generation_config.eos_token_id
 
 
-def test_the_checkpoint_is_small(demo):
-    assert sum(p.numel() for p in demo[0].parameters()) < 4e6
-    assert sum(f.stat().st_size for f in demo_checkpoint().iterdir()) < 10e6
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_the_checkpoint_answers_held_out_questions(demo, task):
     import torch

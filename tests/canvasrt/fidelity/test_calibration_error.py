@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.calibration_error import Scored, cross_fitted, ece, fit_temperatures, summary
+from canvasrt.fidelity.calibration_error import Scored, cross_fitted, fit_temperatures, summary
 from canvasrt.fidelity.decisions import read_labelled, right_of
 from canvasrt.runtime.answers.questions import read_questions, tempered
 
@@ -97,12 +97,6 @@ def test_best_brier_is_that_of_the_right_probabilities() -> None:
     assert summary(scored[:1])["brier_at_best"] == pytest.approx(1 - 0.09 - 0.49)
     exact = [Scored("choice", "", each.right[None], each.right) for each in scored]
     assert summary(exact)["brier"] == pytest.approx(summary(scored)["brier_at_best"])
-
-
-def test_bins_end_where_they_should() -> None:
-    edges = np.array([0.0, 0.0999, 0.1, 0.999, 1.0])
-    assert ece(edges, edges) == 0
-    assert ece(np.array([0.05, 0.15]), np.array([0.15, 0.05])) == pytest.approx(0.1)
 
 
 PREDICATE = {"type": "predicate", "instructions": "?"}
