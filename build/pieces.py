@@ -71,7 +71,8 @@ def join_pieces(
     from canvasrt.sorted_rows.stacks import GraphExperts
 
     formats = entry.get("quantized") or {}
-    local = {name: formats[long] for long, name in local_names(entry, formats).items()}
+    names = local_names(entry["name"], entry["layers"], formats)
+    local = {name: formats[long] for long, name in names.items()}
     sizes = ExpertSizes.of(graphs.manifest.model)
     experts = GraphExperts(ir.load(graphs.file(entry["file"])), sizes, local)
     weights = f"{entry['name']}.experts.bin"

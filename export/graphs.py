@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
 from canvasrt.export.quantize.calibrate import Calibration, calibrate
+from canvasrt.export.quantize.quantize import PACKAGES as QUANTIZERS
 from canvasrt.export.quantize.quantize import Quantizer, counted
 from canvasrt.export.quantize.stored_weights import CheckpointWeights
 from canvasrt.export.segments import EMBEDDING_FILE, SegmentModule, segments
@@ -114,31 +115,35 @@ def export_graphs(
                     observed = calibrate(read, chosen, prompts, progress)
             cut = {"layers_per_segment": layers_per_segment}
             room = stack.enter_context(unfinished(QUANTIZATIONS, work | cut))
-        if own is not None and unscaled:
-            own.calibrated(observed)
-        quantizer = Quantizer(config, recipe, observed) if recipe else None
+        quantizer = None
+        if recipe is not None:
+            quantizer = Quantizer(config, recipe, observed)
+        elif own is not None and packs:
+            quantizer = Quantizer(config, own.recipe, observed, own.packed)
         tmp = stack.enter_context(staging(out))
-        rewriter = quantizer or own
-        _write_graphs(parts, config, source, tmp, base, rewriter, room)
+        what = "quantizing" if recipe else f"exporting graphs ({base})"
+        advance = counter(what, sum(map(_size, parts)))
+        _write_graphs(parts, config, source, tmp, advance, quantizer, own, room)
         (head,) = (part for part in parts if part.name == "head")
         host_head = _write_host_head(head, source, tmp, dtype, own)
-        if quantizer:
+        if recipe is not None and quantizer is not None:
             quantizer.write_calibration(tmp)
         write_manifest(
             tmp,
             kind="graphs",
-            made_from={**made_from, **(rewriter.made_from if rewriter else {})},
+            made_from={**made_from, **(quantizer.made_from if quantizer else {})},
             options={
                 "precision": base,
                 "layers_per_segment": layers_per_segment,
-                **(rewriter.options(base) if rewriter else {}),
+                **(own.options() if own else {}),
+                **(quantizer.options(base) if quantizer else {}),
             },
             model=config,
             sampler=found.sampler,
-            segments=[_entry(part, rewriter) for part in parts],
+            segments=[_entry(part, quantizer) for part in parts],
             embedding={**embedding_entry(tmp / head.file), "host_head": host_head},
             tokenizer=_copy_tokenizer(found, tmp),
-            packages=(*PACKAGES, *(quantizer.packages if quantizer else ())),
+            packages=(*PACKAGES, *(QUANTIZERS if recipe else ())),
         )
     return load_bundle(out, kind="graphs", check=False)
 
@@ -167,32 +172,33 @@ def _check_weights(
                     pass
 
 
+def _size(part: SegmentModule) -> int:
+    return sum(each.numel() for each in part.module.parameters())
+
+
 def _write_graphs(
     parts: Sequence[SegmentModule],
     config: ModelConfig,
     source: Checkpoint,
     out: Path,
-    precision: str,
-    rewriter: Quantizer | Prequantized | None,
+    advance: Callable[[int], None],
+    quantizer: Quantizer | None,
+    own: Prequantized | None,
     room: Path | None,
 ) -> None:
     """Trace and write every segment. Segments that an interrupted call left in the folder `room` are linked instead."""
-    dtype = TORCH_DTYPES[precision]
-    sizes = {part.name: sum(p.numel() for p in part.module.parameters()) for part in parts}
-    quantizes = isinstance(rewriter, Quantizer)
-    advance = counter(
-        "quantizing" if quantizes else f"exporting graphs ({precision})", sum(sizes.values())
-    )
     traced: dict[Layer, ir.Model] = {}
 
     def write(part: SegmentModule, folder: Path) -> None:
         model = part.trace(config, traced)
         items = counted(weights(part.module, part.sources, source), advance)
+        if own:
+            items = own.widened(part, items)
         onnx.write_graph(
             model,
-            rewriter.rewrite(part, model, items) if rewriter else items,
+            quantizer.rewrite(part, model, items) if quantizer else items,
             folder / part.file,
-            dtype,
+            part.dtype,
             own_files={TABLE: EMBEDDING_FILE},
         )
 
@@ -200,7 +206,7 @@ def _write_graphs(
         if room is None:
             write(part, out)
         elif kept_piece(room / part.name, partial(write, part), out):
-            advance(sizes[part.name])
+            advance(_size(part))
 
 
 def _write_host_head(
@@ -231,11 +237,11 @@ def _write_host_head(
     }
 
 
-def _entry(part: SegmentModule, rewriter: Quantizer | Prequantized | None) -> dict[str, Any]:
+def _entry(part: SegmentModule, quantizer: Quantizer | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": part.name, "file": part.file}
     if part.layers:
         entry["layers"] = list(part.layers)
-    formats = rewriter.formats(part) if rewriter else {}
+    formats = quantizer.formats(part) if quantizer else {}
     return entry | {"quantized": formats} if formats else entry
 
 

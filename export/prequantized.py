@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 
 from canvasrt.checkpoints.config import ModelConfig
@@ -16,9 +15,7 @@ from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.compressed_tensors import Int4Codes, TableCodes, read_int4
 from canvasrt.export.modelopt import StoredCodes, read_codes
 from canvasrt.export.onnx import IR_DTYPES
-from canvasrt.export.quantize.calibrate import Calibration
-from canvasrt.export.quantize.forms import quantized_items
-from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.packed import Form
 from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight, weights
@@ -55,7 +52,6 @@ class Prequantized:
             quantized form in graphs, such as the vision tower's, are always dequantized.
         """
         self._how, self._config, self._dtype = how, config, dtype
-        self._source = source
         # By global name: the weights that the checkpoint stores quantized, and the table if graphs quantize it.
         self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
@@ -72,10 +68,9 @@ class Prequantized:
                     weight.check()
                     self.held[name] = TableCodes(weight, form_of(weight.shape, rounded.format))
         able = quantizable(config)
-        self._packed = [name for name in self.held if packs and name in able]
-        self._inputs: dict[str, float] = {}
-        self._prompts = ""
-        if not set(self.held) - {TABLE} or (packs and not set(self._packed) - {TABLE}):
+        # Those of `held` whose codes are copied.
+        self.packed = {name: codes for name, codes in self.held.items() if packs and name in able}
+        if not set(self.held) - {TABLE} or (packs and not set(self.packed) - {TABLE}):
             raise CanvasError(
                 f"{source.path} declares {how.algorithm}, but has no quantized weights",
                 "fetch the checkpoint again, or remove the quantization from its configuration",
@@ -84,66 +79,28 @@ class Prequantized:
     @property
     def static(self) -> bool:
         """Whether the checkpoint has every input scale that the graphs need."""
-        return all(self.held[name].is_complete for name in self._packed)
+        return all(codes.is_complete for codes in self.packed.values())
 
     @property
     def recipe(self) -> Recipe:
         """The checkpoint's quantization as a recipe."""
-        forms = {name: self.held[name].form for name in self._packed}
+        forms = {name: codes.form for name, codes in self.packed.items()}
         return _recipe(self._how, forms, self._config)
 
-    def options(self, base: str) -> dict[str, Any]:
-        """Return options for the manifest. `base` is the precision of unquantized weights."""
-        said: dict[str, Any] = {"checkpoint_quantization": self._how.to_json()}
-        if not self._packed:
-            return said
-        recipe = self.recipe
-        return said | {
-            "precision": recipe.precision,
-            "base_precision": base,
-            "recipe": recipe.to_json(),
-        }
-
-    @property
-    def made_from(self) -> dict[str, Any]:
-        """The entries that quantization adds to `made_from` in the manifest."""
-        return {"calibration": self._prompts} if self._prompts else {}
+    def options(self) -> dict[str, Any]:
+        """Return the manifest's options."""
+        return {"checkpoint_quantization": self._how.to_json()}
 
     def holds(self, part: SegmentModule, weight: Weight) -> bool:
         """Return whether a weight of a graph is in `held`."""
         return global_name(part.name, part.layers, weight.name) in self.held
 
-    def formats(self, part: SegmentModule) -> dict[str, str]:
-        """Return the formats of weights that are quantized in a graph, by global name."""
-        names = [global_name(part.name, part.layers, name) for name in part.sources]
-        return {name: self.held[name].form.format for name in names if name in self._packed}
-
-    def calibrated(self, found: Calibration) -> None:
-        """Set the input scales that the checkpoint does not store, because TensorRT needs them as constants."""
-        self._inputs = {
-            name: FORMATS[held.form.format].scale(found.amax[name])
-            for name in self._packed
-            if not (held := self.held[name]).is_complete
-        }
-        self._prompts = found.sha256
-
-    def rewrite(
-        self, part: SegmentModule, model: ir.Model, items: Iterable[Weight]
-    ) -> Iterator[Weight | Stored]:
-        """Rewrite a graph to the quantized forms. Yield the weights to write, which are read one after another."""
-        names = {local: global_name(part.name, part.layers, local) for local in part.sources}
-        packed = {local: name for local, name in names.items() if name in self._packed}
-        forms = {local: self.held[name].form for local, name in packed.items()}
-
-        def pack(item: Weight | Stored) -> Packed:
-            name = packed[item.name]
-            return self.held[name].pack(self._inputs.get(name))
-
-        def plain(weight: Weight) -> Weight | Stored:
-            held = self.held.get(names[weight.name])
-            return weight if held is None or weight.name in packed else self._widened(weight, held)
-
-        return quantized_items(model, map(plain, items), forms, pack)
+    def widened(self, part: SegmentModule, items: Iterable[Weight]) -> Iterator[Weight | Stored]:
+        """Yield a graph's weights. Those that the checkpoint stores quantized, but graphs do not, are dequantized."""
+        for item in items:
+            name = global_name(part.name, part.layers, item.name)
+            widens = name in self.held and name not in self.packed
+            yield self._widened(item, self.held[name]) if widens else item
 
     def _widened(self, weight: Weight, held: StoredCodes | Int4Codes | TableCodes) -> Stored:
         def read() -> Iterator[memoryview]:

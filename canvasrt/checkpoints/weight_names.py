@@ -4,9 +4,8 @@ weight."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 
@@ -102,12 +101,12 @@ def initializer_name(name: str) -> str:
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
 
-def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return global name → initializer's name, for those of `names` in the segment that `entry` describes."""
-    if "layers" not in entry:
+def local_names(segment: str, layers: Sequence[int], names: Iterable[str]) -> dict[str, str]:
+    """Return global name → initializer's name, for those of `names` in a segment. `layers` are the segment's layers."""
+    if not layers:
         own = [name for name in names if not name.startswith("layers.")]
-        return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}
-    place = {layer: number for number, layer in enumerate(entry["layers"])}
+        return {name: initializer_name(name) for name in own} if segment == "head" else {}
+    place = {layer: number for number, layer in enumerate(layers)}
     found = {}
     for name in names:
         kind, _, rest = name.partition(".")

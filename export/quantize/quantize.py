@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from canvasrt.calibration_prompts import (
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, local_names
 from canvasrt.errors import CanvasError
+from canvasrt.export.compressed_tensors import Int4Codes, TableCodes
+from canvasrt.export.modelopt import StoredCodes
 from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.calibrate import Calibration, calibrate
@@ -68,15 +70,24 @@ class Part(NamedTuple):
 
 
 class Quantizer:
-    """Quantizes the weights of graphs as they are written."""
+    """Quantizes the weights of graphs as they are written, or copies a quantized checkpoint's codes."""
 
-    packages = PACKAGES
-
-    def __init__(self, config: ModelConfig, recipe: Recipe, calibration: Calibration) -> None:
-        """Raises CanvasError for a recipe that does not fit the model."""
-        self._choices: dict[str, Choice] = recipe.formats(config)
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        calibration: Calibration,
+        stored: Mapping[str, StoredCodes | Int4Codes | TableCodes] | None = None,
+    ) -> None:
+        """If `stored` is set, it has the quantized weights by global name, and `recipe` describes them. Raises
+        CanvasError for a recipe that does not fit the model."""
+        self._stored = stored or {}
+        self._choices: dict[str, Choice] = {} if stored else recipe.formats(config)
+        self._formats = {name: codes.form.format for name, codes in self._stored.items()}
+        self._formats |= {name: choice.format for name, choice in self._choices.items()}
         self._recipe, self._calibration = recipe, calibration
-        _load_modelopt()
+        if not stored:
+            _load_modelopt()
 
     @property
     def made_from(self) -> Json:
@@ -94,7 +105,7 @@ class Quantizer:
 
     def formats(self, part: Part | SegmentModule) -> dict[str, str]:
         """Return the formats of weights that are quantized in a graph, by global name."""
-        return {name: self._choices[name].format for name in self._local(part)}
+        return {name: self._formats[name] for name in self._local(part)}
 
     def changes(self, part: Part | SegmentModule) -> bool:
         """Return whether any weight or cache of a graph is quantized."""
@@ -102,7 +113,7 @@ class Quantizer:
 
     def holds_table(self) -> bool:
         """Return whether the table itself is quantized, not only its two products."""
-        return TABLE in self._choices and FORMATS[self._choices[TABLE].format].of_table
+        return TABLE in self._formats and FORMATS[self._formats[TABLE]].of_table
 
     def rewrite(
         self, part: Part | SegmentModule, model: ir.Model, items: Iterable[Weight | Stored]
@@ -114,6 +125,9 @@ class Quantizer:
         dtype = torch.bfloat16 if narrow else torch.float32
         forms = {}
         for local, name in names.items():
+            if name in self._stored:
+                forms[local] = self._stored[name].form
+                continue
             choice, dims = self._choices[name], stored[local].shape
             shape = () if dims is None else dims.numpy()
             forms[local] = form_of(shape, choice.format, choice.weights, experts=len(shape) == 3)
@@ -131,12 +145,16 @@ class Quantizer:
         (folder / CALIBRATION_FILE).write_text(text, encoding="utf-8")
 
     def _local(self, part: Part | SegmentModule) -> dict[str, str]:
-        entry = {"name": part.name, **({"layers": part.layers} if part.layers else {})}
-        return local_names(entry, self._choices)
+        return local_names(part.name, part.layers, self._formats)
 
     def _pack(
         self, name: str, parts: Callable[[], Iterator[np.ndarray]], shape: tuple[int, ...]
     ) -> Packed:
+        if name in self._stored:
+            codes, scale = self._stored[name], None
+            if not codes.is_complete:  # TensorRT needs the input's scale as a constant
+                scale = FORMATS[codes.form.format].scale(self._calibration.amax[name])
+            return codes.pack(scale)
         choice = self._choices[name]
         amax = None
         if FORMATS[choice.format].rounds_inputs:
