@@ -25,7 +25,6 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.embedding_table import EmbeddingTable, Projection
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantized_weight import (
     BFLOAT16,
@@ -37,6 +36,8 @@ from canvasrt.export.quantize.quantized_weight import (
     SCALE,
     SOFT_SCALE,
     VALUES,
+    EmbeddingTable,
+    Projection,
     Quantized,
     add_initializer,
     dtype_of,

@@ -107,9 +107,7 @@ def _quantize_one(
     """Quantize a matrix with its own scale, which is rounded up to a bfloat16 if `short_scale` is true. Return codes,
     scale and, if the format has blocks, the blocks' scales."""
     weight = _checked(part, format, name)
-    amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
-    # If all numbers that share a scale are zero, any scale will do.
-    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+    amax = _positive(weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax())
     search, encode = _QUANTIZERS[format][method]
     scale = (search(weight, amax) if search else amax) / FORMATS[format].largest
     if short_scale:
@@ -146,6 +144,11 @@ def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
             "leave it out of the recipe, or quantize it to fp8",
         )
     return weight
+
+
+def _positive(amax: Tensor) -> Tensor:
+    """Replace magnitudes that are zero or tiny. If all numbers that share a scale are zero, any scale will do."""
+    return torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
 
 
 def _fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, None]:
@@ -199,9 +202,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     block = FORMATS["int4"].block(weight.shape[-1])
     assert block is not None
     blocks = weight.reshape(-1, block)
-    amax = blocks.abs().amax(dim=-1)
-    # If all numbers that share a scale are zero, any scale will do.
-    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+    amax = _positive(blocks.abs().amax(dim=-1))
 
     def scale_of(reach: Tensor) -> Tensor:
         return (reach / FORMATS["int4"].largest).bfloat16().float()[:, None]
@@ -227,8 +228,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     """Return codes `[out, in]` and scales, float32 `[out]`. The scales are exact in bfloat16. `search` is ignored,
     because with 8 bits a search gains nothing."""
-    amax = weight.abs().amax(dim=-1)
-    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+    amax = _positive(weight.abs().amax(dim=-1))
     scale = (amax / FORMATS["int8"].largest).bfloat16().float()
     codes = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return codes.view(torch.uint8).numpy(), scale.numpy()
