@@ -16,15 +16,6 @@ PassKind = Literal["encode", "denoise"]
 
 
 @dataclass
-class Routed:
-    """The tokens that reached a layer's experts, `[T, D]` float32, and the experts that were chosen for each token,
-    `[T, k]`."""
-
-    tokens: np.ndarray
-    experts: np.ndarray
-
-
-@dataclass
 class CapturedPass:
     """One pass of the reference. Lists are indexed by layer."""
 
@@ -36,7 +27,8 @@ class CapturedPass:
     past_values: list[np.ndarray] = field(default_factory=list)
     keys: list[np.ndarray] = field(default_factory=list)  # only of this pass's tokens
     values: list[np.ndarray] = field(default_factory=list)
-    routed: list[Routed] = field(default_factory=list)
+    # The tokens that reached the layer's experts, [T, D] float32, and the experts chosen for each token, [T, k].
+    routed: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def outputs(self) -> list[np.ndarray]:
         """Return each layer's output `[1, L, D]`."""
@@ -60,13 +52,26 @@ def captured(
     if row.length:
         seen.past_keys = [_copy(layer.keys) for layer in row.cache.layers]
         seen.past_values = [_copy(layer.values) for layer in row.cache.layers]
+
+    def routed(_: Any, given: tuple[Any, ...]) -> None:
+        seen.routed.append((_copy(given[0]), _copy(given[1])))
+
+    def appended(append: Any, cache: Any, keys: Any, values: Any) -> Any:
+        seen.keys.append(_copy(keys))
+        seen.values.append(_copy(values))
+        return append(cache, keys, values)
+
     hooks = []
     for layer in layers:
-        hooks.append(layer.register_forward_pre_hook(partial(_input, seen)))
-        hooks.append(layer.experts.register_forward_pre_hook(partial(_experts, seen)))
+        hooks.append(
+            layer.register_forward_pre_hook(lambda _, given: seen.hidden.append(_copy(given[0])))
+        )
+        hooks.append(layer.experts.register_forward_pre_hook(routed))
         if phase == "denoise":
-            layer.self_attn.append_to_cache = partial(_new, seen, layer.self_attn.append_to_cache)
-    hooks.append(layers[-1].register_forward_hook(partial(_output, seen)))
+            layer.self_attn.append_to_cache = partial(appended, layer.self_attn.append_to_cache)
+    hooks.append(
+        layers[-1].register_forward_hook(lambda *each: setattr(seen, "out", _copy(each[2])))
+    )
     try:
         yield
     finally:
@@ -80,25 +85,6 @@ def captured(
         seen.keys = [_copy(layer.keys[:, :, -count:]) for layer, count in pairs]
         seen.values = [_copy(layer.values[:, :, -count:]) for layer, count in pairs]
     into.append(seen)
-
-
-def _input(seen: CapturedPass, module: Any, arguments: tuple[Any, ...]) -> None:
-    seen.hidden.append(_copy(arguments[0]))
-
-
-def _output(seen: CapturedPass, module: Any, arguments: Any, result: Any) -> None:
-    seen.out = _copy(result)
-
-
-def _experts(seen: CapturedPass, module: Any, arguments: tuple[Any, ...]) -> None:
-    tokens, experts, _ = arguments
-    seen.routed.append(Routed(_copy(tokens), _copy(experts)))
-
-
-def _new(seen: CapturedPass, append: Any, cache: Any, keys: Any, values: Any) -> Any:
-    seen.keys.append(_copy(keys))
-    seen.values.append(_copy(values))
-    return append(cache, keys, values)
 
 
 def _copy(tensor: Any) -> np.ndarray:

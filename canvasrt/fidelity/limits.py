@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from canvasrt.formats import weight_limits
@@ -32,30 +31,6 @@ LIMIT_NAMES = {
 AT_LEAST = ("argmax_agreement",)
 
 
-@dataclass(frozen=True)
-class LimitCheck:
-    """One limit and its measurement, which is None if this run could not measure it. The check then succeeds."""
-
-    name: str
-    what: str
-    limit: float
-    measured: float | None
-    where: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the limit holds. It does not hold if the measurement is NaN."""
-        if self.measured is None:
-            return True
-        if self.name in AT_LEAST:
-            return self.measured >= self.limit
-        return self.measured <= self.limit
-
-    def to_json(self) -> Json:
-        """Return a JSON object that has this class's fields, plus `at_least` and `ok`."""
-        return {**asdict(self), "at_least": self.name in AT_LEAST, "ok": self.ok}
-
-
 def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
     """Return the limits of a bundle with these options: the recipe's limits or, without a recipe, the limits for the
     precision."""
@@ -66,8 +41,9 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
     return dict(BF16 if options.get("precision") == "bf16" else FP32)
 
 
-def check_limits(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
-    """Compare the report with each of the `limits`, and with the limits on weights' errors."""
+def check_limits(limits: Mapping[str, float], report: Json) -> list[Json]:
+    """Compare the report with each of the `limits`, and with the limits on weights' errors. A measurement is None if this
+    run could not measure it; then the limit holds. A limit does not hold if the measurement is NaN."""
     overall = report["steps"]["all"]
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))
     where: dict[str, str] = {}
@@ -82,17 +58,24 @@ def check_limits(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
         measured["layer_error"] = _layer_error(worst)
         where["layer_error"] = f"layer {worst['layer']}"
     found = [
-        LimitCheck(name, LIMIT_NAMES[name], limit, measured[name], where.get(name))
+        _checked(name, LIMIT_NAMES[name], limit, measured[name], where.get(name))
         for name, limit in limits.items()
     ]
     return [*found, *_weights(report)]
+
+
+def _checked(name: str, what: str, limit: float, measured: float | None, where: str | None) -> Json:
+    at_least = name in AT_LEAST
+    ok = measured is None or (measured >= limit if at_least else measured <= limit)
+    found = {"name": name, "what": what, "limit": limit, "measured": measured, "where": where}
+    return found | {"at_least": at_least, "ok": ok}
 
 
 def _layer_error(layer: Json) -> float:
     return max(layer["encode"], layer["denoise"])
 
 
-def _weights(report: Json) -> Iterator[LimitCheck]:
+def _weights(report: Json) -> Iterator[Json]:
     """Yield a check of each format's worst matrix. Each expert in a stack counts as a matrix."""
     matrices = report.get("weights") or []
     kinds = {each["name"]: "kept" if each["kept"] else each["format"] for each in matrices}
@@ -108,7 +91,7 @@ def _weights(report: Json) -> Iterator[LimitCheck]:
         if held:
             error, name = max(held)
             where = name if error else None
-            yield LimitCheck(f"weight_error_{kind or 'others'}", _what(kind), limit, error, where)
+            yield _checked(f"weight_error_{kind or 'others'}", _what(kind), limit, error, where)
 
 
 def _what(kind: str | None) -> str:

@@ -68,9 +68,8 @@ def measure_quality(
         else:
             report["pace"] = compare_pace(*sides, prompts)
     report |= _inside(observed, checkpoint, steps)
-    checks = check_limits(limits_of(bundle.manifest.options), report)
-    report["limits"] = [each.to_json() for each in checks]
-    report["ok"] = all(each.ok for each in checks)
+    report["limits"] = check_limits(limits_of(bundle.manifest.options), report)
+    report["ok"] = all(each["ok"] for each in report["limits"])
     return report
 
 

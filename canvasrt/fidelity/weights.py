@@ -216,8 +216,9 @@ def _experts(
         _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])
         for short, theirs in zip(EXPERT_WEIGHTS, ("gate_up_proj", "down_proj"), strict=True)
     ]
-    tokens = np.concatenate([seen.routed[layer].tokens for seen in passes])
-    chosen = np.concatenate([seen.routed[layer].experts for seen in passes])
+    tokens, chosen = (
+        np.concatenate(each) for each in zip(*(seen.routed[layer] for seen in passes), strict=True)
+    )
     errors, totals = [], {short: RelativeError() for short in EXPERT_WEIGHTS}
     for expert, (gate_up, down) in enumerate(zip(*both, strict=True)):
         given = tokens[(chosen == expert).any(axis=-1)]

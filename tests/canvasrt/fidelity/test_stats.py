@@ -83,7 +83,7 @@ def test_a_step_that_is_not_a_number_is_outside_every_limit() -> None:
     series.same.append(np.array([True, True]))
     series.entropy_error.append(np.array([0.0, math.nan]))
     checks = check_limits(FP32, {"steps": {"all": series.to_json()}})
-    assert {each.name: each.ok for each in checks if each.measured is not None} == {
+    assert {each["name"]: each["ok"] for each in checks if each["measured"] is not None} == {
         "kl_mean": False,
         "argmax_agreement": True,
         "entropy_error_mean": False,
@@ -109,8 +109,8 @@ def test_what_was_not_measured_does_not_fail_and_says_so() -> None:
     series.entropy_error.append(np.array([0.0]))
     report = {"steps": {"all": series.to_json()}, "answers": None, "pace": None}
     (found,) = check_limits({"answers_lost": 1.0}, report)
-    assert found.ok
-    assert found.to_json()["measured"] is None
+    assert found["ok"]
+    assert found["measured"] is None
 
 
 def test_marks_count_what_only_one_side_got_right() -> None:
