@@ -276,26 +276,22 @@ def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
 
 
 def _sampler(generation: Json) -> SamplerDefaults:
-    values = {
-        field.name: generation[field.name]
-        for field in fields(SamplerDefaults)
-        if generation.get(field.name) is not None
-    }
     sampler = generation.get("sampler_config") or {}
     _Fields(sampler, "sampler_config").only("_cls_name", "EntropyBoundSamplerConfig")
+    given = dict(generation)
     if sampler.get("entropy_bound") is not None:
-        values["entropy_bound"] = sampler["entropy_bound"]
-    where = _Fields(values, "generation_config.json")
-    base = SamplerDefaults()
-    return SamplerDefaults(
-        max_denoising_steps=where.size("max_denoising_steps", base.max_denoising_steps),
-        entropy_bound=where.number("entropy_bound", base.entropy_bound),
-        t_min=where.number("t_min", base.t_min),
-        t_max=where.number("t_max", base.t_max),
-        stability_threshold=where.size("stability_threshold", base.stability_threshold, least=0),
-        confidence_threshold=where.number("confidence_threshold", base.confidence_threshold),
-        max_new_tokens=where.size("max_new_tokens", base.max_new_tokens),
+        given["entropy_bound"] = sampler["entropy_bound"]
+    where = _Fields(
+        {name: value for name, value in given.items() if value is not None},
+        "generation_config.json",
     )
+    found: Json = {
+        name: where.size(name, default, least=int(name != "stability_threshold"))
+        if isinstance(default, int)
+        else where.number(name, default)
+        for name, default in asdict(SamplerDefaults()).items()
+    }
+    return SamplerDefaults(**found)
 
 
 def _check(model: ModelConfig) -> None:

@@ -11,7 +11,7 @@ import random
 import re
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,56 +70,40 @@ class Task(ABC):
         return prompt
 
 
-class Add(Task):
-    """``12+34=`` → ``46``"""
+@dataclass(frozen=True)
+class Sum(Task):
+    """``12+34=`` → ``46``, or ``12-34=`` → ``-22``"""
+
+    sign: str = "+"
 
     def draw(self, rng: random.Random) -> str:
-        return f"{_operand(rng)}+{_operand(rng)}="
+        return f"{_operand(rng)}{self.sign}{_operand(rng)}="
 
     def answer(self, prompt: str, rng: random.Random) -> str:
-        a, b = self.parse(prompt)
-        return str(int(a) + int(b))
+        a, b = map(int, self.parse(prompt))
+        return str(a + b if self.sign == "+" else a - b)
 
     def all_prompts(self) -> Iterator[str]:
-        return (f"{a}+{b}=" for a in range(100) for b in range(100))
+        return (f"{a}{self.sign}{b}=" for a in range(100) for b in range(100))
 
     def key(self, prompt: str) -> str:
+        if self.sign == "-":
+            return prompt
         a, b = sorted(self.parse(prompt))  # 34+12= would reveal the answer to 12+34=
         return f"{a}+{b}"
 
 
-class Subtract(Task):
-    """``12-34=`` → ``-22``"""
+@dataclass(frozen=True)
+class Word(Task):
+    """``reverse planet`` → ``tenalp``, or ``upper hello`` → ``HELLO``"""
+
+    change: Callable[[str], str] = str
 
     def draw(self, rng: random.Random) -> str:
-        return f"{_operand(rng)}-{_operand(rng)}="
+        return f"{self.name} {_word(rng)}"
 
     def answer(self, prompt: str, rng: random.Random) -> str:
-        a, b = self.parse(prompt)
-        return str(int(a) - int(b))
-
-    def all_prompts(self) -> Iterator[str]:
-        return (f"{a}-{b}=" for a in range(100) for b in range(100))
-
-
-class Reverse(Task):
-    """``reverse planet`` → ``tenalp``"""
-
-    def draw(self, rng: random.Random) -> str:
-        return f"reverse {_word(rng)}"
-
-    def answer(self, prompt: str, rng: random.Random) -> str:
-        return self.parse(prompt)[0][::-1]
-
-
-class Upper(Task):
-    """``upper hello`` → ``HELLO``"""
-
-    def draw(self, rng: random.Random) -> str:
-        return f"upper {_word(rng)}"
-
-    def answer(self, prompt: str, rng: random.Random) -> str:
-        return self.parse(prompt)[0].upper()
+        return self.change(self.parse(prompt)[0])
 
 
 class Sort(Task):
@@ -207,11 +191,11 @@ class Brackets(Task):
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Add("add", re.compile(r"(\d{1,2})\+(\d{1,2})=")),
-        Subtract("subtract", re.compile(r"(\d{1,2})-(\d{1,2})=")),
-        Reverse("reverse", re.compile(r"reverse ([a-z]+)")),
+        Sum("add", re.compile(r"(\d{1,2})\+(\d{1,2})=")),
+        Sum("subtract", re.compile(r"(\d{1,2})-(\d{1,2})="), sign="-"),
+        Word("reverse", re.compile(r"reverse ([a-z]+)"), change=lambda word: word[::-1]),
         Sort("sort", re.compile(r"sort (\d+)")),
-        Upper("upper", re.compile(r"upper ([a-z]+)")),
+        Word("upper", re.compile(r"upper ([a-z]+)"), change=str.upper),
         Count("count", re.compile(r"count (\d+) to (\d+)")),
         Shuffle("shuffle", re.compile(r"shuffle ([a-z]+)"), many_answers=True),
         # There are few bracket questions, so a larger share is held out.

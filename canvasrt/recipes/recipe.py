@@ -6,6 +6,7 @@ quality.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -147,23 +148,18 @@ class Recipe:
                 continue
             if name not in widths:
                 raise self._wrong(f"{name} cannot be quantized", _unquantizable(config)[name])
-            format = FORMATS[choice.format]
-            if not format.quantizes(name == TABLE):
-                fitting = [each.name for each in FORMATS.values() if each.quantizes(name == TABLE)]
+            format, width = FORMATS[choice.format], widths[name]
+            able = [each for each in FORMATS.values() if each.quantizes(name == TABLE)]
+            if format not in able:
                 raise self._wrong(
                     f"{name} cannot be quantized to {format.name}",
-                    f"give it the format {' or '.join(fitting)}, or exclude it",
+                    f"give it the format {' or '.join(each.name for each in able)}, or exclude it",
                 )
-            if not format.divides(widths[name]):
-                fitting = [
-                    each.name
-                    for each in FORMATS.values()
-                    if each.quantizes(name == TABLE) and each.divides(widths[name])
-                ]
+            if not format.divides(width):
+                fitting = " or ".join(each.name for each in able if each.divides(width))
                 raise self._wrong(
-                    f"{name} has rows of {widths[name]}, but {format.name} has {format.blocks_text}",
-                    "exclude it, or in a later rule give it a format that the target has:"
-                    f" {' or '.join(fitting)}",
+                    f"{name} has rows of {width}, but {format.name} has {format.blocks_text}",
+                    f"exclude it, or in a later rule give it a format that the target has: {fitting}",
                 )
             if name == TABLE and (choice.weights, choice.method) != ("per_tensor", "max"):
                 raise self._wrong(
@@ -315,15 +311,12 @@ def _calibration(found: Fields) -> CalibrationSettings:
 
 
 def _limits(found: Fields) -> Limits:
-    limits = Limits(
-        answers_lost=found.number("answers_lost", None, 0, 100),
-        steps_growth=found.number("steps_growth", None, 0),
-        kl_mean=found.number("kl_mean", None, 0),
-        kl_p99=found.number("kl_p99", None, 0),
-        argmax_agreement=found.number("argmax_agreement", None, 0, 1),
-    )
+    most = {"answers_lost": 100.0, "argmax_agreement": 1.0}
+    limits = {
+        name: found.number(name, None, 0, most.get(name, math.inf)) for name in asdict(Limits())
+    }
     found.finish()
-    return limits
+    return Limits(**limits)
 
 
 def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
