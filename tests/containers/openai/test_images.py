@@ -1,5 +1,5 @@
 """Images through the real server and clients give transformers' tokens. What the front end refuses itself is in
-test_messages.py."""
+test_refusals.py."""
 
 from __future__ import annotations
 
