@@ -174,16 +174,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"samples": 0}, "samples", "1 to 64"),
     ({"steps": 1000}, "steps", "1 to 48"),
     ({"layout": "x"}, "layout", "letters, bare"),
-    ({"input": []}, "input", "a list of messages"),
-    ({"input": [{"role": "x", "content": "a"}]}, "input[0].role", "give one of"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0].image_url.url",
-        "data URL",
-    ),
     ({"temperatures": {"choice": 0}}, "temperatures.choice", "0.01 to 100"),
     ({"temperatures": {"essay": 1.0}}, "temperatures.essay", "predicate, choice, score"),
-    ({"seed": -(2**63) - 1}, "seed", "greater than or equal to"),
 ]
 
 
@@ -199,20 +191,13 @@ def test_bad_input_is_named(
 
 
 def test_systemone_names_its_own_questions(front: FrontEnd) -> None:
-    long = {str(n): None for n in range(27)}
-    cases: list[tuple[Any, str]] = [
-        ({"type": "choice", "instructions": "?", "criteria": long}, "questions.mine.criteria"),
-        ({"type": "predicate", "instructions": "?"}, "questions.mine.type"),
-        (
-            {"type": "score", "instructions": "?", "criteria": ["a", "a"]},
-            "questions.mine.criteria[1]",
-        ),
-    ]
-    for question, param in cases:
-        body = {"model": "canvasrt", "state": STATE, "questions": {"mine": question}}
-        reply = httpx2.post(f"{front.url}/systemone", json=body, timeout=60)
-        assert reply.status_code == 400
-        assert reply.json()["error"]["param"] == param
+    question = {"type": "score", "instructions": "?", "criteria": ["a", "a"]}
+    body = {"model": "canvasrt", "state": STATE, "questions": {"mine": question}}
+    reply = httpx2.post(f"{front.url}/systemone", json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (
+        400,
+        "questions.mine.criteria[1]",
+    )
 
 
 def test_our_own_client_posts_decisions(front: FrontEnd, expected: list[dict[str, Any]]) -> None:

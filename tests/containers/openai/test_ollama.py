@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
 from canvasrt.containers.openai.ollama import _messages
@@ -90,49 +88,22 @@ def test_completions(client: Any, acting: Script) -> None:
     assert (short.response, short.done_reason) == ("Hell", "length")
 
 
-def test_copilot_takes_the_version_and_the_name(client: Any, acting_server: Served) -> None:
-    url = acting_server.front.url.removesuffix("/v1") + "/api/version"
-    with urllib.request.urlopen(url, timeout=30) as reply:
-        version = json.load(reply)["version"]
-    assert [int(each) for each in version.split(".")] >= [0, 6, 4]
-    assert client.show("canvasrt:latest").modelinfo["general.basename"] == "canvasrt"
-
-
-def test_models(client: Any) -> None:
+def test_models(client: Any, acting_server: Served) -> None:
     for listed in (client.list(), client.ps()):
         assert [each.model for each in listed.models] == ["canvasrt"]
-    assert "tools" in client.show("canvasrt").capabilities
+    shown = client.show("canvasrt:latest")
+    assert "tools" in shown.capabilities
+    # GitHub Copilot takes the name and the version.
+    assert shown.modelinfo["general.basename"] == "canvasrt"
+    version = httpx2.get(f"{acting_server.front.url.removesuffix('/v1')}/api/version").json()
+    assert [int(each) for each in version["version"].split(".")] >= [0, 6, 4]
     for loaded in (client.chat("canvasrt", []), client.generate("canvasrt")):
         assert (loaded.done, loaded.done_reason) == (True, "load")
     assert next(iter(client.generate("canvasrt", stream=True))).done
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", '"\\ud800"', "9" * 5000, "\xff"])
-@pytest.mark.parametrize("path", ["chat", "generate"])
-def test_what_is_no_json_object_is_the_callers_fault(
-    acting_server: Served, path: str, text: str
-) -> None:
-    url = acting_server.front.url.removesuffix("/v1") + f"/api/{path}"
-    for body in (text, f'{{"model": "canvasrt", "messages": {text}}}'):
-        data = body.encode("latin1")
-        headers = {"Content-Type": "application/json"}
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30)
-        assert refused.value.code == 400
-
-
-def test_errors_are_in_its_form(client: Any) -> None:
-    cases: list[tuple[int, str, dict[str, Any]]] = [
-        (404, "not found", {"model": "other"}),
-        (400, "repeat_penalty is not supported", {"options": {"repeat_penalty": 1.5}}),
-        (400, "mirostat is not supported", {"options": {"mirostat": 1}}),
-        (400, "exceed the context", {"messages": LONG, "options": {"num_predict": 32760}}),
-    ]
-    for status, says, fields in cases:
-        for stream in (False, True):
-            with pytest.raises(ollama.ResponseError, match=says) as error:
-                reply = client.chat(
-                    **{"model": "canvasrt", "messages": HELLO, **fields}, stream=stream
-                )
-                list(reply)
-            assert error.value.status_code == status
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_model_refuses_is_in_its_form(client: Any, stream: bool) -> None:
+    with pytest.raises(ollama.ResponseError, match="exceed the context") as error:
+        list(client.chat("canvasrt", LONG, options={"num_predict": 32760}, stream=stream))
+    assert error.value.status_code == 400

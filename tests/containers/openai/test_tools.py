@@ -115,9 +115,6 @@ def test_only_the_first_call_without_parallel_calls(ask):
     assert [call.function.name for call in message.tool_calls] == ["weather"]
 
 
-NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
 def test_tools_are_off_when_the_caller_says_so(ask):
     with_tools = ask("plain", tools=[WEATHER])
     without = ask("plain", tools=[WEATHER], tool_choice="none")
@@ -125,35 +122,6 @@ def test_tools_are_off_when_the_caller_says_so(ask):
     assert without.usage.prompt_tokens < with_tools.usage.prompt_tokens
     message = ask("calls", tools=[WEATHER], tool_choice="none").choices[0].message
     assert message.tool_calls is None
-
-
-def test_an_agent_of_langchain(acting_server: Served, acting: Script):
-    """The model calls the tool, the framework runs it, and the model answers with the result."""
-    openai = pytest.importorskip("langchain_openai")
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
-
-    @tool
-    def weather(city: str, days: int) -> str:
-        """The weather of a city."""
-        return f"sunny in {city} for {days} days"
-
-    model = openai.ChatOpenAI(
-        base_url=acting_server.front.url,
-        api_key="none",
-        model="canvasrt",
-        extra_body=acting.choose("calls"),
-        max_retries=0,
-    ).bind_tools([weather])
-    chat: list[Any] = [HumanMessage("How is Paris?")]
-    chat.append(model.invoke(chat))
-    (call,) = chat[-1].tool_calls
-    assert (call["name"], call["args"]) == ("weather", {"city": "Paris", "days": 2})
-    result = weather.invoke(call)
-    assert isinstance(result, ToolMessage)
-    assert result.content == "sunny in Paris for 2 days"
-    streamed = list(model.stream([*chat, result]))
-    assert "".join(each.text for each in streamed) == "It is sunny in Paris."
 
 
 CHATS: dict[str, list[dict[str, Any]]] = {
@@ -241,41 +209,6 @@ def test_what_is_sent_is_what_the_template_gets(ask):
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     answer = ask("calls", sent, tools=[WEATHER], reasoning_effort="low")
     assert answer.usage.prompt_tokens == len(reference.encode(text, add_special_tokens=False))
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown name": (
-        {"tools": [CLOCK], "tool_choice": NAMED},
-        "tool_choice",
-    ),
-    "twice the same": ({"tools": [CLOCK, CLOCK]}, "tools"),
-    "a bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-    "the template's own variable": (
-        {"extra_body": {"chat_template_kwargs": {"messages": []}}},
-        "chat_template_kwargs.messages",
-    ),
-    "arguments that are no object": (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "1"}}
-                    ],
-                }
-            ]
-        },
-        "messages[0].tool_calls[0].function.arguments",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "param"), REFUSED.values(), ids=REFUSED)
-def test_wrong_use_is_refused_by_name(ask, options: dict[str, Any], param: str):
-    options = dict(options)
-    with pytest.raises(BadRequestError) as error:
-        ask("plain", options.pop("messages", HELLO), **options)
-    assert str(error.value.body["param"]).startswith(param)
 
 
 def test_a_template_without_thoughts_refuses_them_but_ignores_their_effort(openai: OpenAI):
