@@ -137,6 +137,8 @@ def test_whole_numbers_may_have_a_point() -> None:
     read = read_body(CompletionRequest, json.dumps({"prompt": "1", **floats}).encode())
     assert all(type(getattr(read, name)) is int for name in floats)
     assert {name: getattr(read, name) for name in floats} == floats
+    negative = read_body(CompletionRequest, b'{"prompt": "1", "seed": -5}')
+    assert negative.seed == 2**64 - 5
     options = {"num_predict": 0, "seed": 3.0, "top_k": 4.0}  # 0: no limit
     fields = json.dumps({"prompt": "1", "options": options}).encode()
     asked = ollama.generate(read_body(ollama.OllamaPrompt, fields))
@@ -239,6 +241,20 @@ def test_a_response_that_fails_at_once_begins_like_others() -> None:
     kinds = [each["type"] for each in reply.failed(ApiError(503, "no"))]
     assert kinds == ["response.created", "response.in_progress", "response.failed"]
     assert [each["type"] for each in reply.failed(ApiError(503, "no"))] == ["response.failed"]
+
+
+def test_parts_and_roles_become_the_template_s() -> None:
+    parts = [{"type": "text", "text": "12"}, {"type": "text", "text": "+3="}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "15", "refusal": None, "tool_calls": None},
+    ]
+    assert read_messages(messages).messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "12+3="},
+        {"role": "assistant", "content": "15"},
+    ]
 
 
 @pytest.mark.parametrize("detail", ["auto", "low", "high", "original", None])

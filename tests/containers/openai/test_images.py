@@ -25,9 +25,10 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import read_picture
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.containers.openai.conftest import save_with_gemmas_words
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Reference
-from tests.helpers.scripted import Served, client_of, core, gemma_template, serving
+from tests.helpers.scripted import Served, client_of, core, serving
 from tests.helpers.serving import needs_triton
 
 pytestmark = [needs_triton, pytest.mark.acceptance]
@@ -59,18 +60,10 @@ def sighted(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iter
     from tests.helpers.random_models import random_model
 
     folder = tmp_path_factory.mktemp("sighted")
-    tokenizer = core()
-    shape = {"vocab_size": tokenizer.get_vocab_size(), "num_hidden_layers": 2}
+    shape = {"vocab_size": core().get_vocab_size(), "num_hidden_layers": 2}
     shape |= {"layer_types": ["sliding_attention", "full_attention"]}
-    model = random_model(shape, canvas=32, vision={"patch_size": 16})
-    model.config.boi_token_id = tokenizer.token_to_id("<|image>")
-    model.config.image_token_id = tokenizer.token_to_id("<|image|>")
-    model.config.eoi_token_id = tokenizer.token_to_id("<image|>")
     checkpoint = folder / "checkpoint"
-    model.save_pretrained(checkpoint)
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
-    (checkpoint / "chat_template.jinja").write_text(gemma_template())
+    save_with_gemmas_words(random_model(shape, canvas=32, vision={"patch_size": 16}), checkpoint)
     bundle = export_graphs(checkpoint, folder / "graphs")
     loaded = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
     with serving(bundle) as served, client_of(served) as client:

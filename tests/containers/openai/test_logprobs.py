@@ -16,74 +16,48 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.serving import Local, needs_triton
 
 pytestmark = needs_triton
-CHAT = [{"role": "user", "content": "12+34="}]
-OPTIONS = {"seed": 3, "max_denoising_steps": 4}
+CHAT: Any = [{"role": "user", "content": "12+34="}]
+FEW: Any = {"max_denoising_steps": 4}
 
 
-def test_chats_have_them(openai: OpenAI, local: Local) -> None:
-    expected = local("12+34=", logprobs=True, top_logprobs=2, max_new_tokens=20, **OPTIONS)
-    reply = openai.chat.completions.create(
-        model="canvasrt",
-        messages=CHAT,  # type: ignore[arg-type]
-        max_tokens=20,
-        logprobs=True,
-        top_logprobs=2,
-        seed=3,
-        extra_body={"max_denoising_steps": 4},
-    )
-    content = reply.choices[0].logprobs.content  # type: ignore[union-attr]
-    assert content
-    found = [each.logprob for each in content]
-    assert found == pytest.approx([each.logprob for each in expected.logprobs][: len(found)])
-    assert len(found) >= len(expected.token_ids) - 1
-    for ours, theirs in zip(content, expected.logprobs, strict=False):
+def chat(openai: OpenAI, **more: Any) -> Any:
+    asked = {"max_tokens": 20, "logprobs": True, "top_logprobs": 2, "seed": 3, "extra_body": FEW}
+    return openai.chat.completions.create(model="canvasrt", messages=CHAT, **{**asked, **more})
+
+
+def test_chats_and_triton_have_the_runtime_s(openai: OpenAI, http: Client, local: Local) -> None:
+    options = {"max_new_tokens": 20, "logprobs": True, "top_logprobs": 2, "seed": 3, **FEW}
+    expected = local("12+34=", **options).logprobs
+    answer = http.infer({"prompt": "12+34=", **options})
+    shown = json.loads(answer.logprobs)
+    assert [each["token_id"] for each in shown] == answer.token_ids
+    content = chat(openai).choices[0].logprobs.content
+    assert len(content) >= len(expected) - 1  # without the end's
+    for ours, tritons, theirs in zip(content, shown, expected, strict=False):
+        assert ours.logprob == tritons["logprob"] == pytest.approx(theirs.logprob)
         assert [each.logprob for each in ours.top_logprobs] == pytest.approx(
             [logprob for _, logprob in theirs.top]
         )
-    stream = openai.chat.completions.create(
-        model="canvasrt",
-        messages=CHAT,  # type: ignore[arg-type]
-        max_tokens=20,
-        logprobs=True,
-        seed=3,
-        stream=True,
-        extra_body={"max_denoising_steps": 4},
-    )
-    streamed = []
-    for chunk in stream:
-        for choice in chunk.choices:
-            if choice.logprobs and choice.logprobs.content:
-                streamed += [each.logprob for each in choice.logprobs.content]
-    assert streamed == found
+    choices = [choice for chunk in chat(openai, stream=True) for choice in chunk.choices]
+    assert [
+        score for each in choices if each.logprobs for score in each.logprobs.content
+    ] == content
 
 
-def test_completions_have_them(openai: OpenAI) -> None:
-    reply = openai.completions.create(
-        model="canvasrt",
-        prompt="12+34=",
-        max_tokens=12,
-        logprobs=3,
-        seed=3,
-        extra_body={"max_denoising_steps": 4},
-    )
-    found = reply.choices[0].logprobs
-    assert found is not None
-    assert found.tokens
-    assert found.token_logprobs
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset or [])
-    assert all(len(each) == 3 for each in found.top_logprobs or [])
-
-
-def test_offsets_count_from_the_beginning_of_a_stream(openai: OpenAI) -> None:
-    asked: Any = {"prompt": "12+34=", "logprobs": 1, "max_tokens": 64, "seed": 3, "n": 2}
-    asked |= {"model": "canvasrt", "extra_body": {"max_denoising_steps": 4, "ignore_eos": True}}
+def test_completions_have_them_and_their_offsets(openai: OpenAI) -> None:
+    """In a stream, offsets count from the beginning of the answer."""
+    asked: Any = {"prompt": "12+34=", "logprobs": 3, "max_tokens": 64, "seed": 3, "n": 2}
+    asked |= {"model": "canvasrt", "extra_body": {**FEW, "ignore_eos": True}}
     whole = [each.logprobs for each in openai.completions.create(**asked).choices]
+    for found in whole:
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) > 0
+        assert all(len(each) == 3 for each in found.top_logprobs)
     streamed: list[list[int]] = [[], []]
     for chunk in openai.completions.create(**asked, stream=True):
         for choice in chunk.choices:
             if choice.logprobs is not None:
                 streamed[choice.index] += choice.logprobs.text_offset or ()
-    assert streamed == [each.text_offset for each in whole if each is not None]
+    assert streamed == [each.text_offset for each in whole]
 
 
 def test_an_echo_begins_with_the_prompt_and_its_scores(
@@ -135,20 +109,12 @@ def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
 
     def ask(**more: Any) -> list[dict[int, float]]:
         own = {"logprob_token_ids": [four, six], "return_tokens_as_token_ids": True}
-        reply = openai.chat.completions.create(
-            model="canvasrt",
-            messages=CHAT,  # type: ignore[arg-type]
-            max_tokens=3,
-            logprobs=True,
-            top_logprobs=20,
-            extra_body=own | {"vllm_xargs": read | more},
-        )
-        assert reply.choices[0].finish_reason == "length"
-        content = reply.choices[0].logprobs.content  # type: ignore[union-attr]
-        assert len(content or ()) == 3
+        extra = own | {"vllm_xargs": read | more}
+        (choice,) = chat(openai, max_tokens=3, top_logprobs=20, extra_body=extra).choices
+        assert (choice.finish_reason, len(choice.logprobs.content)) == ("length", 3)
         return [
             {int(top.token.removeprefix("token_id:")): top.logprob for top in each.top_logprobs}
-            for each in content or ()
+            for each in choice.logprobs.content
         ]
 
     free, constrained = ask(), ask(diffusion_constrained=True)
@@ -158,21 +124,10 @@ def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
         assert other[four] - other[six] == pytest.approx(one[four] - one[six], abs=1e-4)
 
 
-def test_triton_has_them(http: Client, local: Local) -> None:
-    answer = http.infer({"prompt": "12+34=", "logprobs": True, "max_new_tokens": 8, **OPTIONS})
-    expected = local("12+34=", logprobs=True, max_new_tokens=8, **OPTIONS)
-    shown = json.loads(answer.logprobs)
-    assert [each["token_id"] for each in shown] == answer.token_ids
-    assert [each["logprob"] for each in shown] == pytest.approx(
-        [each.logprob for each in expected.logprobs]
-    )
-    assert http.infer({"prompt": "12+34=", "max_new_tokens": 8, **OPTIONS}).logprobs == ""
-
-
 @pytest.mark.parametrize("way", ["chat", "generate", "raw"])
 def test_ollama_has_them_in_its_form(front: FrontEnd, openai: OpenAI, way: str) -> None:
     ollama = pytest.importorskip("ollama").Client(host=front.url.removesuffix("/v1"))
-    options = {**OPTIONS, "num_predict": 20}
+    options = {**FEW, "seed": 3, "num_predict": 20}
     asked = {"model": "canvasrt", "options": options, "logprobs": True, "top_logprobs": 2}
     if way == "chat":
         ask = partial(ollama.chat, messages=CHAT, **asked)
@@ -183,13 +138,5 @@ def test_ollama_has_them_in_its_form(front: FrontEnd, openai: OpenAI, way: str) 
     assert all(len(each.top_logprobs) == 2 for each in told)
     assert [score for line in ask(stream=True) for score in line.logprobs or []] == told
     if way != "raw":
-        same = openai.chat.completions.create(
-            model="canvasrt",
-            messages=CHAT,  # type: ignore[arg-type]
-            max_tokens=20,
-            logprobs=True,
-            seed=3,
-            extra_body={"max_denoising_steps": 4},
-        )
-        expected = same.choices[0].logprobs.content  # type: ignore[union-attr]
-        assert [each.logprob for each in told] == [each.logprob for each in expected or ()]
+        expected = chat(openai).choices[0].logprobs.content
+        assert [each.logprob for each in told] == [each.logprob for each in expected]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
+from canvasrt import __version__
 from tests.helpers.alone import lone_front
 
 
@@ -18,6 +19,10 @@ def front() -> Iterator[TestClient]:
 
 def test_probes_of_other_servers(front: TestClient) -> None:
     assert front.get("/version").json().keys() == {"version"}
+    assert front.get("/v1/version").json()["release"] == __version__
+    assert front.get("/v1/metadata").json()["modelInfo"][0]["shortName"] == "canvasrt"
+    assert front.get("/v1/license").json()["name"] == "Apache-2.0"
+    assert front.get("/v1/health/live").json()["status"] == "live"
     assert "canvasrt_openai_requests_total" in front.get("/metrics").text
     for path in ("/health", "/ping"):
         assert front.get(path).status_code == 503  # there is no model

@@ -23,9 +23,10 @@ from canvasrt.export.graphs import export_graphs
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.tool_grammar import call_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.containers.openai.conftest import save_with_gemmas_words
 from tests.helpers.quantized_checkpoints import SMALL, without_vision
 from tests.helpers.random_models import random_model
-from tests.helpers.scripted import client_of, core, gemma_template, serving
+from tests.helpers.scripted import client_of, core, serving
 from tests.helpers.serving import needs_triton
 
 pytestmark = needs_triton
@@ -61,21 +62,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """The real client of a server whose model is random, with Gemma's tokens and template."""
     folder = tmp_path_factory.mktemp("agent")
     checkpoint, tokenizer = folder / "checkpoint", core()
-    random_model({**SMALL, "vocab_size": tokenizer.get_vocab_size()}, canvas=64).save_pretrained(
-        checkpoint
-    )
+    model = random_model({**SMALL, "vocab_size": tokenizer.get_vocab_size()}, canvas=64)
+    save_with_gemmas_words(model, checkpoint)
     without_vision(checkpoint)
-    ids = {name: tokenizer.token_to_id(name) for name in ("<|image>", "<|image|>", "<image|>")}
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= dict(
-        zip(("boi_token_id", "image_token_id", "eoi_token_id"), ids.values(), strict=True)
-    )
-    (checkpoint / "config.json").write_text(json.dumps(config))
     ends = [tokenizer.token_to_id(each) for each in ("<eos>", "<turn|>", "<|tool_response>")]
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
-    (checkpoint / "chat_template.jinja").write_text(gemma_template())
     export_graphs(str(checkpoint), folder / "graphs")
     with serving(load_bundle(folder / "graphs", check=False)) as served, client_of(served) as made:
         yield made
@@ -96,23 +87,20 @@ def valid(calls: Any) -> int:
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("strict", [None, True])
-def test_a_named_tool(client: OpenAI, seed: int, strict: bool | None) -> None:
+def test_a_named_tool(client: OpenAI, strict: bool | None) -> None:
     tools = [tool("lamp"), tool("weather", strict=strict)]
-    choice = ask(client, tools=tools, tool_choice=NAMED, seed=seed)
+    choice = ask(client, tools=tools, tool_choice=NAMED)
     (call,) = choice.message.tool_calls
     assert call.function.name == "weather"
     assert valid([call])
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_required_tool(client: OpenAI, seed: int, parallel: bool) -> None:
-    tools = [tool("lamp"), tool("weather")]
+def test_a_required_tool(client: OpenAI, parallel: bool) -> None:
     options: Any = {"tool_choice": "required", "parallel_tool_calls": parallel}
-    choice = ask(client, tools=tools, seed=seed, **options)
+    choice = ask(client, tools=[tool("lamp"), tool("weather")], **options)
     count = valid(choice.message.tool_calls)
     assert count == 1 if not parallel else count >= 1
     assert choice.message.content is None
@@ -151,20 +139,6 @@ class Lamp(BaseModel):
     on: bool
 
 
-def test_the_parse_helper(client: OpenAI) -> None:
-    reply = client.chat.completions.parse(
-        model="canvasrt",
-        messages=HELLO,
-        tools=[pydantic_function_tool(Lamp, name="lamp")],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=256,
-        extra_body=FEW,
-    )
-    (call,) = reply.choices[0].message.tool_calls or ()
-    assert isinstance(call.function.parsed_arguments, Lamp)
-
-
 def test_the_streaming_helper(client: OpenAI) -> None:
     with client.chat.completions.stream(
         model="canvasrt",
@@ -196,29 +170,26 @@ def test_every_token_that_ends_an_answer_counts(client: OpenAI) -> None:
     assert len(choice.message.tool_calls) == 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_strict_tool_that_may_be_called(client: OpenAI, seed: int) -> None:
+def test_a_strict_tool_that_may_be_called(client: OpenAI) -> None:
     """A bias makes the model open a call; what follows is up to the grammar."""
     extra = {**FEW, "logit_bias": {OPENING: 40}}
-    choice = ask(client, tools=[tool("weather", strict=True)], seed=seed, extra_body=extra)
-    assert valid(choice.message.tool_calls)
-    extra["logit_bias"] = {OPENING: -100}
     tools = [tool("weather", strict=True)]
-    free = ask(client, tools=tools, seed=seed, extra_body=extra)
+    assert valid(ask(client, tools=tools, extra_body=extra).message.tool_calls)
+    extra["logit_bias"] = {OPENING: -100}
+    free = ask(client, tools=tools, extra_body=extra)
     assert not free.message.tool_calls
     assert free.message.content
     extra["logit_bias"][str(core().token_to_id("<turn|>"))] = -100
-    endless = ask(client, tools=tools, seed=seed, extra_body=extra, max_tokens=20)
+    endless = ask(client, tools=tools, extra_body=extra, max_tokens=20)
     assert endless.finish_reason == "length"
 
 
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FLAG}}
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_an_answer_of_a_format_or_a_call(client: OpenAI, seed: int) -> None:
+def test_an_answer_of_a_format_or_a_call(client: OpenAI) -> None:
     """A bias decides whether the model opens a call."""
-    asked: Any = {"tools": [tool("weather", strict=True)], "response_format": FORM, "seed": seed}
+    asked: Any = {"tools": [tool("weather", strict=True)], "response_format": FORM}
     called = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: 40}})
     assert valid(called.message.tool_calls)
     free = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: -100}})
@@ -284,17 +255,9 @@ def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -
     body = {"model": "m", "messages": HELLO, "tool_choice": choice}
     request = ChatRequest(**body, tools=[tool("weather", strict=strict)])
     assert (tools_grammar(request) is not None) == enforced
-    request.messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
-    assert (tools_grammar(request) is not None) == enforced
-
-
-def test_plain_text_is_no_format() -> None:
-    body = {"messages": HELLO, "tools": [tool("weather", strict=True)]}
-    asked = [
-        chat_generation(ChatRequest(**body, **each))
-        for each in ({}, {"response_format": {"type": "text"}})
-    ]
-    assert asked[0].options["grammar"] == asked[1].options["grammar"]
+    inputs = chat_generation(request).options
+    request.response_format = {"type": "text"}  # is no format
+    assert chat_generation(request).options == inputs
 
 
 def test_only_allowed_tools_may_be_called() -> None:
@@ -313,57 +276,45 @@ def test_only_allowed_tools_may_be_called() -> None:
     assert set(schemas(request) or ()) == {"weather"}
 
 
-@pytest.mark.parametrize(
-    ("begun", "text", "fits"),
-    [
-        ("name", '{"on":true}<tool_call|>', True),
-        ("name", '{"on":1}<tool_call|>', False),
-        ("call", 'lamp{"on":false}<tool_call|><|tool_call>call:lamp{"on":true}<tool_call|>', True),
-        ("call", 'light{"on":false}<tool_call|>', False),
-        ("nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>', True),
-        ("nothing", "<|channel>thought\nso<channel|>Just text, call:lamp{} and all", True),
-        ("nothing", "Hm.<|tool_call>lamp", False),
-        ("nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>more', False),
-    ],
-)
-def test_the_grammar(begun: str, text: str, fits: bool) -> None:
-    assert accepts(core(), begun, text) == fits
+LAMP = 'call:lamp{"on":true}<tool_call|>'
+TWO = 'lamp{"on":false}<tool_call|><|tool_call>' + LAMP
 
 
 @pytest.mark.parametrize(
-    ("text", "fits"),
+    ("begun", "text", "answer", "fits"),
     [
-        ('{"on":true}', True),
-        ('<|tool_call>call:lamp{"on":true}<tool_call|>', True),
-        ('{"on":true}<|tool_call>call:lamp{"on":true}<tool_call|>', False),
-        ("Hm.", False),
+        ("name", '{"on":true}<tool_call|>', None, True),
+        ("name", '{"on":1}<tool_call|>', None, False),
+        ("call", TWO, None, True),
+        ("call", 'light{"on":false}<tool_call|>', None, False),
+        ("nothing", f"Hm.<|tool_call>{LAMP}", None, True),
+        ("nothing", "<|channel>thought\nso<channel|>Just text, call:lamp{} and all", None, True),
+        ("nothing", "Hm.<|tool_call>lamp", None, False),
+        ("nothing", f"Hm.<|tool_call>{LAMP}more", None, False),
+        ("nothing", '{"on":true}', FLAG, True),
+        ("nothing", f"<|tool_call>{LAMP}", FLAG, True),
+        ("nothing", f'{{"on":true}}<|tool_call>{LAMP}', FLAG, False),
+        ("nothing", "Hm.", FLAG, False),
     ],
 )
-def test_the_grammar_of_a_format(text: str, fits: bool) -> None:
-    assert accepts(core(), "nothing", text, FLAG) == fits
+def test_the_grammar(begun: str, text: str, answer: Any, fits: bool) -> None:
+    assert accepts(core(), begun, text, answer) == fits
 
 
 def test_the_demo_calls_without_thoughts() -> None:
     demo = Core.from_file(str(DEMO_FOLDER / "checkpoint" / "tokenizer.json"))
-    assert accepts(demo, "nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>')
+    assert accepts(demo, "nothing", f"Hm.<|tool_call>{LAMP}")
     assert not accepts(demo, "nothing", "Hm.<|tool_call>call:lamp{}<tool_call|>")
 
 
 def accepts(core: Core, begun: str, text: str, answer: Any = None) -> bool:
     """Whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
+    spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
+    grammar = call_grammar({**spec, "answer": answer}, tokenizer)
     control = frozenset(core.get_added_tokens_decoder())
-    spec: dict[str, Any] = {
-        "tools": {"lamp": FLAG},
-        "begun": begun,
-        "parallel": True,
-        "strict": True,
-    }
-    spec["answer"] = answer
     words = Vocabulary(tokenizer, core.get_vocab_size(), (1,), control)
-    state = compile_grammar(
-        {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}, words, "grammar"
-    )
+    state = compile_grammar({"type": "grammar", "grammar": grammar}, words, "grammar")
     for token in tokenizer.encode(text, False):
         if token not in state.allowed():
             return False
