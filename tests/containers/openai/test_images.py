@@ -178,19 +178,14 @@ def test_decisions_see_too(sighted: Sighted) -> None:
         {"type": "input_text", "text": "Look."},
     ]
 
-    def decide(content: list[Any]) -> Any:
-        return sighted.client.decisions.create(
-            model="canvasrt",
-            input=[{"role": "user", "content": content}],
-            questions=questions,
-            extra_body={"seed": 3, "image_tokens": 70},
-        )
-
-    reply = decide(content)
+    reply = sighted.client.decisions.create(
+        model="canvasrt",
+        input=[{"role": "user", "content": content}],
+        questions=questions,
+        extra_body={"seed": 3, "image_tokens": 70},
+    )
     assert [answer.to_dict() for answer in reply.answers] == expected
     assert reply.usage.input_tokens == len(result.prompt_token_ids) > 60
-    other = decide([{**content[0], "image_url": url(noise(90, 70, 1))}, content[1]])
-    assert other.answers[0].probability != expected[0]["probability"]
     inputs: dict[str, Any] = {
         "messages": json.dumps(chat),
         "images": [png(image)],
@@ -235,21 +230,28 @@ def test_budgets(sighted: Sighted) -> None:
 
 
 GOOD = part(noise(20, 20))
-REFUSED: dict[str, tuple[list[Any], str]] = {
-    "not an image": (
-        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}],
-        "nsupported image format",
-    ),
-    "too many": ([GOOD] * 40, "exceed the context"),
-}
+TEXT_FILE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+ASKED = {"questions": [{"type": "predicate", "instructions": "?"}]}
 
 
-@pytest.mark.parametrize(("content", "says"), REFUSED.values(), ids=REFUSED)
-def test_wrong_images_are_refused(sighted: Sighted, content: list[Any], says: str) -> None:
-    messages: Any = [{"role": "user", "content": content}]
+@pytest.mark.parametrize(
+    ("path", "content", "says"),
+    [
+        ("chat/completions", [TEXT_FILE], "nsupported image format"),
+        ("chat/completions", [GOOD] * 40, "exceed the context"),
+        ("decisions", [TEXT_FILE], "nsupported image format"),
+        ("decisions", [part(noise(4, 900))], "closer to a square"),
+    ],
+)
+def test_wrong_images_are_refused(
+    sighted: Sighted, path: str, content: list[Any], says: str
+) -> None:
+    field = "input" if path == "decisions" else "messages"
+    body = {"model": "canvasrt", field: [{"role": "user", "content": content}]}
+    body |= ASKED if path == "decisions" else {}
     with pytest.raises(BadRequestError, match=says) as error:
-        sighted.client.chat.completions.create(model="canvasrt", messages=messages, max_tokens=8)
-    assert error.value.body["param"] == "messages"
+        sighted.client.post(f"/{path}", body=body, cast_to=object)
+    assert error.value.body["param"] == field
 
 
 def test_the_image_token_s_spelling_is_no_image(sighted: Sighted) -> None:
@@ -260,31 +262,7 @@ def test_the_image_token_s_spelling_is_no_image(sighted: Sighted) -> None:
     assert answer.usage.prompt_tokens > 0
 
 
-def test_a_decision_s_bad_image_is_in_its_input(sighted: Sighted) -> None:
-    for shown, says in (
-        (b"no image", "nsupported image format"),
-        (noise(4, 900), "closer to a square"),
-    ):
-        data = shown if isinstance(shown, bytes) else png(shown)
-        url = "data:image/png;base64," + base64.b64encode(data).decode()
-        content = [{"type": "input_image", "image_url": url}]
-        body = {
-            "model": "canvasrt",
-            "input": [{"role": "user", "content": content}],
-            "questions": [{"type": "predicate", "instructions": "?"}],
-        }
-        with pytest.raises(BadRequestError) as error:
-            sighted.client.post("/decisions", body=body, cast_to=object)
-        assert error.value.body["param"] == "input"
-        assert says in error.value.message
-
-
-def test_a_blind_template_refuses_images(openai: OpenAI, grpc: Client) -> None:
-    """The demo's model has a tower, but its template writes no images."""
-    with pytest.raises(BadRequestError, match="the chat template wrote 0"):
-        openai.chat.completions.create(
-            model="canvasrt", messages=[{"role": "user", "content": [GOOD]}]
-        )
+def test_tritons_budgets_are_one_per_image(grpc: Client) -> None:
     with pytest.raises(CanvasError, match="2 numbers, but the request has 1 images"):
         grpc.infer({"prompt": "a", "images": [png(noise(9, 9))], "image_tokens": [70, 70]})
 
