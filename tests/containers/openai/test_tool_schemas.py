@@ -23,10 +23,9 @@ from canvasrt.export.graphs import export_graphs
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.tool_grammar import call_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
-from tests.containers.openai.conftest import save_with_gemmas_words
 from tests.helpers.quantized_checkpoints import SMALL, without_vision
 from tests.helpers.random_models import random_model
-from tests.helpers.scripted import client_of, core, serving
+from tests.helpers.scripted import client_of, core, gemma_template, serving
 from tests.helpers.serving import needs_triton
 
 pytestmark = needs_triton
@@ -63,10 +62,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     folder = tmp_path_factory.mktemp("agent")
     checkpoint, tokenizer = folder / "checkpoint", core()
     model = random_model({**SMALL, "vocab_size": tokenizer.get_vocab_size()}, canvas=64)
-    save_with_gemmas_words(model, checkpoint)
+    for name, token in {"boi": "<|image>", "image": "<|image|>", "eoi": "<image|>"}.items():
+        setattr(model.config, f"{name}_token_id", tokenizer.token_to_id(token))
+    model.save_pretrained(checkpoint)
     without_vision(checkpoint)
     ends = [tokenizer.token_to_id(each) for each in ("<eos>", "<turn|>", "<|tool_response>")]
     (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
+    (checkpoint / "chat_template.jinja").write_text(gemma_template())
     export_graphs(str(checkpoint), folder / "graphs")
     with serving(load_bundle(folder / "graphs", check=False)) as served, client_of(served) as made:
         yield made

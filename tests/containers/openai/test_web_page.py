@@ -111,7 +111,7 @@ def test_a_wrong_setting_is_explained(front: FrontEnd, visit: Any) -> None:
 
 
 def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
-    options = replace(FrontOptions(port=0), keys=("open-sesame",))
+    options = FrontOptions(port=0, keys=("open-sesame",), about={"vision": True})
     with FrontEnd.over(server, options) as guarded:
         page = visit(guarded)
         sync_api.expect(page.locator("#state")).to_have_text("this server needs an API key")
@@ -124,6 +124,7 @@ def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
         }""")
         sync_api.expect(page.locator("#f-total")).not_to_have_text("–")
         assert page.inner_text("#f-steps") != "–"
+        assert page.locator("#attach").is_visible()
 
 
 def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None:
