@@ -164,39 +164,39 @@ def test_an_archive_of_more_than_the_signed_image_is_refused(
         verify_image(archive, keys[1])
 
 
-def test_another_key_is_refused(image: Image, signed: Path, tmp_path: Path) -> None:
-    _, other = write_keys(tmp_path, "other")
+def edited(envelope: dict[str, Any], how: str) -> dict[str, Any]:
+    if how == "payload":
+        statement = base64.b64decode(envelope["payload"]).replace(b"triton:1", b"triton:2")
+        return {**envelope, "payload": base64.b64encode(statement).decode()}
+    if how == "signature":
+        forged = {**envelope["signatures"][0], "sig": base64.b64encode(bytes(64)).decode()}
+        return {**envelope, "signatures": [forged]}
+    return {**envelope, **({"payloadType": "text/plain"} if how == "type" else {"signatures": []})}
+
+
+@pytest.mark.parametrize("how", ["payload", "type", "signature", "none"])
+def test_an_edited_attestation_is_refused(image: Image, signed: Path, keys: Keys, how: str) -> None:
+    signed.write_text(json.dumps(edited(json.loads(signed.read_text()), how)))
     with pytest.raises(CanvasError, match="is not signed by"):
-        check_attestation(image.path, image.digest, other)
+        check_attestation(image.path, image.digest, keys[1])
 
 
-def test_another_image_is_refused(signed: Path, keys: Keys, tmp_path: Path) -> None:
-    other = write(tmp_path / "other", b"two")
+def test_what_does_not_attest_an_image_is_refused(
+    image: Image, signed: Path, keys: Keys, tmp_path: Path
+) -> None:
+    _, other_key = write_keys(tmp_path, "other")
+    with pytest.raises(CanvasError, match="is not signed by"):
+        check_attestation(image.path, image.digest, other_key)
+    other = write(tmp_path / "another", b"two")
+    with pytest.raises(CanvasError, match="is not signed"):
+        check_attestation(other.path, other.digest, keys[1])
     attestation_of(other.path).write_text(signed.read_text())
     with pytest.raises(CanvasError, match="is about another image"):
         check_attestation(other.path, other.digest, keys[1])
-
-
-@pytest.mark.parametrize("how", ["payload", "type", "signature", "none", "json", "empty"])
-def test_an_edited_attestation_is_refused(image: Image, signed: Path, keys: Keys, how: str) -> None:
-    envelope = json.loads(signed.read_text())
-    if how == "payload":
-        statement = base64.b64decode(envelope["payload"]).replace(b"triton:1", b"triton:2")
-        envelope["payload"] = base64.b64encode(statement).decode()
-    elif how == "type":
-        envelope["payloadType"] = "text/plain"
-    elif how == "signature":
-        envelope["signatures"][0]["sig"] = base64.b64encode(bytes(64)).decode()
-    elif how == "none":
-        envelope["signatures"] = []
-    signed.write_text({"json": "{", "empty": ""}.get(how, json.dumps(envelope)))
-    with pytest.raises(CanvasError, match=r"is not signed by|is about another image"):
-        check_attestation(image.path, image.digest, keys[1])
-
-
-def test_an_unsigned_image_is_refused(image: Image, keys: Keys) -> None:
-    with pytest.raises(CanvasError, match="is not signed"):
-        check_attestation(image.path, image.digest, keys[1])
+    for text, said in (("{", "is not signed by"), ("", "is about another image")):
+        signed.write_text(text)
+        with pytest.raises(CanvasError, match=said):
+            check_attestation(image.path, image.digest, keys[1])
 
 
 def test_other_kinds_of_key_and_a_password(

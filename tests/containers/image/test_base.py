@@ -100,13 +100,6 @@ def copy(base: Path, out: Path) -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize("which", ["layers", "config"])
 def test_a_digest_that_is_none_is_refused_by_name(base: Path, tmp_path: Path, which, digest):
-    # The file to which the digest leads exists, so that only the digest is wrong.
-    for place in (base / "blobs", base / "blobs" / "sha256"):
-        target = place / str(digest).replace(":", "/")
-        if str(digest) and not target.exists() and base.parent in target.resolve().parents:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(b"x" * 10)
-
     def change(manifest: dict[str, Any], _: Any) -> None:
         entry = manifest["config"] if which == "config" else manifest["layers"][0]
         entry["digest"] = digest
@@ -114,12 +107,9 @@ def test_a_digest_that_is_none_is_refused_by_name(base: Path, tmp_path: Path, wh
             entry["size"] = 10
 
     edit(base, change)
-    before = {path for path in tmp_path.rglob("*") if base not in path.parents}
     with pytest.raises(CanvasError, match="not a SHA-256 digest") as refused:
         copy(base, tmp_path / "out")
     assert repr(digest)[1:20] in str(refused.value)
-    after = {path for path in tmp_path.rglob("*") if base not in path.parents}
-    assert {path.relative_to(tmp_path).parts[0] for path in after - before} == {"out"}
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
@@ -135,22 +125,17 @@ def test_a_layer_that_was_changed_is_refused(base: Path, tmp_path: Path, layer: 
     content = bytearray(blob.read_bytes())
     content[len(content) // 2] ^= 1
     blob.write_bytes(content)
-    with pytest.raises(CanvasError, match="does not match") as refused:
+    with pytest.raises(CanvasError, match=f"{digest} does not match"):
         copy(base, tmp_path / "out")
-    assert digest in str(refused.value)
+    blob.unlink()
+    blob.mkdir()
+    with pytest.raises(CanvasError, match="is damaged"):
+        copy(base, tmp_path / "again")
 
 
 @pytest.mark.parametrize("size", [-1, True, "12", None])
 def test_a_size_that_is_none_is_refused(base: Path, tmp_path: Path, size: Any):
     edit(base, lambda manifest, _: manifest["layers"][0].update(size=size))
-    with pytest.raises(CanvasError, match="is damaged"):
-        copy(base, tmp_path / "out")
-
-
-def test_a_blob_that_is_no_file_is_refused(base: Path, tmp_path: Path):
-    digest = manifest_of(base)[1]["layers"][0]["digest"]
-    Blobs(base).path(digest).unlink()
-    Blobs(base).path(digest).mkdir()
     with pytest.raises(CanvasError, match="is damaged"):
         copy(base, tmp_path / "out")
 
@@ -229,68 +214,69 @@ def test_an_archive_whose_links_form_a_cycle_is_refused(
         read_base(file)
 
 
-@pytest.mark.parametrize("target", ["../../../../etc/passwd", "/etc/passwd", ".."])
-def test_an_archive_whose_links_lead_out_is_refused(base: Path, tmp_path: Path, target: str):
-    def lead_out(members: dict[str, Any]) -> dict[str, Any]:
+def linked_out(target: str) -> Any:
+    def change(members: dict[str, Any]) -> dict[str, Any]:
         name = layers_of(members)[0]
         return {**members, name: link(name, target, tarfile.SYMTYPE)}
 
-    file = archive(base, tmp_path / "base.tar", lead_out)
-    with pytest.raises(CanvasError, match="is damaged"):
-        read_base(file)
+    return change
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_layer_of_an_archive_must_be_the_one_of_its_configuration(
-    base: Path, tmp_path: Path, packed: bool
-):
-    def swap(members: dict[str, Any]) -> dict[str, Any]:
+def swapped(pack: Any) -> Any:
+    def change(members: dict[str, Any]) -> dict[str, Any]:
         name = layers_of(members)[0]
-        info, _ = members[name]
         other = io.BytesIO()
         with tarfile.open(fileobj=other, mode="w") as inner:
             inner.addfile(tarfile.TarInfo("evil"))
-        content = other.getvalue()
-        return {**members, name: (info, gzip.compress(content) if packed else content)}
+        return {**members, name: (members[name][0], pack(other.getvalue()))}
 
-    file = archive(base, tmp_path / "base.tar", swap)
-    with pytest.raises(CanvasError, match="does not match"):
-        copy(file, tmp_path / "out")
+    return change
 
 
-def test_a_damaged_gzip_stream_is_named(base: Path, tmp_path: Path):
-    def damage(members: dict[str, Any]) -> dict[str, Any]:
-        info, content = members[name := layers_of(members)[1]]
-        return {**members, name: (info, content[:12] + b"\xff" * 8 + content[20:])}
+def damaged(members: dict[str, Any]) -> dict[str, Any]:
+    info, content = members[name := layers_of(members)[1]]
+    return {**members, name: (info, content[:12] + b"\xff" * 8 + content[20:])}
 
-    with pytest.raises(CanvasError, match="is damaged"):
-        read_base(archive(base, tmp_path / "base.tar", damage))
+
+def dropped(members: dict[str, Any]) -> dict[str, Any]:
+    info, content = members["manifest.json"]
+    listed = json.loads(content)
+    listed[0]["Layers"].pop()
+    return {**members, "manifest.json": (info, json.dumps(listed).encode())}
+
+
+def configured_otherwise(members: dict[str, Any]) -> dict[str, Any]:
+    name = json.loads(members["manifest.json"][1])[0]["Config"]
+    info, content = members[name]
+    return {**members, name: (info, content.replace(b"A=1", b"A=2"))}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *(
+            (linked_out(each), "is damaged")
+            for each in ("../../../../etc/passwd", "/etc/passwd", "..")
+        ),
+        *((swapped(each), "does not match") for each in (bytes, gzip.compress)),
+        (damaged, "is damaged"),
+        (dropped, "1 layers but 2 digests"),
+        (configured_otherwise, "does not match"),
+    ],
+)
+def test_an_archive_that_is_not_as_its_configuration_says_is_refused(
+    base: Path, tmp_path: Path, change: Any, said: str
+):
+    with pytest.raises(CanvasError, match=said):
+        read_base(archive(base, tmp_path / "base.tar", change))
+
+
+def test_a_damaged_gzip_stream_is_named(base: Path):
     digest = manifest_of(base)[1]["layers"][1]["digest"]
     blob = Blobs(base).path(digest)
     blob.write_bytes(blob.read_bytes()[:12] + b"\xff" * 8 + blob.read_bytes()[20:])
     with pytest.raises(CanvasError, match=f"{digest} does not match its content"):
         verify_image(base)
-
-
-def test_an_archive_lists_a_layer_for_each_digest(base: Path, tmp_path: Path):
-    def drop(members: dict[str, Any]) -> dict[str, Any]:
-        info, content = members["manifest.json"]
-        listed = json.loads(content)
-        listed[0]["Layers"].pop()
-        return {**members, "manifest.json": (info, json.dumps(listed).encode())}
-
-    with pytest.raises(CanvasError, match="1 layers but 2 digests"):
-        read_base(archive(base, tmp_path / "base.tar", drop))
-
-
-def test_the_configuration_of_an_archive_is_the_one_it_is_named_after(base: Path, tmp_path: Path):
-    def change(members: dict[str, Any]) -> dict[str, Any]:
-        name = json.loads(members["manifest.json"][1])[0]["Config"]
-        info, content = members[name]
-        return {**members, name: (info, content.replace(b"A=1", b"A=2"))}
-
-    with pytest.raises(CanvasError, match="does not match"):
-        read_base(archive(base, tmp_path / "base.tar", change))
 
 
 STATUS = """Package: libssl3

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,14 +17,13 @@ from bench.standin import STANDIN_TAG as BASE
 from canvasrt.bundle import Bundle
 from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.image.base import read_base
-from canvasrt.containers.image.blobs import Blobs
 from canvasrt.containers.image.build import WrittenImage, write_image
 from canvasrt.containers.image.oci_layout import write_archive
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
-from tests.helpers.serving import needs_triton
+from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.standin_image import (
     KEY,
     SECRET,
@@ -241,10 +239,7 @@ def test_a_dead_server_is_restarted(docker: ContainerEngine):
         healthy(docker, name)
         first = tools.state(docker, name)["Pid"]
         docker.out("exec", name, "python3", "-c", _STOP_ALL)
-        deadline = time.monotonic() + 120
-        while tools.state(docker, name)["Pid"] in (first, 0):
-            assert time.monotonic() < deadline, tools.state(docker, name)
-            time.sleep(0.5)
+        assert eventually(lambda: tools.state(docker, name)["Pid"] not in (first, 0), 120)
         healthy(docker, name)
         found = docker.inspect("container", name)
         assert found is not None
@@ -255,10 +250,8 @@ def test_podman_runs_it_too(made: WrittenImage):
     with tools.podman() as engine:
         assert STANDIN_TAG in engine.out("load", "--input", str(made.image.path))
         with tools.container(engine, f"localhost/{STANDIN_TAG}", *tools.HARDENED) as name:
-            deadline = time.monotonic() + 60
-            while engine.run("healthcheck", "run", name).returncode != 0:
-                assert time.monotonic() < deadline, engine.logs(name, 40)
-                time.sleep(0.5)
+            check = ("healthcheck", "run", name)
+            assert eventually(lambda: engine.run(*check).returncode == 0, 60), engine.logs(name, 40)
             engine.out("stop", "--time", "45", name)
             assert tools.state(engine, name)["ExitCode"] == 0
 
@@ -321,12 +314,3 @@ def test_deploy_says_when_docker_has_no_gpu_runtime(docker: ContainerEngine, com
     assert "cannot give GPUs to containers" in done.stderr
     assert "NVIDIA Container Toolkit" in done.stderr
     assert docker.inspect("container", "canvasrt-gpu") is None
-
-
-def test_blobs_of_the_base_are_shared_on_disk(base: Path, tmp_path: Path):
-    folder = tmp_path / "layout"
-    folder.mkdir()
-    opened = read_base(base)
-    opened.copy_into(Blobs(folder))
-    for layer in opened.layers:
-        assert Blobs(folder).path(layer.digest).stat().st_size == layer.size
