@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,16 +55,15 @@ def test_one_flipped_bit_in_any_byte_of_the_manifest_is_found(tmp_path: Path) ->
     load_bundle(bundle.path)
 
 
-@pytest.mark.parametrize("name", ["body_0.onnx", "embedding.bin", "tokenizer/tokenizer.json"])
-def test_one_flipped_bit_in_a_file_is_found_and_the_file_named(tmp_path: Path, name: str) -> None:
+def test_one_flipped_bit_in_a_file_is_found_and_the_file_named(tmp_path: Path) -> None:
     bundle = make(tmp_path / "b")
-    content = bytearray((bundle.path / name).read_bytes())
-    for position in {0, len(content) // 2, len(content) - 1}:
-        changed = bytearray(content)
-        changed[position] ^= 1
-        (bundle.path / name).write_bytes(changed)
+    for name in ("body_0.onnx", "tokenizer/tokenizer.json"):
+        file = bundle.path / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(CanvasError, match=name):
             load_bundle(bundle.path)
+        file.write_bytes(content)
 
 
 def test_a_missing_longer_or_shorter_file_is_found_without_hashing(tmp_path: Path) -> None:
@@ -89,24 +87,6 @@ def test_whitespace_and_trailing_bytes_in_the_manifest_are_found(tmp_path: Path)
             load_bundle(bundle.path, check=False)
 
 
-def test_a_manifest_cannot_name_files_outside_of_its_bundle(tmp_path: Path) -> None:
-    bundle = make(tmp_path / "b")
-    data = json.loads((bundle.path / MANIFEST).read_text())
-    data["files"]["../secret"] = data["files"]["empty"]
-    data["digest"] = _digest(data)
-    (bundle.path / MANIFEST).write_text(canonical(data))
-    with pytest.raises(CanvasError, match="outside"):
-        load_bundle(bundle.path)
-
-
-def test_a_newer_schema_is_refused_by_number(tmp_path: Path) -> None:
-    bundle = make(tmp_path / "b")
-    data = json.loads((bundle.path / MANIFEST).read_text())
-    (bundle.path / MANIFEST).write_text(json.dumps({**data, "schema": 99}))
-    with pytest.raises(CanvasError, match="schema 99"):
-        load_bundle(bundle.path)
-
-
 def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
     """A bundle whose manifest is right except for what `edit` changes."""
     data = json.loads((bundle.path / MANIFEST).read_text())
@@ -119,6 +99,7 @@ def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
+        (lambda data: data.update(schema=99, files=7), "with schema 99; this one reads schema 1"),
         (lambda data: data.pop("embedding"), "has no field 'embedding'"),
         (lambda data: data.update(profiles=[]), "has a field 'profiles'"),
         (lambda data: data["model"].pop("hidden_size"), "has no field 'hidden_size'"),
@@ -139,6 +120,12 @@ def test_another_version_s_manifest_says_to_build_again(
     assert str(path / MANIFEST) in raised.value.message
     assert "this one reads schema 1" in raised.value.message
     assert "canvasrt build" in raised.value.hint
+
+
+def test_a_manifest_cannot_name_files_outside_of_its_bundle(tmp_path: Path) -> None:
+    path = edited(make(tmp_path / "b"), lambda data: data["files"].update({"../secret": 0}))
+    with pytest.raises(CanvasError, match="outside"):
+        load_bundle(path)
 
 
 def test_a_field_that_a_later_stage_misses_says_so_too(tmp_path: Path) -> None:
@@ -177,12 +164,6 @@ def test_what_is_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(CanvasError) as raised:
         load_bundle(tmp_path)
     assert raised.value.hint == f"name one of its bundles: {tmp_path / 'cpu'}"
-
-
-def test_a_copied_bundle_is_as_good(tmp_path: Path) -> None:
-    bundle = make(tmp_path / "b")
-    shutil.copytree(bundle.path, tmp_path / "copy")
-    assert load_bundle(tmp_path / "copy").manifest == bundle.manifest
 
 
 def test_unlisted_files_are_reported(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
 from canvasrt.staging import check_output, scratch, staging, system_error
+from tests.helpers.serving import eventually
 
 
 def write_some(folder: Path) -> None:
@@ -29,33 +30,30 @@ def everything_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def dead_pid() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
+def in_a_process(code: str, out: Path) -> subprocess.Popen[str]:
+    """Run code after `with staging(out) as tmp:`; `say` prints."""
+    lines = """
+import os, signal, sys, time
+from pathlib import Path
+from canvasrt.staging import staging
+with staging(Path(sys.argv[1])) as tmp:
+    (tmp / "part").write_bytes(b"1234")
+"""
+    command = [sys.executable, "-c", lines + textwrap.indent(textwrap.dedent(code), "    "), out]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_the_folder_appears_when_the_block_ends(tmp_path: Path, there: bool) -> None:
     out = tmp_path / "deep" / "er" / "out"
+    if there:  # and is empty
+        out.mkdir(parents=True)
     with staging(out) as tmp:
         write_some(tmp)
-        assert not out.exists()
+        assert not list(out.glob("*"))
         assert tmp.parent == out.parent  # on the same disk, so that a rename works
-    assert everything_in(tmp_path) == [
-        "deep",
-        "deep/er",
-        "deep/er/out",
-        "deep/er/out/weights",
-        "deep/er/out/weights/part",
-    ]
-
-
-def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    with staging(out) as tmp:
-        write_some(tmp)
-    assert everything_in(tmp_path) == ["out", "out/weights", "out/weights/part"]
+    folders = ["deep", "deep/er", "deep/er/out", "deep/er/out/weights"]
+    assert everything_in(tmp_path) == [*folders, "deep/er/out/weights/part"]
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit, CanvasError])
@@ -104,10 +102,12 @@ def test_something_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     assert everything_in(tmp_path) == ["out", "out/other"]
 
 
-def test_leftovers_of_dead_processes_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:
-    for pid in (dead_pid(), os.getppid()):
-        (tmp_path / f".out.partial-{pid}").mkdir()
-        write_some(tmp_path / f".out.partial-{pid}")
+def test_leftovers_of_killed_processes_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:
+    killed = in_a_process("os.kill(os.getpid(), signal.SIGKILL)", tmp_path / "out")
+    killed.wait(timeout=60)
+    killed.stdout.close()  # type: ignore[union-attr]
+    assert everything_in(tmp_path)[0] == f".out.partial-{killed.pid}"
+    (tmp_path / f".out.partial-{os.getppid()}").mkdir()
     (tmp_path / ".out2.partial-1").mkdir()
     with staging(tmp_path / "out") as tmp:
         write_some(tmp)
@@ -123,21 +123,7 @@ def test_scratch_space_is_gone_afterwards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    code = """
-        import sys, time
-        from pathlib import Path
-        from canvasrt.staging import staging
-        with staging(Path(sys.argv[1])) as tmp:
-            (tmp / "part").write_bytes(b"1234")
-            print("writing", flush=True)
-            time.sleep(60)
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "new" / "out"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = in_a_process("print('writing', flush=True); time.sleep(60)", tmp_path / "new" / "out")
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     assert everything_in(tmp_path) != []
@@ -149,40 +135,18 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
 
 def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
     code = """
-        import os, signal, sys, time
-        from pathlib import Path
-        from canvasrt.staging import staging
-
         class Dropped:
             def __del__(self):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0)
 
-        with staging(Path(sys.argv[1])):
-            Dropped()
-            time.sleep(60)
+        Dropped()
+        time.sleep(60)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "out"], timeout=50
-    )
-    assert done.returncode == 128 + signal.SIGTERM
+    process = in_a_process(code, tmp_path / "out")
+    process.communicate(timeout=50)
+    assert process.returncode == 128 + signal.SIGTERM
     assert everything_in(tmp_path) == []
-
-
-def test_a_killed_process_is_tidied_up_after_by_the_next(tmp_path: Path) -> None:
-    code = """
-        import os, signal, sys
-        from pathlib import Path
-        from canvasrt.staging import staging
-        with staging(Path(sys.argv[1])) as tmp:
-            (tmp / "part").write_bytes(b"1234")
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path / "out"])
-    assert everything_in(tmp_path)[0].startswith(".out.partial-")
-    with staging(tmp_path / "out") as tmp:
-        write_some(tmp)
-    assert everything_in(tmp_path) == ["out", "out/weights", "out/weights/part"]
 
 
 @pytest.fixture
@@ -194,25 +158,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("cannot mount a disk here")
     yield folder
-    for _ in range(50):
-        if subprocess.run(["umount", str(folder)], capture_output=True).returncode == 0:
-            return
-        time.sleep(0.1)
+    eventually(lambda: not subprocess.run(["umount", folder], capture_output=True).returncode, 5)
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(small_disk: Path) -> None:
-    with pytest.raises(CanvasError, match="no space left"), staging(small_disk / "out") as tmp:
-        (tmp / "big").write_bytes(bytes(2**21))
-    assert everything_in(small_disk) == []
-
-
-def test_numpy_s_own_report_of_a_full_disk_is_understood(small_disk: Path) -> None:
-    """ndarray.tofile raises an OSError without an errno."""
-    import numpy as np
-
-    with pytest.raises(CanvasError, match="no space left"), staging(small_disk / "out") as tmp:
-        np.zeros(2**21, np.uint8).tofile(tmp / "big")
-    assert everything_in(small_disk) == []
+    """numpy raises an OSError without an errno."""
+    for write in (lambda file: file.write_bytes(bytes(2**21)), np.zeros(2**21, np.uint8).tofile):
+        with pytest.raises(CanvasError, match="no space left"), staging(small_disk / "out") as tmp:
+            write(tmp / "big")
+        assert everything_in(small_disk) == []
 
 
 def test_a_limit_on_file_sizes_is_one_clear_error(tmp_path: Path) -> None:
