@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from canvasrt.calibration_prompts import _most_sweeps
-from canvasrt.cli.app import run
+from tests.canvasrt.cli.conftest import Ask, fails
+from tests.conftest import Command
 from tests.helpers.reference import Pair
 
 
@@ -34,12 +36,10 @@ def labelled(tmp_path: Path) -> Path:
     return file
 
 
-def test_probabilities_are_measured(
-    demo: Pair, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    call = ["verify", str(demo.bundle), "--decisions", str(labelled), "--samples", "2"]
-    assert run([*call, "--json", "--fit", "--report", str(tmp_path / "report")]) == 0
-    found = json.loads(capsys.readouterr().out)["decisions"]
+def test_probabilities_are_measured(demo: Pair, labelled: Path, tmp_path: Path, ask: Ask) -> None:
+    call = ("verify", demo.bundle, "--decisions", labelled, "--samples", "2")
+    report = tmp_path / "report"
+    found = json.loads(ask(*call, "--json", "--fit", "--report", report))["decisions"]
     assert found["all"]["questions"] == 12
     assert found["all"]["right"] == pytest.approx(11 / 12)
     # The wrong label counts against a confident answer.
@@ -47,15 +47,10 @@ def test_probabilities_are_measured(
     assert found["all"]["brier"] == pytest.approx(2 / 12, abs=0.03)
     assert [each["name"] for each in found["groups"]] == ["small", "large"]
     assert found["fit"]["temperatures"]["choice"] > 1
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "Reliability" in page
-    assert "<svg" in page
-    assert "Fitted temperatures" in page
-    assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
-    assert run(call) == 0
-    assert "calibrated probabilities may show by chance" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    page = (report / "report.html").read_text()
+    assert all(each in page for each in ("Reliability", "<svg", "Fitted temperatures"))
+    assert json.loads((report / "report.json").read_text()) == found
+    assert "calibrated probabilities may show by chance" in " ".join(ask(*call).split())
 
 
 @pytest.mark.parametrize(
@@ -73,13 +68,10 @@ def test_probabilities_are_measured(
         ('{"input": "x", "questions": [], "images": ["none.png"]}', "[0].images"),
     ],
 )
-def test_wrong_files(
-    demo: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
-) -> None:
+def test_wrong_files(demo: Pair, tmp_path: Path, here: Command, content: str, message: str) -> None:
     file = tmp_path / "labelled.jsonl"
     file.write_text(content)
-    assert run(["verify", str(demo.bundle), "--decisions", str(file)]) == 1
-    assert message in " ".join(capsys.readouterr().err.split())
+    fails(here("verify", demo.bundle, "--decisions", file), re.escape(message))
 
 
 @pytest.mark.parametrize(

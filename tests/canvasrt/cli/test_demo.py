@@ -90,19 +90,19 @@ def test_it_asks_a_question_of_every_task():
     assert {task_of(question).name for question in DEMO_PROMPTS} == set(TASKS)
 
 
-def row(http: str, grpc: str, openai: str, right: bool = True) -> dict[str, Any]:
+def row(http: str = "4", grpc: str = "4", openai: str = "4", right: bool = True) -> dict[str, Any]:
     return {"question": "2+2=", "http": http, "grpc": grpc, "openai": openai, "right": right}
 
 
-def test_one_wrong_answer_is_forgiven_and_three_are_not():
-    right, wrong = row("4", "4", "4"), row("5", "5", "5", right=False)
-    judge([right] * 7 + [wrong])
-    with pytest.raises(CanvasError, match="3 of 8 answers are wrong"):
-        judge([right] * 5 + [wrong] * 3)
-
-
-def test_answers_that_differ_between_protocols_are_never_forgiven():
-    with pytest.raises(CanvasError, match="'4' over HTTP, '5' over gRPC and '4' over the OpenAI"):
-        judge([row("4", "5", "4")])
-    with pytest.raises(CanvasError, match="'4' over gRPC and '5' over the OpenAI"):
-        judge([row("4", "4", "5")])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([row(right=False)] * 3 + [row()] * 5, "3 of 8 answers are wrong"),
+        ([row(grpc="5")], "'4' over HTTP, '5' over gRPC and '4' over the OpenAI"),
+        ([row(openai="5")], "'4' over gRPC and '5' over the OpenAI"),
+    ],
+)
+def test_three_wrong_answers_or_one_difference_are_not_forgiven(rows: list[Any], said: str):
+    judge([row()] * 7 + [row(right=False)])
+    with pytest.raises(CanvasError, match=said):
+        judge(rows)

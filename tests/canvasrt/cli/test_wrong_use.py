@@ -4,8 +4,6 @@ else."""
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import shlex
 import sys
 from pathlib import Path
@@ -24,47 +22,14 @@ ROOT = Path(__file__).parents[3]
 def refused(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Run a command line; assert that it is refused, and how."""
     before = sorted(Path().rglob("*"))
-    assert run(shlex.split(line)) == 2
+    assert run(shlex.split(line)) == 2, line
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
-    assert [each.partition(":")[0] for each in lines] == ["error", "hint"], captured.err
-    assert says in lines[0]
-    assert len(lines[1]) > len("hint: ")
-    assert captured.out == ""
-    assert sorted(Path().rglob("*")) == before
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("line", WRONG, ids=lambda line: line[:80])
-def test_wrong_use_exits_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(line, WRONG[line], capsys)
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    ("line", "name"), [(line, name) for line, names in VARIABLES.items() for name in names]
-)
-def test_a_wrong_variable_exits_with_2(
-    line: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    value, says = VARIABLES[line][name]
-    monkeypatch.setenv(name, value)
-    refused(line, says, capsys)
-
-
-@pytest.mark.parametrize("line", FILES, ids=str)
-def test_a_file_used_wrongly_exits_with_2(
-    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, text, says = FILES[line]
-    write(folder / name, text)
-    refused(line, says, capsys)
+    assert [each.partition(":")[0] for each in lines] == ["error", "hint"], (line, captured.err)
+    assert says in lines[0], line
+    assert len(lines[1]) > len("hint: "), line
+    assert captured.out == "", line
+    assert sorted(Path().rglob("*")) == before, line
 
 
 def write(file: Path, text: str) -> None:
@@ -88,47 +53,40 @@ def raised() -> dict[tuple[str, int], str]:
     return found
 
 
-def test_every_usage_error_has_a_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_use_exits_with_2_and_every_usage_error_has_a_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A new error needs a row in `tests/helpers/wrong_use.py`."""
-    reached: set[tuple[str, str, int]] = set()
+    reached: set[tuple[str, int]] = set()
     before = UsageError.__init__
 
     def remember(self: UsageError, *args: Any, **names: Any) -> None:
         frame = sys._getframe(1)
-        reached.add((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+        if (file := Path(frame.f_code.co_filename)).is_relative_to(ROOT):
+            reached.add((str(file.relative_to(ROOT)), frame.f_lineno))
         before(self, *args, **names)
 
     monkeypatch.setattr(UsageError, "__init__", remember)
-    for name, text, _ in FILES.values():
-        write(folder / name, text)
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        for line in (*WRONG, *FILES):
-            run(shlex.split(line))
-        for line, variables in VARIABLES.items():
-            for name, (value, _) in variables.items():
-                monkeypatch.setenv(name, value)
-                run(shlex.split(line))
-                monkeypatch.delenv(name)
-    lines = {
-        (str(Path(file).relative_to(ROOT)), line)
-        for file, _, line in reached
-        if file.startswith(str(ROOT))
-    }
+    monkeypatch.chdir(tmp_path)
+    for line, says in WRONG.items():
+        refused(line, says, capsys)
+    for line, variables in VARIABLES.items():
+        for name, (value, says) in variables.items():
+            monkeypatch.setenv(name, value)
+            refused(line, says, capsys)
+            monkeypatch.delenv(name)
+    for line, (name, text, says) in FILES.items():
+        write(tmp_path / name, text)
+        refused(line, says, capsys)
     sources = raised()
     assert len(sources) > 50
-    tested_elsewhere = set()
     for (file, words), test in ELSEWHERE.items():
         said = words.rpartition("} ")[2]
         assert said in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not say {said!r}"
         places = [each for each, text in sources.items() if each[0] == file and words in text]
         assert len(places) == 1, f"{len(places)} errors of {file} say {words!r}"
-        tested_elsewhere |= set(places)
-    missing = {
-        place: source
-        for place, source in sources.items()
-        if place not in lines and place not in tested_elsewhere
-    }
-    assert missing == {}
+        reached |= set(places)
+    assert {place: source for place, source in sources.items() if place not in reached} == {}
 
 
 def numbers() -> list[tuple[str, str, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ import pytest
 from canvasrt.bundle import Bundle, write_manifest
 from canvasrt.containers.package.chart import write_chart
 from canvasrt.targets import find_target
+from tests.helpers.helm import check_schemas, render
 
 Relabelled = Callable[..., Path]
+
+
+Rendered = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture
@@ -23,6 +28,20 @@ def chart(tmp_path: Path) -> Path:
         tmp_path / "chart", "registry.example:5000/team/canvasrt:1", find_target("rtx-5090")
     )
     return tmp_path / "chart"
+
+
+@pytest.fixture
+def rendered(tmp_path: Path) -> Rendered:
+    """The objects of a target's chart, by kind, which Kubernetes' schemas allow."""
+
+    def make(target: str = "rtx-5090", *settings: str, **options: Any) -> dict[str, dict[str, Any]]:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "chart"
+        write_chart(folder, "registry.example:5000/team/canvasrt:1", find_target(target), **options)
+        objects = render(folder, *settings)
+        check_schemas(objects)
+        return objects
+
+    return make
 
 
 @pytest.fixture

@@ -56,14 +56,6 @@ def test_it_is_the_same_every_time(engines: Bundle, tmp_path: Path):
     assert made[0].digest == made[1].digest
 
 
-def test_a_flipped_byte_is_found(engines: Bundle, tmp_path: Path):
-    out = package(engines.path, tmp_path / "out").path
-    file = out / "models" / "canvasrt" / "config.pbtxt"
-    file.write_text(file.read_text().replace("canvasrt", "canvasrX"))
-    with pytest.raises(CanvasError, match=r"config\.pbtxt"):
-        load_bundle(out)
-
-
 def test_damaged_engines_are_refused(engines: Bundle, tmp_path: Path):
     first = package(engines.path, tmp_path / "first").path
     head = first / "engines" / "head.bin"
@@ -80,23 +72,11 @@ def test_the_wheel_installs_and_runs(tmp_path: Path):
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q"]
     subprocess.run([*command, "--target", tmp_path / "site", wheel], check=True)
     code = "import canvasrt.containers.serve.serve as serve; print(serve.__file__)"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {code}",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); {code}"
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
-
-
-def test_the_wheel_holds_the_code_and_no_checkpoint(tmp_path: Path):
-    with zipfile.ZipFile(write_wheel(tmp_path)) as wheel:
-        names = wheel.namelist()
+    names = zipfile.ZipFile(wheel).namelist()
     assert "canvasrt/containers/templates/Dockerfile" in names
     assert "canvasrt/runtime/generator.py" in names
     assert not [name for name in names if "__pycache__" in name or "safetensors" in name]

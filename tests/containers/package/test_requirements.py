@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,11 @@ def test_an_image_needs_only_what_serving_needs(backend: str):
 
 
 def test_the_requirements_close_over_what_they_need():
-    from importlib.metadata import requires
-
-    from packaging.requirements import Requirement
-
     names = {pin.name.replace("-", "_") for pin in requirements({"onnxruntime": None}, "3.11")}
     for name in ("huggingface-hub", "fastapi", "rich", "onnxruntime"):
-        for line in requires(name) or ():
-            needed = Requirement(line)
+        for needed in map(Requirement, requires(name) or ()):
             if needed.marker is None:
-                assert needed.name.lower().replace("-", "_") in names, line
+                assert needed.name.lower().replace("-", "_") in names, needed
 
 
 def test_engines_go_only_into_an_image_that_can_load_them(relabelled: Relabelled, tmp_path: Path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.package.requirements import Installed
 from canvasrt.errors import CanvasError
 
 
@@ -47,3 +49,20 @@ def test_an_edited_bill_of_materials_is_found(packaged: Bundle):
     bom["components"] = [each for each in bom["components"] if "body_0.bin" not in each["name"]]
     with pytest.raises(CanvasError, match=r"body_0\.bin"):
         check_sbom(json.dumps(bom).encode(), files, "here")
+
+
+def test_the_packages_of_the_base_are_listed(engines: Bundle, tmp_path: Path) -> None:
+    from canvasrt.containers.package.sbom import write_sbom
+
+    inside = [
+        Installed("deb/ubuntu", "libssl3", "3.0.2-1", "amd64"),
+        Installed("pypi", "numpy", "1.26.4"),
+    ]
+    write_sbom(tmp_path / "bom.json", [engines.manifest], [], {}, "triton@sha256:12", inside)
+    bom = json.loads((tmp_path / "bom.json").read_text())
+    (base,) = [each for each in bom["components"] if each["type"] == "container"]
+    assert (base["name"], base["version"]) == ("triton", "sha256:12")
+    assert {each["purl"] for each in base["components"]} == {
+        "pkg:deb/ubuntu/libssl3@3.0.2-1?arch=amd64",
+        "pkg:pypi/numpy@1.26.4",
+    }
