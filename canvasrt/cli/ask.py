@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.image_files import Images, ImageTokens, data_url, pictures_of, read_images
-from canvasrt.cli.options import AsJson, Device, Threads, argument, is_url, refuse
-from canvasrt.cli.prompt import read_text
+from canvasrt.cli import prompt
+from canvasrt.cli.options import AsJson, Device, Threads, argument, is_url, option, refuse
 from canvasrt.console import emit, table
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS, SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
@@ -38,24 +37,24 @@ Input = Annotated[
 ]
 Samples = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--samples",
-        metavar="N",
+        "N",
+        "Draws of noise to average over.",
+        show_default="the file's, else 1",
         min=1,
         max=MAX_SAMPLES,
-        show_default="the file's, else 1",
-        help="Draws of noise to average over.",
     ),
 ]
 Steps = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--steps",
-        metavar="N",
+        "N",
+        "Denoising steps per read.",
+        show_default="the file's, else 1",
         min=1,
         max=MAX_STEPS,
-        show_default="the file's, else 1",
-        help="Denoising steps per read.",
     ),
 ]
 Layout = Annotated[
@@ -80,8 +79,8 @@ def ask(
     steps: Steps = None,
     layout: Layout = None,
     seed: Seed = 0,
-    image: Images = None,
-    image_tokens: ImageTokens = SOFT_TOKENS,
+    image: prompt.Images = None,
+    image_tokens: prompt.ImageTokens = SOFT_TOKENS,
     threads: Threads = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -95,16 +94,16 @@ def ask(
     _check_layout(layout)
     if not input.strip():
         raise UsageError("INPUT is empty", "give some text")
-    files = read_images(image or (), image_tokens)
+    files = prompt.read_images(image or (), image_tokens)
     decisions = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}
     decisions |= {name: value for name, value in given.items() if value is not None}
     from canvasrt.runtime.answers.layout import Ask
 
     wanted = Ask.from_json(decisions)  # a server would ignore unknown fields
-    text = read_text(input)
+    text = prompt.read_text(input)
     if is_url(where):
-        urls = [data_url(*each) for each in zip(image or (), files, strict=True)]
+        urls = [prompt.data_url(*each) for each in zip(image or (), files, strict=True)]
         found = _of_server(where, decisions, text, seed, urls, image_tokens)
     else:
         found = _of_bundle(Path(where), wanted, text, seed, files, image_tokens, threads, device)
@@ -150,7 +149,7 @@ def _of_bundle(
     model = open_model(bundle, threads, device=device)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
-    pictures = pictures_of(images, budget, model)
+    pictures = prompt.pictures_of(images, budget, model)
     content: Any = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     message = {"role": "user", "content": content if pictures else text}
     request = wanted.request([message], model, tokenizer, seed, pictures)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.drafts import live_region, tail
-from canvasrt.cli.prompt import AnswerTimeout, System
-from canvasrt.cli.sampling import with_sampling
+from canvasrt.cli.generate_output import live_region, tail
+from canvasrt.cli.options import option
+from canvasrt.cli.prompt import AnswerTimeout, System, with_sampling
 from canvasrt.console import print_error
 from canvasrt.containers.names import API_PORT
 from canvasrt.defaults import ANSWER_TIMEOUT
@@ -32,12 +32,7 @@ Plain = Annotated[
 ]
 ServerUrl = Annotated[
     str | None,
-    typer.Option(
-        "--url",
-        metavar="HOST:PORT",
-        show_default=f"127.0.0.1:{API_PORT}",
-        help="The server's address.",
-    ),
+    option("--url", "HOST:PORT", "The server's address.", show_default=f"127.0.0.1:{API_PORT}"),
 ]
 
 

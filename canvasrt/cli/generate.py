@@ -8,29 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from canvasrt.cli import options
+from canvasrt.cli import prompt as prompts
 from canvasrt.cli.generate_output import answer_of, show_answers, stream_json, stream_text
-from canvasrt.cli.image_files import Images, ImageTokens, pictures_of, read_images
-from canvasrt.cli.options import (
-    AsJson,
-    Device,
-    SharePasses,
-    Threads,
-    argument,
-    option,
-    read_option,
-)
-from canvasrt.cli.prompt import (
-    CanvasJson,
-    Drafts,
-    PromptIds,
-    PromptInput,
-    PromptText,
-    Raw,
-    System,
-    canvas_conditions,
-    read_prompt,
-)
-from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.console import emit
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import UsageError
@@ -43,7 +23,7 @@ if TYPE_CHECKING:
     from canvasrt.runtime.tokenizer import Tokenizer
 
 Engines = Annotated[
-    Path, argument("BUNDLE", "A folder that `canvasrt export` or `canvasrt build` wrote.")
+    Path, options.argument("BUNDLE", "A folder that `canvasrt export` or `canvasrt build` wrote.")
 ]
 Count = Annotated[
     int, typer.Option("--n", min=1, help="Number of answers, with consecutive seeds from --seed.")
@@ -51,7 +31,7 @@ Count = Annotated[
 Stream = Annotated[bool, typer.Option("--stream", help="Print text as soon as it is final.")]
 Infill = Annotated[
     str | None,
-    option(
+    options.option(
         "--infill",
         "TEXT",
         "Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; braces hold the number of tokens.",
@@ -59,26 +39,26 @@ Infill = Annotated[
 ]
 
 
-@with_sampling
+@prompts.with_sampling
 def generate(
     bundle: Engines,
-    prompt: PromptText = None,
-    prompt_ids: PromptIds = None,
-    system: System = None,
-    raw: Raw = False,
-    image: Images = None,
-    image_tokens: ImageTokens = SOFT_TOKENS,
+    prompt: prompts.PromptText = None,
+    prompt_ids: prompts.PromptIds = None,
+    system: prompts.System = None,
+    raw: prompts.Raw = False,
+    image: prompts.Images = None,
+    image_tokens: prompts.ImageTokens = SOFT_TOKENS,
     n: Count = 1,
     *,
     sampling: dict[str, Any],
     stream: Stream = False,
-    drafts: Drafts = False,
+    drafts: prompts.Drafts = False,
     infill: Infill = None,
-    canvas: CanvasJson = None,
-    threads: Threads = None,
-    device: Device = None,
-    share_passes: SharePasses = False,
-    as_json: AsJson = False,
+    canvas: prompts.CanvasJson = None,
+    threads: options.Threads = None,
+    device: options.Device = None,
+    share_passes: options.SharePasses = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Generate text from a bundle, in this process.
 
@@ -92,11 +72,11 @@ def generate(
         from canvasrt.runtime.answers.infill import default_prompt
 
         prompt = default_prompt(infill)
-    given = read_prompt(prompt, prompt_ids, system, raw)
-    conditions = canvas_conditions(canvas, infill)
+    given = prompts.read_prompt(prompt, prompt_ids, system, raw)
+    conditions = prompts.canvas_conditions(canvas, infill)
     if image and (raw or given.ids is not None):
         raise UsageError("--image does not go with --raw and --prompt-ids", "give it with PROMPT")
-    files = read_images(image or (), image_tokens)
+    files = prompts.read_images(image or (), image_tokens)
 
     from canvasrt.runtime.answers.infill import infill_request
     from canvasrt.runtime.generator import Generator
@@ -106,10 +86,10 @@ def generate(
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=given.ids is None or infill is not None)
-    pictures = pictures_of(files, image_tokens, model)
+    pictures = prompts.pictures_of(files, image_tokens, model)
     ids = _encode(tokenizer, given, pictures, model)
-    params = SamplingParams.from_defaults(model.sampler, model.config, LABELS, **sampling)
-    params.check_fits(model.config, LABELS)
+    params = SamplingParams.from_defaults(model.sampler, model.config, prompts.LABELS, **sampling)
+    params.check_fits(model.config, prompts.LABELS)
     if infill is not None:
         assert tokenizer is not None
         request = infill_request(infill, ids, params, model, tokenizer, pictures)
@@ -142,7 +122,7 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
 
         from canvasrt.runtime.answers.infill import read_gaps
 
-        read_option(lambda: read_gaps(infill))
+        options.read_option(lambda: read_gaps(infill))
 
 
 def _fill(request: InfillRequest, model: Model, tokenizer: Tokenizer) -> None:
@@ -163,7 +143,7 @@ def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
 
 
 def _encode(
-    tokenizer: Tokenizer | None, prompt: PromptInput, pictures: list[Picture], model: Model
+    tokenizer: Tokenizer | None, prompt: prompts.PromptInput, pictures: list[Picture], model: Model
 ) -> list[int]:
     if prompt.ids is not None:
         return prompt.ids

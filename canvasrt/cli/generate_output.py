@@ -1,7 +1,8 @@
-"""The output of `canvasrt generate`: answers, and streams of text or JSON."""
+"""The output of `canvasrt generate`: answers, streams of text or JSON, and the canvas while it is denoised."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 from canvasrt.console import emit, emit_line
 
 if TYPE_CHECKING:
-    from canvasrt.runtime.request import Block, Event, Request, Result, Settled
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from canvasrt.runtime.request import Block, Draft, Event, Request, Result, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -83,7 +88,6 @@ def stream_text(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
     """Print text as soon as it is final. If `drafts` is true, also show the canvas after every step."""
-    from canvasrt.cli.drafts import DraftView
     from canvasrt.runtime.request import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder
 
@@ -116,3 +120,79 @@ def _piece(event: Settled | Block, decoder: StreamDecoder | None) -> str:
     if decoder is None:
         return _text_or_ids(None, tokens) + ("" if finish else ",")
     return decoder.put(_without_end(tokens, finish), final=finish is not None)
+
+
+class DraftView:
+    """Prints drafts: redrawn in place on a terminal, otherwise one per line."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids
+        self._done = ""  # text of finished blocks
+        self._begun = ""  # settled text after the finished blocks
+        self._live = live_region() if sys.stdout.isatty() else None
+
+    def draft(self, event: Draft) -> None:
+        """Show one step's draft, up to the first end-of-sequence token. Tokens that were not accepted are dim."""
+        tokens, accepted = self._until_end(event)
+        if self._live is None:
+            text = _text_or_ids(self._tokenizer.decode(tokens) if self._tokenizer else None, tokens)
+            print(f"block {event.block} step {event.step}: {text!r}", flush=True)
+            return
+        from rich.text import Text
+
+        spelt = zip(map(self._spell, tokens), accepted, strict=True)
+        drawn = Text(self._done)
+        for piece, kept in spelt:
+            drawn.append(piece, "" if kept else "dim")
+        drawn.append(f"\n  block {event.block}, step {event.step}", "cyan")
+        self._live.start()
+        self._live.update(tail(drawn, self._live.console), refresh=True)
+
+    def settled(self, event: Settled, piece: str) -> None:
+        """Add final text. On a terminal, nothing is printed, because drafts already show this text."""
+        self._begun += piece
+        if self._live is None:
+            print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)
+
+    def block(self, event: Block, piece: str) -> None:
+        """Show a finished block. On a terminal, it replaces the draft; after the last block, the answer is printed."""
+        if self._live is None:
+            print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
+            return
+        self._done, self._begun = self._done + self._begun + piece, ""
+        if event.finish:
+            self._live.stop()
+            print(self._done, flush=True)
+
+    def close(self) -> None:
+        """Restore the terminal."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _until_end(self, event: Draft) -> tuple[list[int], list[bool]]:
+        tokens = event.tokens.tolist()
+        end = next((i for i, token in enumerate(tokens) if token in self._eos), len(tokens))
+        return tokens[:end], event.accepted[:end].tolist()
+
+    def _spell(self, token: int) -> str:
+        return f"{token} " if self._tokenizer is None else self._tokenizer.decode([token])
+
+
+def live_region() -> Live:
+    """Return a region of the terminal that can be redrawn and is cleared at the end."""
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(highlight=False, emoji=False), transient=True, auto_refresh=False)
+
+
+def tail(drawn: Text, console: Console) -> Text:
+    """Return the last lines of a text, as many as the terminal shows at once.
+
+    One row stays free for the cursor, which moves to the row below the region when the region is closed.
+    """
+    from rich.text import Text
+
+    lines = drawn.wrap(console, console.width)
+    return Text("\n").join(lines[-max(1, console.height - 1) :])

@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from canvasrt.cli.options import AsJson, option, read_option
-from canvasrt.cli.prompt import (
-    AnswerTimeout,
-    CanvasJson,
-    Drafts,
-    PromptIds,
-    PromptInput,
-    PromptText,
-    Raw,
-    System,
-    canvas_conditions,
-    read_prompt,
-)
-from canvasrt.cli.sampling import with_sampling
+from canvasrt.cli import options
+from canvasrt.cli import prompt as prompts
 from canvasrt.console import emit, emit_line
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import UsageError
@@ -33,11 +21,11 @@ if TYPE_CHECKING:
 PROTOCOLS = ("http", "grpc", "openai")
 Url = Annotated[
     str | None,
-    typer.Option(
+    options.option(
         "--url",
-        metavar="HOST:PORT",
+        "HOST:PORT",
+        "The server's address.",
         show_default="this machine, the protocol's port",
-        help="The server's address.",
     ),
 ]
 ProtocolName = Annotated[
@@ -49,26 +37,28 @@ Stream = Annotated[
 ]
 Stop = Annotated[
     list[str] | None,
-    option("--stop", "TEXT", "End the answer before this text; may be given several times."),
+    options.option(
+        "--stop", "TEXT", "End the answer before this text; may be given several times."
+    ),
 ]
 
 
-@with_sampling
+@prompts.with_sampling
 def infer(
-    prompt: PromptText = None,
+    prompt: prompts.PromptText = None,
     url: Url = None,
     protocol: ProtocolName = "http",
-    prompt_ids: PromptIds = None,
-    system: System = None,
-    raw: Raw = False,
+    prompt_ids: prompts.PromptIds = None,
+    system: prompts.System = None,
+    raw: prompts.Raw = False,
     *,
     sampling: dict[str, Any],
     stop: Stop = None,
-    canvas: CanvasJson = None,
+    canvas: prompts.CanvasJson = None,
     stream: Stream = False,
-    drafts: Drafts = False,
-    timeout: AnswerTimeout = ANSWER_TIMEOUT,
-    as_json: AsJson = False,
+    drafts: prompts.Drafts = False,
+    timeout: prompts.AnswerTimeout = ANSWER_TIMEOUT,
+    as_json: options.AsJson = False,
 ) -> None:
     """Send a prompt to a running server.
 
@@ -77,9 +67,9 @@ def infer(
     from canvasrt.containers.triton.inputs import check_stops
 
     _check(protocol, stream, drafts)
-    given = read_prompt(prompt, prompt_ids, system, raw)
-    canvas_conditions(canvas)  # checks the canvas before the call
-    read_option(lambda: check_stops(stop or ()))
+    given = prompts.read_prompt(prompt, prompt_ids, system, raw)
+    prompts.canvas_conditions(canvas)  # checks the canvas before the call
+    options.read_option(lambda: check_stops(stop or ()))
     inputs = {**_inputs(given), **sampling, "stop": stop or None, "canvas": canvas}
     ask = _openai if protocol == "openai" else partial(_triton, cast("Protocol", protocol))
     for data, text in ask(url, timeout, inputs, stream, drafts):
@@ -91,7 +81,7 @@ def infer(
             emit_line(data)
 
 
-def _inputs(prompt: PromptInput) -> dict[str, Any]:
+def _inputs(prompt: prompts.PromptInput) -> dict[str, Any]:
     """Return a prompt as inputs of the served model: tensor name → value."""
     if prompt.ids is not None:
         return {"prompt_ids": prompt.ids}

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli import options
-from canvasrt.console import emit, size, table
+from canvasrt.console import emit, show_section, size, table
+from canvasrt.targets import TARGETS
+from canvasrt.types import Json
 
 if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
@@ -81,9 +83,7 @@ def inspect(
         options.refuse(command, _OF_KERNELS, "needs --kernels", "add --kernels")
     loaded = load_bundle(bundle, check=False)
     if kernels:
-        from canvasrt.cli.kernels import show
-
-        show(loaded, batch, context, capacity, gpu, rates, page)
+        _show_kernels(loaded, batch, context, capacity, gpu, rates, page)
         return
     emit(loaded.manifest.data, lambda console: _render(console, loaded))
 
@@ -193,3 +193,54 @@ def _short(made_from: Any) -> dict[str, Any]:
 
 def _pairs(values: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _show_kernels(
+    bundle: Bundle,
+    batch: int,
+    context: int,
+    capacity: int | None,
+    gpu: str | None,
+    measured: Path | None,
+    page: Path | None,
+) -> None:
+    """Predict a bundle's passes, and print the predictions. If `page` is a folder, also write an HTML page there."""
+    from canvasrt.roofline import rates
+    from canvasrt.roofline.predict import Predictor
+    from canvasrt.roofline.report import prediction_report
+    from canvasrt.roofline.sections import heading, sections
+
+    predictor = Predictor(bundle)
+    if capacity is not None:
+        predictor.check_capacity(batch, capacity)
+    target = bundle.manifest.target or {}
+    found = rates.find_gpu(gpu or _usual_gpu(target))
+    if measured is not None:
+        found = rates.measured(found, measured)
+    data = prediction_report(predictor, found, batch, context, capacity)
+    if page is not None:
+        from canvasrt.roofline.page import write_page
+
+        write_page(data, bundle.path.resolve().name, page)
+
+    def render(console: Any) -> None:
+        for line in heading(data):
+            console.print(line)
+        for each in sections(data):
+            show_section(console, each)
+        if page is not None:
+            console.print(f"\npage: {page / 'kernels.html'}")
+
+    emit(data, render)
+
+
+def _usual_gpu(target: Json) -> str:
+    """Return the default GPU for predictions: the target's own, or else a GPU with the target's first capability."""
+    from canvasrt.roofline.rates import GPUS
+
+    name, capabilities = target.get("name", ""), target.get("compute_capability", "")
+    if name in GPUS:
+        return name
+    first = capabilities.partition(",")[0]
+    alike = (each.name for each in TARGETS if each.capability_text == first and each.name in GPUS)
+    return next(alike, name)

@@ -1,19 +1,38 @@
-"""Options that `generate`, `infer` and `chat` share: the prompt, the canvas, drafts and the time limit. The sampling
-options are in `sampling.py`."""
+"""The options of commands that ask a model: the prompt, images, the canvas and sampling."""
 
 from __future__ import annotations
 
+import base64
+import inspect
 import json
+import mimetypes
+import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from canvasrt.cli.field_options import with_options
 from canvasrt.cli.options import argument, option, read_option
 from canvasrt.defaults import MAX_SECONDS
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.runtime.sampling_params import MAX_INT32
+from canvasrt.runtime.sampling_params import (
+    MAX_INT32,
+    PARAMETERS,
+    Parameter,
+    SamplingParams,
+    check_sampling,
+)
+
+if TYPE_CHECKING:
+    from canvasrt.runtime.model import Model
+    from canvasrt.runtime.pictures import Picture
+
+# Sampling parameter → its name in error messages.
+LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}
 
 PromptText = Annotated[
     str | None,
@@ -45,12 +64,23 @@ CanvasJson = Annotated[
 ]
 AnswerTimeout = Annotated[
     float,
-    typer.Option(
+    option(
         "--timeout",
-        metavar="SECONDS",
+        "SECONDS",
+        "How long the whole answer may take.",
+        show_default=True,
         min=0.001,
         max=MAX_SECONDS,
-        help="How long the whole answer may take.",
+    ),
+]
+Images = Annotated[
+    list[Path] | None,
+    option("--image", "FILE", "An image that stands before the text; may be given several times."),
+]
+ImageTokens = Annotated[
+    int,
+    typer.Option(
+        "--image-tokens", metavar="N", help="The most tokens that an image takes: 70, 140 or 280."
     ),
 ]
 
@@ -130,3 +160,71 @@ def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
     except json.JSONDecodeError as error:
         raise UsageError(f"--canvas is not JSON: {error}", 'give {"pin": {"0": 17}}') from None
     return read_option(lambda: read_conditions(value))
+
+
+def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
+    """Read the files of --image. Raises UsageError for an unsupported budget, CanvasError for an unreadable file."""
+    from canvasrt.runtime.pictures import BUDGETS
+
+    if budget not in BUDGETS:
+        listed = ", ".join(map(str, BUDGETS))
+        raise UsageError(f"--image-tokens is {budget}", f"give one of {listed}")
+    try:
+        return [path.read_bytes() for path in images]
+    except OSError as error:
+        raise CanvasError(f"cannot read an image: {error}", "give readable files") from None
+
+
+def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Picture]:
+    """Return images as patches for the vision tower. Raises CanvasError if the model has no such tower."""
+    from canvasrt.runtime.pictures import read_pictures
+
+    if not files:
+        return []
+    model.check_vision()
+    return read_pictures(list(files), model.config.vision or {}, [budget] * len(files))
+
+
+def data_url(path: Path, content: bytes) -> str:
+    """Return an image as a data URL for OpenAI's API."""
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def with_sampling(command: Callable[..., None], text_only: bool = False) -> Callable[..., None]:
+    """Replace a command's argument `sampling` by one option for each sampling parameter.
+
+    The command receives a mapping from parameter names to values, without parameters that are None. With `text_only`,
+    parameters that ask for output in addition to text get no option. Raises UsageError for a value out of range.
+    """
+
+    def make(values: dict[str, Any]) -> dict[str, Any]:
+        sampling = {name: value for name, value in values.items() if value is not None}
+        try:
+            check_sampling(sampling, LABELS)
+        except CanvasError as error:
+            raise UsageError(error.message, error.hint) from None
+        return sampling
+
+    supported = [each for each in PARAMETERS if not (text_only and each.beside_text)]
+    return with_options(
+        command, "sampling", {each.name: _sampling_option(each) for each in supported}, make
+    )
+
+
+def _sampling_option(parameter: Parameter) -> inspect.Parameter:
+    """Return the option of one parameter. None stands for the checkpoint's default."""
+    # Remove the default from the text, because the help shows it separately.
+    about = re.sub(r"; \S+ when absent(, )?", "; ", parameter.about).removesuffix("; ")
+    default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)
+    option = typer.Option(
+        parameter.option,
+        show_default="the checkpoint's" if parameter.from_checkpoint else True,
+        help=f"{about[0].upper()}{about[1:]}.",
+    )
+    return inspect.Parameter(
+        parameter.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[parameter.kind | None, option],
+    )

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from canvasrt.cli.chat import _draw
-from canvasrt.cli.drafts import tail
+from canvasrt.cli.generate_output import tail
 
 
 def test_the_end_of_a_long_draft_stays_in_view() -> None:
