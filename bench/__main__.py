@@ -20,10 +20,9 @@ MEASUREMENTS = {
     "batch": ("bench.batch", "a file of requests in this process, against 64 clients over HTTP"),
     "build": ("bench.build", "seconds, peak memory and bytes of an export and a build"),
     "calibrated": ("bench.calibrated", "a build from a bf16 checkpoint, compared with its plan"),
-    "canvases": ("bench.canvases", "scales and divergence by prompts and steps of a calibration"),
     "checkpoint": ("bench.checkpoint", "no measurement: a random checkpoint of a real shape"),
     "cpu": ("bench.cpu", "a denoising pass on this CPU, against its matrix rate"),
-    "floor": ("bench.floor", "rates of copies, matrix products and launches on this machine"),
+    "floor": ("bench.floor", "rates of copies, matrix products and launches on this GPU"),
     "gpu": ("bench.gpu", "passes of the released shape: engines, graphs, transformers, the floor"),
     "hour": (
         "bench.hour",

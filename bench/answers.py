@@ -1,5 +1,4 @@
-"""The cost of reads and constrained answers, and the savings of the prefix cache, next to ordinary requests, in turns in one
-process."""
+"""The cost of reads and constrained answers next to ordinary requests, in turns in one process."""
 
 from __future__ import annotations
 
@@ -9,14 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench import results
-from canvasrt.runtime import prefix
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
-from canvasrt.runtime.bench import random_prompts
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
@@ -30,7 +25,6 @@ SUMS = [f"{a}+{b}=" for a, b in ((12, 34), (51, 7), (80, 19), (33, 33), (6, 85))
 _SUM = {"type": "integer", "minimum": 0, "maximum": 199}
 GRAMMARS: dict[str, dict[str, Any]] = {
     "digits": {"type": "regex", "regex": "[0-9]{1,3}"},
-    "80 letters": {"type": "regex", "regex": "[a-z]{80}"},
     "JSON": {
         "type": "json_schema",
         "schema": {
@@ -41,9 +35,6 @@ GRAMMARS: dict[str, dict[str, Any]] = {
         },
     },
 }
-# Tokens of a chat in which every turn repeats all earlier turns.
-SYSTEM, QUESTION, ANSWER, TURNS = 400, 50, 100, 4
-CACHE = 2**30  # bytes
 
 
 def measure(bundle: Path, threads: int = 1, rounds: int = 25, out: results.Out = None) -> None:
@@ -54,7 +45,6 @@ def measure(bundle: Path, threads: int = 1, rounds: int = 25, out: results.Out =
     figures = {
         "reads": list(_reads(model, tokenizer, rounds)),
         "constrained answers": list(_constrained(model, tokenizer, rounds)),
-        "first tokens of a chat's turns": list(_turns(model, rounds)),
     }
     results.report(figures, out)
 
@@ -118,31 +108,3 @@ def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Js
             "right": right,
             "asked": rounds,
         }
-
-
-def _turns(model: Model, rounds: int) -> Iterator[Json]:
-    """Yield the time to the first block of each turn of a chat, without and with the prefix cache."""
-    params = SamplingParams.from_defaults(
-        model.sampler,
-        model.config,
-        max_new_tokens=model.canvas_length,
-        max_denoising_steps=8,
-        early_stop=False,
-        eos_token_ids=(),
-    )
-    lengths = [SYSTEM + QUESTION + turn * (QUESTION + ANSWER) for turn in range(TURNS)]
-    took: list[dict[str, list[float]]] = [{"no cache": [], "cache": []} for _ in lengths]
-    for round_ in range(rounds + 1):
-        whole = random_prompts(model.config, 1, lengths[-1], seed=round_)[0]
-        prompt = np.array(whole).tolist()
-        for side in ("no cache", "cache"):
-            cache = prefix.PrefixCache(model, CACHE) if side == "cache" else None
-            generator = Generator(model, prefixes=cache)
-            for turn, length in enumerate(lengths):
-                request = Request(prompt[:length], params)
-                ms = _ms(lambda request=request, generator=generator: generator.run([request]))  # type: ignore[misc]
-                if round_:  # the first warms up
-                    took[turn][side].append(ms)
-    for turn, (length, sides) in enumerate(zip(lengths, took, strict=True), 1):
-        medians = {f"{side}, ms": statistics.median(each) for side, each in sides.items()}
-        yield {"turn": turn, "prompt": length} | medians

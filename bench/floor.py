@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import numpy as np
-
 from bench import results
 from bench.shape import Prepared
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
-from canvasrt.machine import gpus
 from canvasrt.runtime.bundle_facts import pass_work
 
 # The products that torch has on a GPU.
@@ -24,37 +21,21 @@ _LAUNCHES = 2000
 
 
 def measure(precision: Literal["bf16", "fp8"] = "bf16", out: results.Out = None) -> None:
-    """Measure this machine's copies and matrix products, for `canvasrt inspect --rates`; on a GPU also launches."""
-    results.report({"rates": rates(not gpus(), precision)}, out)
+    """Measure this machine's GPU, for `canvasrt inspect --rates`."""
+    results.report({"rates": rates(precision)}, out)
 
 
-def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
-    """Return bytes per second of a copy (reads and writes both count), and operations per second of
-    a matrix product. On a GPU also `launch_seconds`, from one kernel of a captured graph to the next.
+def rates(precision: str = "bf16") -> dict[str, Any]:
+    """Return bytes per second of a copy (reads and writes both count), operations per second of a matrix product, and
+    `launch_seconds`, from one kernel of a captured graph to the next.
 
-    `small` measures the CPU. On a GPU, only products in bf16 and fp8 are measured; for other formats, the floor is the
-    time of reading.
+    Only products in bf16 and fp8 are measured; for other formats, the floor is the time of reading.
     """
-    if not small:
-        torch = require("torch", "export")
-        if not torch.cuda.is_available():
-            raise CanvasError("torch cannot use this machine's GPU", "install torch with CUDA")
-        return _on_cuda(torch, precision)
-    size = 1 << 24
-    source, to = np.ones(size, np.uint8), np.empty(size, np.uint8)
-    copied = _best(lambda: np.copyto(to, source))
-    width = 512
-    a = np.ones((width, width), np.float32)
-    multiplied = _best(lambda: a @ a)
-    return {
-        "device": "cpu",
-        "copy_bytes_per_second": 2 * size / copied,
-        "matrix_operations_per_second": 2 * width**3 / multiplied,
-        "matrix": f"{width}³ fp32",
-    }
-
-
-def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
+    torch = require("torch", "export")
+    if not torch.cuda.is_available():
+        raise CanvasError(
+            "torch can use no GPU here", "install torch with CUDA on a machine with a GPU"
+        )
     size, width = 1 << 32, 8192
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     to = torch.empty_like(source)

@@ -17,7 +17,6 @@ from typing import Annotated
 import typer
 
 from bench import results, shape
-from bench.few_experts import FEW_LAYERS
 from canvasrt.build.fit import released_memory
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.precision import Precision, parse_precision
@@ -83,8 +82,7 @@ def engines(recipe: str, work: Path, batch: int, experts: str = SLOTTED) -> Bund
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
     work.mkdir(parents=True, exist_ok=True)
-    made = shape.Shape("released", FEW_LAYERS, 1, "bf16", (), (), 0, 0)
-    prepared = shape.prepare(made, work)
+    prepared = shape.prepare(shape.Shape("released", shape.FEW_LAYERS, 1), work)
     if recipe != "bf16":
         prepared = shape.quantized(prepared, recipe, work)
     return build_bundle(

@@ -1,16 +1,14 @@
-"""The measured model: the released shape with random weights, or a reduced one, written to disk
-once.
+"""The measured model: the released shape with random weights, written to disk once.
 
-One body segment stands for all of them. Their layers are of the same kinds in the same order, so a
-pass costs the same, and the files take a fifth of the disk. On the device, every copy has its own
-memory.
+One body segment stands for all of them. Their layers are of the same kinds in the same order, so a pass costs the same, and
+the files take a fifth of the disk. On the device, every copy has its own memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
@@ -18,56 +16,31 @@ from canvasrt.extras import require
 from canvasrt.formats import FORMATS
 from canvasrt.recipes import SHIPPED
 
-# One sliding and one full layer, a few experts, and the released canvas.
-_SMALL: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 128,
-    "num_experts": 16,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-    "max_position_embeddings": 65_536,
-}
-
 
 @dataclass(frozen=True)
 class Shape:
-    """Which model: `layers` per body segment, and `copies` of that segment."""
+    """Which model: a key of `synthetic.SHAPES`, `layers` per body segment, and `copies` of that segment."""
 
     name: str
     layers: int
     copies: int
-    precision: str
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    steps: int
-    repeats: int
-
-    @property
-    def max_context(self) -> int:
-        return max(self.contexts) + 1024
+    precision: str = "bf16"
 
 
-FULL = Shape("released", 6, 5, "bf16", (1, 2, 4, 8), (512, 4096, 32_768), 16, 20)
-SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
-
-# The largest input of every product in the made-up calibration; normalised states are of this
-# order.
+# The largest input of every product in the made-up calibration; normalised states are of this order.
 MADE_UP_AMAX = 8.0
 # Precisions of engines to measure, besides a shape's own.
 QUANTIZED = tuple(name for name in FORMATS if name in SHIPPED)
+# The fewest experts and tokens that leave every kernel of the released model unchanged. Each token has as many experts as
+# in the released model: sums over fewer experts would be fused with more operators.
+WIDTHS = {"num_experts": 10, "top_k_experts": 8, "vocab_size": 4096}
+# Two sliding layers and a full one. The second sliding layer stands for all others; the first also has the common nodes.
+FEW_LAYERS = 3
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A shape's files: a checkpoint of one segment's layers, its graphs, and the whole model's
-    configuration."""
+    """A shape's files: a checkpoint of one segment's layers, its graphs, and the whole model's configuration."""
 
     shape: Shape
     checkpoint: Path
@@ -88,24 +61,24 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
     from bench import synthetic
     from canvasrt.export.graphs import export_graphs
 
-    synthetic.SHAPES.setdefault("small", synthetic.SHAPES["released"] | _SMALL)
     checkpoint, graphs = folder / f"{shape.name}-checkpoint", folder / f"{shape.name}-graphs"
-    if not checkpoint.exists():
-        synthetic.write_random_checkpoint(
-            checkpoint, shape.name, layers=shape.layers, format=shape.precision
-        )
     if not graphs.exists():
+        if not checkpoint.exists():
+            synthetic.write_random_checkpoint(
+                checkpoint, shape.name, layers=shape.layers, format=shape.precision
+            )
         export_graphs(checkpoint, graphs, shape.layers, shape.precision)
     bundle = load_bundle(graphs, kind="graphs", check=False)
-    return Prepared(shape, checkpoint, bundle, repeated(bundle.manifest.model, shape.copies))
+    config = bundle.manifest.model
+    whole = replace(config, layers=config.layers * shape.copies)
+    return Prepared(shape, checkpoint, bundle, whole)
 
 
 def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
-    """Return the files with the body's weights quantized by one of canvasrt's recipes; write what
-    is missing.
+    """Return the files with the body's weights quantized by one of canvasrt's recipes; write what is missing.
 
-    The calibration is made up: no prompt is run, and every input is assumed to reach
-    `MADE_UP_AMAX`. The time of a pass does not depend on it.
+    The calibration is made up: no prompt is run, and every input is assumed to reach `MADE_UP_AMAX`. The time of a pass
+    does not depend on it.
     """
     from canvasrt.export.quantize.calibrate import Calibration
     from canvasrt.export.quantize.quantize import quantize_graphs
@@ -126,6 +99,12 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
     return replace(prepared, graphs=load_bundle(out, kind="graphs", check=False))
 
 
-def repeated(config: ModelConfig, copies: int) -> ModelConfig:
-    """Return the configuration of a model that repeats the layers of `config`."""
-    return replace(config, layers=config.layers * copies)
+def few_experts(recipe: str, folder: Path) -> Path:
+    """Return graphs of `WIDTHS` in a recipe, or in bf16, with a made-up calibration. They have every kernel of the whole
+    model. Writes missing graphs to `folder`."""
+    from bench import synthetic
+
+    shape = {"widths": synthetic.SHAPES["released"] | WIDTHS}
+    with mock.patch.dict(synthetic.SHAPES, shape):
+        prepared = prepare(Shape("widths", FEW_LAYERS, 1), folder)
+    return (prepared if recipe == "bf16" else quantized(prepared, recipe, folder)).graphs.path

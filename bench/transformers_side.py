@@ -1,14 +1,11 @@
-"""The other side: Hugging Face transformers on the same weights, eager, or compiled over a static cache."""
+"""The other side: Hugging Face transformers on the same weights."""
 
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
-import numpy as np
-
-from bench.runner import WARM_UP, Generation, Routing
+from bench.runner import WARM_UP, Routing
 from bench.shape import Prepared
 from canvasrt.cli.against import NO_TOKEN, Clock
 from canvasrt.extras import require
@@ -16,65 +13,47 @@ from canvasrt.runtime.bench import random_prompts
 
 
 class TransformersRunner:
-    """transformers' own model and `generate`. With a `static` cache, it compiles itself."""
+    """transformers' own model and `generate`."""
 
-    def __init__(self, prepared: Prepared, static: bool) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._torch: Any = require("torch", "export")
         require("transformers", "test")
-        self._static, self._config = static, prepared.config
+        self._config = prepared.config
         self._cuda = self._torch.cuda.is_available()
         self._device = "cuda" if self._cuda else "cpu"
         if self._cuda:
             self._torch.cuda.reset_peak_memory_stats()
         self._model = repeated_model(prepared, self._torch, self._device)
-        self._loads: list[int] = []
-        self._loads_of: dict[str, int] = {}
-        _watch_routers(self._model, self._loads_of, prepared.config.num_experts)
 
     def pass_ms(
         self, batch: int, context: int, repeats: int, routing: Routing = "even"
     ) -> list[float]:
-        if routing != "even":
-            return []
-        # Compiling happens in a first run, which does not count.
-        for _ in range(1 + self._static):
-            found = self.generate(batch, context, 1, WARM_UP + repeats)
-        return [1e3 * seconds for seconds in found.step_seconds[WARM_UP:]]
-
-    def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
-        return {}
-
-    def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
+        """Return milliseconds of passes, as our side does. For all routings but `even`, the result is empty, since
+        `generate` draws its own canvases."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
             DiffusionGemmaGenerationConfig,
             EntropyBoundSamplerConfig,
         )
 
-        new = blocks * self._config.canvas_length
+        if routing != "even":
+            return []
         config = DiffusionGemmaGenerationConfig(
-            max_new_tokens=new,
-            max_denoising_steps=steps,
+            max_new_tokens=self._config.canvas_length,
+            max_denoising_steps=WARM_UP + repeats,
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=0.1),
             t_min=0.4,
             t_max=0.8,
             eos_token_id=[NO_TOKEN],
-            **({"cache_implementation": "static"} if self._static else {}),
         )
-        ids = self._torch.tensor(random_prompts(self._config, batch, prompt)).to(self._device)
+        ids = self._torch.tensor(random_prompts(self._config, batch, context)).to(self._device)
         clock = Clock(self._model, self._wait)
-        begin = time.perf_counter()
         with clock:
             self._model.generate(ids, generation_config=config, streamer=clock)
-            self._wait()
-        seconds = time.perf_counter() - begin
-        first = clock.blocks[1] - begin
-        return Generation(batch * new, seconds, first, tuple(clock.steps))
+        return [1e3 * seconds for seconds in clock.steps[WARM_UP:]]
 
     def memory(self) -> int | None:
+        """Return the largest number of bytes of device memory in use; None on a CPU."""
         return int(self._torch.cuda.max_memory_allocated()) if self._cuda else None
-
-    def loads(self) -> list[int]:
-        return list(self._loads_of.values())
 
     def _wait(self) -> None:
         if self._cuda:
@@ -142,25 +121,3 @@ def _repeat(text: Any, copies: int) -> None:
             for number in range(copies)
             for key, value in list(known.items())
         }
-
-
-def _watch_routers(model: Any, loads: dict[str, int], experts: int) -> None:
-    """Record, per decoder layer, the most tokens given to one expert in the last pass."""
-
-    def note(name: str, output: Any) -> None:
-        for each in output if isinstance(output, tuple) else (output,):
-            if not each.dtype.is_floating_point and each.dim() >= 2:
-                counts = np.bincount(each.detach().cpu().numpy().reshape(-1), minlength=experts)
-                loads[name] = int(counts.max())
-
-    import torch
-
-    for name, module in model.named_modules():
-        if type(module).__name__ == "DiffusionGemmaTextRouter" and "decoder" in name:
-
-            def hook(_: Any, __: Any, output: Any, name: str = name) -> None:
-                # Copying to the host would break a compiled graph.
-                if name not in loads and not torch.compiler.is_compiling():
-                    note(name, output)
-
-            module.register_forward_hook(hook)

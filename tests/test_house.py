@@ -50,7 +50,6 @@ IMPORTERS = (
     "canvasrt.build.compile",
     "canvasrt.cli.app",
     "bench.__main__",
-    "bench.probe",
 )
 # The one module that may send a log to a stream.
 LOGS = "canvasrt.containers.logs"

@@ -42,8 +42,7 @@ def test_answers_and_questions_are_measured(demo: Pair, tmp_path: Path) -> None:
     assert main(["answers", str(demo.bundle), "--rounds", "1", "-o", str(out)]) == 0
     figures = json.loads(out.read_text())["figures"]
     assert [row["questions"] for row in figures["reads"]] == [1, 10]
-    assert len(figures["constrained answers"]) == 4
-    assert len(figures["first tokens of a chat's turns"]) == 4
+    assert len(figures["constrained answers"]) == 3
     out = tmp_path / "questions.json"
     assert main(["questions", str(demo.bundle), "--settings", "4", "-o", str(out)]) == 0
     rows = {row["setting"]: row for row in json.loads(out.read_text())["figures"]["settings"]}

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.few_experts import few_experts
+from bench.shape import few_experts
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.defaults import SLOTTED
 from canvasrt.roofline.store import KERNELS_SUFFIX
 from tests.helpers import library
 
 MAX_CONTEXT, MAX_BATCH = 4096, 4
-SOURCES = ("bench.few_experts", "bench.synthetic", "canvasrt", "canvasrt.export")
+SOURCES = ("bench.shape", "bench.synthetic", "canvasrt", "canvasrt.export")
 
 Released = Callable[..., Bundle]
 
@@ -42,14 +42,15 @@ def _released_graphs(out: Path, recipe: str) -> None:
     if recipe != "bf16":  # its graphs are quantized from those in bf16
         plain = library.kept(_released_graphs, "bf16", code=SOURCES)
         out.mkdir()
-        (out / "graphs-bf16").symlink_to(plain / "graphs-bf16")
+        (out / "widths-graphs").symlink_to(plain / "widths-graphs")
     few_experts(recipe, out)
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+    shutil.rmtree(out / "widths-checkpoint", ignore_errors=True)
 
 
 def _build_released(out: Path, recipe: str, target: str, experts: str) -> None:
     """Keep what the tests read. The engines themselves are large, and are replaced by sparse files of their size."""
-    graphs = library.kept(_released_graphs, recipe, code=SOURCES) / f"graphs-{recipe}"
+    name = "widths-graphs" if recipe == "bf16" else f"widths-graphs-{recipe}"
+    graphs = library.kept(_released_graphs, recipe, code=SOURCES) / name
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "engines"
         # In a child process: in this one, Triton the language may be set to interpret, not compile.

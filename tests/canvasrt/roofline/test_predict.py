@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.few_experts import WIDTHS
+from bench.shape import WIDTHS
 from bench.predict import reads_per_second
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError

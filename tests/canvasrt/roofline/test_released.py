@@ -1,6 +1,6 @@
 """Holds the released widths' kernels to their limits, for every capability and precision.
 
-Engines of `bench.few_experts`.
+Engines of `bench.shape`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.few_experts import WIDTHS
+from bench.shape import WIDTHS
 from canvasrt.bundle import Bundle
 from canvasrt.defaults import FOLDED_HEADS, SORTED
 from canvasrt.pass_shapes import BLOCK_ROWS
