@@ -1,6 +1,6 @@
 """Random checkpoints of real shapes, for sizes and speeds that do not depend on trained weights.
 
-They are in the Hugging Face layout, and are written with one tensor in memory at a time. `python -m bench checkpoint`
+They are in the Hugging Face layout, and are written with one layer in memory at a time. `python -m bench checkpoint`
 is the program for it.
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 import canvasrt
-from bench.shards import TensorPiece, write_shards
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.locate import INDEX
 from canvasrt.checkpoints.released import TEXT_CONFIG, layer_types
-from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.segments import SegmentModule, segments
 from canvasrt.staging import staging
 
@@ -114,7 +114,13 @@ def write_random_checkpoint(
         model, _ = ModelConfig.from_checkpoint(tmp)
         noise = _Noise(seed)
         parts = segments(model, layers_per_segment=1)
-        write_shards(tmp, [list(_pieces(part, model, noise, format)) for part in parts])
+        index: dict[str, str] = {}
+        for number, part in enumerate(parts, 1):
+            file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+            tensors = dict(_tensors(part, model, noise, format))
+            save_file(tensors, tmp / file, {"format": "pt"})
+            index |= dict.fromkeys(tensors, file)
+        _dump(tmp / INDEX, {"metadata": {}, "weight_map": index})
     return model
 
 
@@ -185,50 +191,53 @@ _W4A16 = {
 
 
 class _Noise:
-    """Cheap random values: each piece is copied from one of two small pools of random numbers, at another offset."""
+    """Cheap random values: piece by piece from small pools of random numbers, each piece from another place."""
 
     _POOL = 1 << 23
-    _CHUNK = 1 << 21
+    _PIECE = 1 << 21
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
-        self._bytes = self._random.integers(0, 256, self._POOL, np.uint8)
-        self._scales = self._random.choice(_SCALE_BITS, self._POOL)
+        self._bytes = torch.from_numpy(self._random.integers(0, 256, self._POOL, np.uint8))
+        self._scales = torch.from_numpy(self._random.choice(_SCALE_BITS, self._POOL))
         self._normal = torch.from_numpy(self._random.standard_normal(self._POOL, np.float32))
 
-    def normal(self, count: int, std: float, dtype: torch.dtype) -> Iterator[memoryview]:
-        for start, size in self._cuts(count):
-            yield bytes_of((self._normal[start : start + size] * std).to(dtype))
+    def normal(self, shape: tuple[int, ...], std: float, dtype: torch.dtype) -> Tensor:
+        return self._drawn(self._normal, shape, lambda each: (each * std).to(dtype))
 
-    def near(self, count: int, value: float, dtype: torch.dtype) -> Iterator[memoryview]:
+    def near(self, shape: tuple[int, ...], value: float, dtype: torch.dtype) -> Tensor:
         """Return positive numbers, mostly within a fifth of `value`."""
-        for start, size in self._cuts(count):
-            spread = self._normal[start : start + size] * 0.1
-            yield bytes_of((spread.exp() * value).to(dtype))
+        return self._drawn(self._normal, shape, lambda each: ((each * 0.1).exp() * value).to(dtype))
 
-    def codes(self, count: int) -> Iterator[memoryview]:
-        """Bytes of packed codes."""
-        for start, size in self._cuts(count):
-            yield self._bytes[start : start + size].data
+    def codes(self, *shape: int) -> Tensor:
+        """Return bytes of packed codes."""
+        return self._drawn(self._bytes, shape)
 
-    def block_scales(self, count: int) -> Iterator[memoryview]:
-        for start, size in self._cuts(count):
-            yield self._scales[start : start + size].data
+    def block_scales(self, *shape: int) -> Tensor:
+        return self._drawn(self._scales, shape).view(torch.float8_e4m3fn)
 
     def around(self, value: float) -> float:
         """Return a number within a quarter of `value`."""
         return value * self._random.uniform(0.75, 1.25)
 
-    def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
-        while count:
-            size = min(count, self._CHUNK)
-            yield int(self._random.integers(0, self._POOL - size)), size
-            count -= size
+    def _drawn(
+        self,
+        pool: Tensor,
+        shape: tuple[int, ...],
+        change: Callable[[Tensor], Tensor] = lambda each: each,
+    ) -> Tensor:
+        left, pieces = math.prod(shape), []
+        while left:
+            size = min(left, self._PIECE)
+            start = int(self._random.integers(0, self._POOL - size))
+            pieces.append(change(pool[start : start + size]))
+            left -= size
+        return torch.cat(pieces).view(shape)
 
 
-def _pieces(
+def _tensors(
     part: SegmentModule, model: ModelConfig, noise: _Noise, format: str
-) -> Iterator[TensorPiece]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors that a graph's weights are stacked from."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
@@ -246,43 +255,23 @@ def _pieces(
             if format == "int4" and name.startswith("layers.") and _is_linear(name):
                 yield from _int4(source.removesuffix(".weight"), rows, shape[-1], noise)
             elif parameter.dim() == 1:
-                yield TensorPiece(source, dtype, shape, partial(_ones, rows, dtype))
+                yield source, torch.ones(rows, dtype=dtype)
             else:
-                std = math.sqrt(1 / shape[-1])
-                yield TensorPiece(
-                    source, dtype, shape, partial(noise.normal, math.prod(shape), std, dtype)
-                )
+                yield source, noise.normal(shape, math.sqrt(1 / shape[-1]), dtype)
 
 
-def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[TensorPiece]:
-    """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E,
-    out, in]`."""
-    experts, rows, width = shape
-    prefix, _, name = source.rpartition(".")
-    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-    rows //= len(names)
-    input_scale = noise.around(_INPUT_AMAX[name] / (6 * 448))
-    for expert in range(experts):
-        # Gate and up share a global scale, as ModelOpt writes them.
-        scale = noise.around(math.sqrt(1 / width) / _PACKED_RMS)
-        for each in names:
-            module = f"{prefix}.{expert}.{each}"
-            packed, blocks = (rows, width // 2), (rows, width // _BLOCK)
-            yield TensorPiece(
-                f"{module}.weight", torch.uint8, packed, partial(noise.codes, math.prod(packed))
-            )
-            yield TensorPiece(
-                f"{module}.weight_scale",
-                torch.float8_e4m3fn,
-                blocks,
-                partial(noise.block_scales, math.prod(blocks)),
-            )
-            yield TensorPiece(
-                f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale)
-            )
-            yield TensorPiece(
-                f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale)
-            )
+def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E, out, in]`."""
+    name, width = source.rpartition(".")[2], shape[2]
+    input_scale, scale = noise.around(_INPUT_AMAX[name] / (6 * 448)), 1.0
+    for module, rows, _ in _modules(source, shape):
+        if not module.endswith("up_proj"):
+            # Gate and up share a global scale, as ModelOpt writes them.
+            scale = noise.around(math.sqrt(1 / width) / _PACKED_RMS)
+        yield f"{module}.weight", noise.codes(rows, width // 2)
+        yield f"{module}.weight_scale", noise.block_scales(rows, width // _BLOCK)
+        yield f"{module}.weight_scale_2", torch.tensor(scale)
+        yield f"{module}.input_scale", torch.tensor(input_scale)
 
 
 def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
@@ -300,29 +289,12 @@ def _is_linear(name: str) -> bool:
     return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
 
 
-def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[TensorPiece]:
+def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
     """Yield a linear module in INT4."""
-    words, groups = (rows, width // 8), (rows, width // _GROUP)
     std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
-    shape = np.array([rows, width], np.int64).tobytes()
-    yield TensorPiece(
-        f"{module}.weight_packed", torch.int32, words, partial(noise.codes, 4 * math.prod(words))
-    )
-    yield TensorPiece(
-        f"{module}.weight_scale",
-        torch.bfloat16,
-        groups,
-        partial(noise.near, math.prod(groups), std, torch.bfloat16),
-    )
-    yield TensorPiece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
-
-
-def _scalar(value: float) -> list[memoryview]:
-    return [memoryview(np.float32(value).tobytes())]
-
-
-def _ones(count: int, dtype: torch.dtype) -> list[memoryview]:
-    return [bytes_of(torch.ones(count, dtype=dtype))]
+    yield f"{module}.weight_packed", noise.codes(rows, width // 2).view(torch.int32)
+    yield f"{module}.weight_scale", noise.near((rows, width // _GROUP), std, torch.bfloat16)
+    yield f"{module}.weight_shape", torch.tensor([rows, width])
 
 
 def _rows(part: SegmentModule, name: str, sources: int, model: ModelConfig) -> list[int]:

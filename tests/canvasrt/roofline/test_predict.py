@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench.shape import WIDTHS
 from bench.predict import reads_per_second
+from bench.shape import WIDTHS
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.roofline.group import EXPERTS, HEAD
