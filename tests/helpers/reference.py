@@ -39,6 +39,7 @@ from canvasrt.runtime.request import Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers import library
+from tests.helpers.random_models import BASE
 
 PAD = 0
 
@@ -266,26 +267,6 @@ def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
     A large table makes each token its own likeliest successor, and damped branches let a canvas
     settle after a while. So acceptance and early stop differ from block to block.
     """
-    text = DiffusionGemmaTextConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        global_head_dim=64,
-        num_global_key_value_heads=1,
-        sliding_window=64,
-        num_experts=8,
-        top_k_experts=2,
-        moe_intermediate_size=64,
-        use_bidirectional_attention="vision",
-        max_position_embeddings=4096,
-        pad_token_id=PAD,
-        bos_token_id=2,
-        eos_token_id=1,
-    )
     vision = Gemma4VisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -295,7 +276,7 @@ def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
         head_dim=32,
     )
     config = DiffusionGemmaConfig(
-        text_config=text,
+        text_config=DiffusionGemmaTextConfig(**BASE),
         vision_config=vision,
         canvas_length=32,
         boi_token_id=509,
