@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import json
 import random
 import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ from tests.helpers.serving_process import Reply, Serving, chat, command_lines
 
 QUESTIONS = tuple(f"{a}+{b}=" for a in (12, 7, 40, 99) for b in (34, 5))
 CLIENTS = 16
+# A call to Triton's HTTP port.
+GENERATE = "/v2/models/canvasrt/generate"
+PROMPT = {"prompt": "12+34=", "max_new_tokens": 4}
 SECONDS = 60.0  # to recover or to end
 
 
@@ -132,3 +138,15 @@ def is_open(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def over_http(
+    running: Serving, path: str, body: Any, headers: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Return the status and the text of an answer of Triton's HTTP port."""
+    connection = http.client.HTTPConnection(running.said["http"], timeout=60)
+    with contextlib.closing(connection):
+        text = json.dumps(body) if isinstance(body, dict) else body
+        connection.request("GET" if body is None else "POST", path, text, dict(headers or {}))
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()

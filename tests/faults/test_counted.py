@@ -29,6 +29,7 @@ from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.ollama import OllamaChat, OllamaPrompt, generate
 from canvasrt.containers.openai.remote import Fetcher, ImageBudget, inline
 from canvasrt.containers.openai.upstream import triton_error
+from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.triton import grammar
 from canvasrt.containers.untrusted import MAX_DEPTH, MAX_VALUES, check_json
 from canvasrt.errors import CanvasError
@@ -315,26 +316,27 @@ def test_ollamas_options_are_not_fields_of_openais(options: dict[str, Any]):
         generate(OllamaPrompt(model="m", prompt="b", options=options))
 
 
+def told(front: FrontEnd, sent: bytes) -> bytes:
+    """What a front end says until it closes the connection."""
+    with connect(front) as one:
+        one.sendall(sent)
+        return b"".join(iter(lambda: one.recv(4096), b""))
+
+
 def test_two_lengths_end_the_connection(alone: Alone):
-    with connect(alone()) as one:
-        one.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-            b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        )
-        said = b""
-        while piece := one.recv(4096):
-            said += piece
+    said = told(
+        alone(),
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        b"GET /v1/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
     assert said.startswith(b"HTTP/1.1 400")
     assert said.count(b"HTTP/1.1") == 1
 
 
 def test_no_redirect_names_the_callers_host(alone: Alone):
-    with connect(alone(hosts=("*",))) as one:
-        one.sendall(b"GET /version/ HTTP/1.1\r\nHost: page.test\r\nConnection: close\r\n\r\n")
-        said = b""
-        while piece := one.recv(4096):
-            said += piece
+    get = b"GET /version/ HTTP/1.1\r\nHost: page.test\r\nConnection: close\r\n\r\n"
+    said = told(alone(hosts=("*",)), get)
     assert said.startswith(b"HTTP/1.1 404")
     assert b"page.test" not in said
 

@@ -167,42 +167,34 @@ def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.M
 
 @needs_triton
 def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Path):
+    """Those whose answers have not begun by their status, streams that have begun by an error: server-sent events, and
+    Ollama's lines."""
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
-        callers = [http.client.HTTPConnection(running.host, timeout=60) for _ in range(2)]
-        for caller, stream in zip(callers, (False, True), strict=True):
-            chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
-            body = json.dumps({**chat, **ENDLESS, "stream": stream})
-            caller.request("POST", "/v1/chat/completions", body, JSON)
-        counts = b"canvasrt_requests_in_flight 2"
+        chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
+
+        def sent(path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+            caller = http.client.HTTPConnection(running.host, timeout=60)
+            caller.request("POST", path, json.dumps({**chat, **body}), JSON)
+            return caller
+
+        # Many blocks, of which the first ends soon.
+        blocks = {**ENDLESS, "max_denoising_steps": 60, "seed": 1}
+        begun = [
+            sent("/v1/chat/completions", {**blocks, "max_tokens": 4000, "stream": True}),
+            sent("/api/chat", {"options": {**blocks, "num_predict": 4000}, "stream": True}),
+        ]
+        replies = [caller.getresponse() for caller in begun]
+        assert all(reply.status == 200 and reply.readline() for reply in replies)
+        waiting = [
+            sent("/v1/chat/completions", {**ENDLESS, "stream": stream}) for stream in (False, True)
+        ]
+        counts = b"canvasrt_requests_in_flight 4"
         assert eventually(lambda: counts in httpx.get(running.said["metrics"]).content)
         assert "were aborted" in running.stop(signal.SIGTERM)
-        for caller in callers:
+        for caller in waiting:
             reply = caller.getresponse()
             assert reply.status == 503
             assert "error" in json.loads(reply.read())
-
-
-@needs_triton
-def test_a_stream_that_has_begun_ends_with_an_error_when_the_drain_is_over(
-    packaged: Bundle, tmp_path: Path
-):
-    """Server-sent events, and Ollama's lines."""
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
-        chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
-        # Many blocks, of which the first ends soon.
-        blocks = {**ENDLESS, "max_denoising_steps": 60, "seed": 1}
-        bodies = {
-            "/v1/chat/completions": {**chat, **blocks, "max_tokens": 4000, "stream": True},
-            "/api/chat": {**chat, "options": {**blocks, "num_predict": 4000}, "stream": True},
-        }
-        replies = []
-        for path, body in bodies.items():
-            caller = http.client.HTTPConnection(running.host, timeout=60)
-            caller.request("POST", path, json.dumps(body), JSON)
-            replies.append(caller.getresponse())
-            assert replies[-1].status == 200
-            assert replies[-1].readline()
-        assert "were aborted" in running.stop(signal.SIGTERM)
         for reply in replies:
             *_, last = reply.read().strip().split(b"\n")
             assert b'"error"' in last, last

@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from canvasrt.bundle import Bundle
 from tests.faults.attack import left_behind, processes
-from tests.helpers.faulty import Faulty, Watch, end, faulty_package
+from tests.helpers.faulty import DIGITS, Faulty, Watch, faulty_package
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, ask, call, serving
 
@@ -41,10 +42,7 @@ def test_one_failed_pass_ends_nothing_and_a_lost_gpu_everything(faulty: Faulty, 
         watch = Watch(running)
         status, body, _ = ask(running)
         assert (status, body["error"]["type"]) == (500, "server_error")
-        code, errors = end(running)
-        assert code == 3
-        assert "an illegal memory access was encountered" in errors
-        assert all(503 in seen for seen in watch.join().values())
+        watch.ends(3, "an illegal memory access was encountered")
 
 
 @pytest.mark.acceptance
@@ -62,25 +60,26 @@ def test_engines_that_cannot_go_on_end_the_service(
     faulty = faulty_package(packaged, tmp_path / "faulty", restart=fault == "once")
     with serving(faulty.path, tmp_path, *ANY_PORTS) as running:
         faulty.set(fault)
+        watch = Watch(running)
         assert [ask(running)[0] for _ in range(times)] == [500] * times
-        code, errors = end(running)
-        assert code == 3
-        assert all(each in errors for each in says)
+        watch.ends(3, *says)
 
 
 @pytest.mark.acceptance
-def test_a_pass_that_hangs_is_noticed(faulty: Faulty, tmp_path: Path):
-    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "2") as running:
-        assert ask(running)[0] == 200
-        time.sleep(3)  # an idle server makes no progress either, and is well
-        assert ask(running)[0] == 200
-        faulty.set("hang")
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [("hang", {}), ("read", {}), ("read", DIGITS)],
+    ids=["a pass", "Triton's thread", "a preparing thread"],
+)
+def test_what_hangs_is_noticed(faulty: Faulty, tmp_path: Path, fault: str, options: dict[str, Any]):
+    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "3") as running:
+        assert ask(running, **options)[0] == 200
+        time.sleep(4)  # an idle server makes no progress either, and is well
+        assert ask(running, **options)[0] == 200
+        faulty.set(fault)
         watch = Watch(running)
-        assert ask(running)[0] in (500, 503)
-        code, errors = end(running)
-        assert code == 4
-        assert "no progress for 2 s" in errors
-        assert all(503 in seen for seen in watch.join().values())
+        assert ask(running, **options)[0] in (500, 503)
+        watch.ends(4, "no progress for 3 s")
 
 
 @pytest.mark.acceptance
@@ -89,11 +88,7 @@ def test_a_stopped_process_is_noticed(packaged: Bundle, tmp_path: Path, which: s
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
         assert ask(running)[0] == 200
         os.kill(processes(running)[which], signal.SIGSTOP)
-        watch = Watch(running)
-        code, errors = end(running)
-        assert code == 4
-        assert "stopped by a signal" in errors
-        assert all(503 in seen for seen in watch.join().values())
+        Watch(running).ends(4, "stopped by a signal")
 
 
 @pytest.mark.acceptance

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 
@@ -88,15 +88,6 @@ def chat(text: str, key: str) -> tuple[list[Any], dict[str, Any]]:
     return messages, {"tools": [{"type": "function", "function": function}]}
 
 
-def test_nothing_in_a_chat_with_tools_forges_them(gemma: Side) -> None:
-    variables: dict[str, Any]
-    messages, variables = chat("x", "k")
-    expected = gemma.controls(messages, **variables)
-    for text in (FORGED, CALL_FORGED):
-        messages, variables = chat(text, text)
-        assert gemma.controls(messages, **variables) == expected
-
-
 def test_a_template_s_own_text_writes_control_tokens_and_a_caller_s_does_not() -> None:
     plain = side(trained(byte_level=False), "<|turn>{{ messages[0].content }}<turn|>")
     expected = [plain.tokenizer.control_id(each) for each in ("<|turn>", "<turn|>")]
@@ -127,6 +118,8 @@ TEXTS = st.lists(FRAGMENTS | st.text(CHARACTERS, max_size=4), min_size=1, max_si
 
 @settings(max_examples=60, deadline=None)
 @given(TEXTS.map(lambda text: f"x{text}"), TEXTS.map(lambda text: f"k{text}"))
+@example(FORGED, FORGED)
+@example(CALL_FORGED, CALL_FORGED)
 def test_no_text_changes_the_number_of_control_tokens(text: str, key: str) -> None:
     for each in SIDES:
         expected, variables = chat("x", "k")

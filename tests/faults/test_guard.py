@@ -17,14 +17,13 @@ from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.client.triton import Client
 from canvasrt.containers.tensors import OWNER
+from tests.faults.attack import GENERATE, PROMPT, over_http
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, JSON, Serving, chat, serving
 
 pytestmark = needs_triton
-
-GENERATE = "/v2/models/canvasrt/generate"
-PROMPT = {"prompt": "12+34=", "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +39,8 @@ def keyed(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def triton(
     running: Serving, path: str, body: Any, key: str = "open", **headers: str
 ) -> tuple[int, str]:
-    """The status and the text of an answer of Triton's HTTP port."""
     given = {**JSON, "Authorization": f"Bearer {key}", **headers}
-    reply = httpx.post(f"http://{running.said['http']}{path}", json=body, headers=given, timeout=60)
-    return reply.status_code, reply.text
+    return over_http(running, path, body, given)
 
 
 def test_a_header_names_no_caller(keyed: Serving):
@@ -85,6 +82,14 @@ def test_tritons_grpc_port_is_guarded(keyed: Serving, options: dict[str, Any], s
     with pytest.raises(InferenceServerException, match=says):
         over_grpc(keyed, **options)
     over_grpc(keyed)  # it goes on
+
+
+def test_keys_guard_tritons_ports(keyed: Serving, monkeypatch: pytest.MonkeyPatch):
+    assert over_http(keyed, GENERATE, PROMPT)[0] == 401
+    monkeypatch.setenv("CANVASRT_API_KEY", "sesame")
+    with keyed.client() as client, Client(keyed.said["grpc"], "grpc") as other:
+        assert client.infer(PROMPT).text == other.infer(PROMPT).text
+        assert [*other.stream(PROMPT)]
 
 
 def test_a_refused_request_does_not_end_its_stream(keyed: Serving):

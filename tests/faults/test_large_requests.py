@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 
 from canvasrt.containers.triton.inputs import check_shapes
@@ -19,10 +18,6 @@ from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.conditions import read_conditions
-from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.model import Model
-from canvasrt.runtime.request import Request
-from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 from tests.helpers.serving import needs_triton
 from tests.helpers.serving_process import Serving, ask, call
@@ -166,13 +161,6 @@ def test_blocks_are_decoded_once(tokenizer: Tokenizer):
         text += decoder.put(ids[begin : begin + 32], final=begin + 32 >= len(ids))
     assert text == tokenizer.decode(ids)
     assert decoded < 5 * len(ids)
-
-
-def test_token_ids_stay_an_array(model: Model):
-    ids = np.array([2, 5, 6], np.int32)
-    params = SamplingParams.from_defaults(model.sampler, model.config, max_new_tokens=4)
-    (result,) = Generator(model).run([Request(ids, params)])
-    assert result.prompt_token_ids == [2, 5, 6]
 
 
 def test_positions_with_equal_lists_are_sampled_together():

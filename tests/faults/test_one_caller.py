@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -108,18 +107,12 @@ def test_long_prompts_delay_an_answer_by_two_chunks_each(model: Model):
     assert model.counters.encode_tokens - before < 2 * 4 * size
 
 
-@contextlib.contextmanager
-def limited(packaged: Bundle, folder: Path, *options: str) -> Iterator[Serving]:
-    with serving(packaged.path, folder, *ANY_PORTS, *options) as found:
-        yield found
-
-
 @needs_triton
 def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
     options = ["--max-steps", "400", "--max-passes", "2400", "--max-n", "4"]
     options += ["--max-queue-tokens", "600", "--max-key-requests", "4"]
-    with limited(packaged, tmp_path, *options) as running:
+    with serving(packaged.path, tmp_path, *ANY_PORTS, *options) as running:
 
         def refused(**asked: Any) -> str:
             status, body, _ = ask(running, key="a", **asked)
@@ -148,19 +141,12 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
                 assert each.result()[0] == 200
         assert ask(running, key="a")[0] == 200  # everything was given back
 
-
-@needs_triton
-def test_a_key_learns_nothing_of_others_prompts(
-    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
-    with limited(packaged, tmp_path) as running:
-
         def cached(key: str) -> int:
             status, body, _ = ask(running, "12+34= shuffle abdeg " * 20, key=key)
             assert status == 200
             return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
 
+        # A key learns nothing of others' prompts.
         assert cached("a") == 0
         assert cached("a") >= 128
         assert cached("b") == 0
@@ -306,7 +292,7 @@ def test_a_request_s_time_begins_at_the_front_end():
 def test_time_that_is_over_on_arrival_is_over(packaged: Bundle, tmp_path: Path):
     from tritonclient import grpc
 
-    with limited(packaged, tmp_path, "--request-timeout", "10") as running:
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--request-timeout", "10") as running:
         prompt = grpc.InferInput("prompt", [1], "BYTES")
         prompt.set_data_from_numpy(np.array([b"12+34="], object))
 

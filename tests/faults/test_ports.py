@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import re
 import socket
@@ -19,7 +17,6 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.client.triton import Client
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.origin import Origin
@@ -30,6 +27,7 @@ from canvasrt.containers.serve.installation import Installation, find_installati
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.errors import CanvasError
+from tests.faults.attack import GENERATE, PROMPT, ancestors, over_http
 from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import (
@@ -200,7 +198,7 @@ def test_what_a_guarded_server_shows_to_others(
         assert post(running, {**JSON, **key})[0] == 200
         assert post(running, JSON)[0] == 401
         assert b"canvasrt_requests_in_flight" in call(f"127.0.0.1:{port}", "/v1/metrics").body
-        children = descendants(running.process.pid)
+        children = [each for each in command_lines() if running.process.pid in ancestors(int(each))]
         assert len(children) >= 4  # Triton, two models, the front end, the guard
         for pid in children:
             assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -214,22 +212,6 @@ def test_what_a_guarded_server_shows_to_others(
     proxy.socket.close()
 
 
-def descendants(pid: int) -> set[int]:
-    parents = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-    found, before = {pid}, set()
-    while found != before:
-        before = set(found)
-        found |= {child for child, parent in parents.items() if parent in found}
-    return found - {pid}
-
-
-GENERATE = "/v2/models/canvasrt/generate"
-PROMPT = {"prompt": "12+34=", "max_new_tokens": 4}
 INFER = "/v2/models/canvasrt/infer"
 
 
@@ -268,8 +250,8 @@ CLASSIFIED = tensor("[1]", '["a"]')[:-1] + CLASSES
 def test_tritons_http_port_is_guarded(
     keyless: Serving, path: str, body: Any, headers: dict[str, str], status: int
 ):
-    assert triton(keyless, path, body, headers)[0] == status
-    assert triton(keyless, GENERATE, PROMPT, {})[0] == 200  # it goes on
+    assert over_http(keyless, path, body, headers)[0] == status
+    assert over_http(keyless, GENERATE, PROMPT)[0] == 200  # it goes on
 
 
 def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
@@ -285,44 +267,17 @@ def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
 
 
 def test_tritons_streams_are_passed_on(keyless: Serving):
-    status, text = triton(keyless, "/v2/models/canvasrt_stream/generate_stream", PROMPT, {})
+    status, text = over_http(keyless, "/v2/models/canvasrt_stream/generate_stream", PROMPT)
     assert status == 200
     assert text.count("data: ") >= 2
     with keyless.client() as client:
         assert client.infer(PROMPT).text
 
 
-def test_keys_guard_tritons_ports(
-    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("CANVASRT_API_KEYS", "sesame")
-    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        assert triton(running, GENERATE, PROMPT, {})[0] == 401
-        key = {"Authorization": "Bearer sesame"}
-        assert triton(running, GENERATE, PROMPT, key)[0] == 200
-        monkeypatch.setenv("CANVASRT_API_KEY", "sesame")
-        with running.client() as client, Client(running.said["grpc"], "grpc") as over_grpc:
-            assert client.infer(PROMPT).text == over_grpc.infer(PROMPT).text
-            assert [*over_grpc.stream(PROMPT)]
-            monkeypatch.delenv("CANVASRT_API_KEY")
-            with pytest.raises(CanvasError, match="did not provide an API key"):
-                over_grpc.infer(PROMPT)
-
-
 @pytest.mark.acceptance
 def test_a_proxy_may_guard_it_instead(packaged: Bundle, tmp_path: Path):
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--triton-behind-proxy") as running:
-        assert triton(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
-
-
-def triton(running: Serving, path: str, body: Any, headers: dict[str, str]) -> tuple[int, str]:
-    """The status and the text of an answer of Triton's HTTP port."""
-    connection = http.client.HTTPConnection(running.said["http"], timeout=60)
-    with contextlib.closing(connection):
-        text = json.dumps(body) if isinstance(body, dict) else body
-        connection.request("GET" if body is None else "POST", path, text, headers)
-        reply = connection.getresponse()
-        return reply.status, reply.read().decode()
+        assert over_http(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
 
 
 def test_what_the_process_list_says_opens_nothing(keyless: Serving):

@@ -17,7 +17,7 @@ from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
-from tests.helpers.faulty import Faulty, Watch, end, faulty_package
+from tests.helpers.faulty import DIGITS, Faulty, faulty_package
 from tests.helpers.one_caller import model
 from tests.helpers.serving import needs_triton
 from tests.helpers.serving_process import ANY_PORTS, ask, serving
@@ -25,32 +25,11 @@ from tests.helpers.serving_process import ANY_PORTS, ask, serving
 pytestmark = pytest.mark.acceptance
 
 __all__ = ["model"]
-DIGITS = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
 
 
 @pytest.fixture
 def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
     return faulty_package(packaged, tmp_path / "faulty")
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("fault", "options"),
-    [("read", {}), ("read", DIGITS)],
-    ids=["Triton's thread", "a preparing thread"],
-)
-def test_a_thread_that_hangs_is_noticed(
-    faulty: Faulty, tmp_path: Path, fault: str, options: dict[str, Any]
-):
-    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "3") as running:
-        assert ask(running, **options)[0] == 200
-        faulty.set(fault)
-        watch = Watch(running)
-        assert ask(running, **options)[0] in (500, 503)
-        code, errors = end(running)
-        assert code == 4
-        assert "no progress for 3 s" in errors
-        assert all(503 in seen for seen in watch.join().values())
 
 
 @needs_triton

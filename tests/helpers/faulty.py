@@ -13,11 +13,14 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from canvasrt.bundle import MANIFEST, Bundle, _digest
 from canvasrt.hashes import canonical, hash_files
 from tests.helpers.serving_process import Serving, call
 
+# A request whose grammar a thread of its own prepares.
+DIGITS: dict[str, Any] = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
 _MODEL = '''
 import os
 import time
@@ -165,15 +168,13 @@ class Watch:
                 return
             time.sleep(0.02)
 
-    def join(self) -> dict[str, set[int]]:
+    def ends(self, code: int, *says: str) -> None:
+        """The server ends by itself with this exit code, having said that it is not well, and leaves nothing."""
+        errors = self._running.process.communicate(timeout=120)[1]
+        assert self._running.process.returncode == code
+        assert all(each in errors for each in says), errors
+        assert not self._running.stale()
+        assert not self._running.scratch()
         for thread in self._threads:
             thread.join(60)
-        return {name: set(seen) for name, seen in self.seen.items()}
-
-
-def end(running: Serving) -> tuple[int, str]:
-    """The exit code, and what was written to stderr, of a server that ends by itself."""
-    errors = running.process.communicate(timeout=120)[1]
-    assert not running.stale()
-    assert not running.scratch()
-    return running.process.returncode, errors
+        assert all(503 in seen for seen in self.seen.values())
