@@ -23,7 +23,6 @@ from tests.helpers.serving_process import ANY_PORTS, serving
 
 # So that no random request runs for long.
 LIMITS = ("--max-steps", "50", "--max-passes", "400", "--request-timeout", "20")
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
 _CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 _CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]}
@@ -32,6 +31,9 @@ _USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
 _RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "b"}
 # One good body for each shape of request; parts of it are replaced.
 GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", {"prompt": ["12+34=", "a"], **_SHORT}),
+    ("/v1/completions", {"prompt": [3, 4, 5], **_SHORT}),
+    ("/v1/responses", {"input": "12+34=", **_SHORT}),
     (
         "/v1/chat/completions",
         {
@@ -138,31 +140,6 @@ class Fuzzer:
         ]
         return "".join(draw.choices(pieces, k=draw.choice([0, 1, 3, 20, 2000])))
 
-    def body(self) -> dict[str, Any]:
-        """Return a valid body with some of its fields changed."""
-        draw = self.draw
-        body: dict[str, Any] = {"model": "canvasrt", "max_tokens": 3, "max_denoising_steps": 2}
-        body["messages"] = [{"role": "user", "content": "12+34="}]
-        shape = draw.random()
-        if shape < 0.3:
-            del body["messages"]
-            body["prompt"] = draw.choice(["12+34=", [3, 4, 5], ["a", "b"], self.value()])
-        elif shape < 0.5:
-            body = {"model": "canvasrt", "input": draw.choice(["12+34=", self.value()])}
-        for _ in range(draw.choice([0, 1, 1, 2, 4])):
-            field = draw.choice(_FIELDS)
-            if draw.random() < 0.2:
-                body.pop(field, None)
-            else:
-                body[field] = self.value()
-        if draw.random() < 0.2 and "messages" in body:
-            roles = ["user", "system", "assistant", "tool", self.text()]
-            fields = {"role": draw.choice(roles), "content": self.value()}
-            body["messages"] = [
-                fields | ({self.text(): self.value()} if draw.random() < 0.5 else {})
-            ]
-        return body
-
     def changed(self, value: Any, share: float) -> Any:
         """Return a JSON value with that many of its parts replaced by any value, or left out."""
         if self.draw.random() < share:
@@ -177,12 +154,11 @@ class Fuzzer:
     def request(self) -> bytes:
         """Return a whole HTTP request."""
         draw = self.draw
-        path, method = draw.choice(PATHS), "POST"
-        body = json.dumps(self.body()).encode()
-        if draw.random() < 0.5:
-            path, good = draw.choice(GOOD)
-            made = self.changed({"model": "canvasrt", **good}, draw.choice([0.02, 0.1]))
-            body = json.dumps(made).encode()
+        (path, good), method = draw.choice(GOOD), "POST"
+        made = self.changed({"model": "canvasrt", **good}, draw.choice([0, 0.02, 0.1]))
+        if isinstance(made, dict) and draw.random() < 0.5:
+            made |= {draw.choice(_FIELDS): self.value() for _ in range(draw.choice([1, 1, 2, 4]))}
+        body = json.dumps(made).encode()
         if draw.random() < self.share:
             return _whole("POST", *self.followed())
         headers = {"Host": "127.0.0.1", "Content-Type": "application/json"}
@@ -217,9 +193,9 @@ class Fuzzer:
         draw = self.draw
         body = {"model": "canvasrt", **_SHORT, "response_format": grammars.response_format(draw)}
         if draw.random() < 0.5:
-            return PATHS[1], json.dumps({**body, "prompt": "12+34="}).encode()
+            return "/v1/completions", json.dumps({**body, "prompt": "12+34="}).encode()
         chat = {"messages": [{"role": "user", "content": "12+34="}], "stream": draw.random() < 0.3}
-        return PATHS[0], json.dumps({**body, **chat}).encode()
+        return "/v1/chat/completions", json.dumps({**body, **chat}).encode()
 
     def tensors(self) -> tuple[str, list[Any], dict[str, Any]]:
         """Return a model, its inputs, and the request's parameters, for gRPC."""
@@ -232,7 +208,8 @@ class Fuzzer:
             names.append(draw.choice(["prompt", "messages", "prompt_ids"]))
         made = [self._tensor(name, known[name].datatype) for name in names]
         if draw.random() < self.share:
-            return model, [self._text(name, value) for name, value in self._grammar()], {}
+            given = {"prompt": b"12+34=", "grammar": grammars.tensor(draw)}
+            return model, [self._text(name, value) for name, value in given.items()], {}
         if draw.random() < 0.1:
             made.append(self._tensor(self.text()[:40] or "x", "INT32"))
         parameters = {
@@ -240,9 +217,6 @@ class Fuzzer:
             self.text()[:20] or "x": self.draw.choice([1, "a", True]),
         }
         return model, made, parameters if draw.random() < 0.2 else {}
-
-    def _grammar(self) -> list[tuple[str, bytes]]:
-        return [("prompt", b"12+34="), ("grammar", grammars.tensor(self.draw))]
 
     def _text(self, name: str, value: bytes) -> Any:
         tensor = tritonclient.grpc.InferInput(name, [1], "BYTES")
