@@ -19,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 from canvasrt.bundle import Bundle
 from canvasrt.containers.client.triton import Client
 from canvasrt.containers.tensors import OWNER
+from canvasrt.errors import CanvasError
 from tests.faults.attack import GENERATE, PROMPT, over_http
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, JSON, Serving, chat, serving
@@ -90,6 +91,9 @@ def test_keys_guard_tritons_ports(keyed: Serving, monkeypatch: pytest.MonkeyPatc
     with keyed.client() as client, Client(keyed.said["grpc"], "grpc") as other:
         assert client.infer(PROMPT).text == other.infer(PROMPT).text
         assert [*other.stream(PROMPT)]
+        monkeypatch.delenv("CANVASRT_API_KEY")
+        with pytest.raises(CanvasError, match="did not provide an API key"):
+            other.infer(PROMPT)
 
 
 def test_a_refused_request_does_not_end_its_stream(keyed: Serving):
