@@ -34,7 +34,9 @@ def reference_steps(pair: Pair, ids: list[int], given: SamplingParams) -> list[n
     """Log-probabilities `[canvas, V]` of each step of the first block."""
 
     def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
-        return step_noise(given.seed, 0, step, pair.reference.canvas, pair.reference.vocab)
+        return step_noise(
+            given.seed, 0, step, pair.model.config.canvas_length, pair.reference.vocab
+        )
 
     count = given.max_denoising_steps
     cache, first = cache_of(pair.reference, ids), noise(0)[1].tolist()
