@@ -204,7 +204,11 @@ class Server:
         if self._process is None:
             return False
         code = self._process.poll()
-        return code == -signal.SIGABRT or (code is None and bool(children(self._process.pid)[1]))
+        if code is None:
+            return bool(children(self._process.pid)[1])
+        # Triton itself sees that a model's process is gone if that process had already answered once.
+        lost = any("is not healthy" in line for line in self.log_tail(40))
+        return code == -signal.SIGABRT or lost
 
     def _wait_ready(
         self, interrupted: threading.Event | None, meanwhile: Callable[[], None]

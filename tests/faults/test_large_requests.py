@@ -57,8 +57,9 @@ def test_text_beyond_any_context_is_not_encoded(
 def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer):
     encoder = PromptEncoder(tokenizer, 100)
     short = {"prompt": "ab", "raw": True}
+    options = {"add_special_tokens": False}
     with ThreadPoolExecutor(1) as pool, encoder._long:
-        assert pool.submit(encoder.tokens, short, False, False).result(timeout=60)
+        assert pool.submit(encoder._tokens, short, options, "").result(timeout=60)
 
 
 def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):

@@ -89,6 +89,7 @@ def answers(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 class Runtime:
     """CUDA's runtime, as `cuda.bindings.runtime` exposes it."""
 
+    cudaError_t = int
     cudaStreamNonBlocking = 1
     cudaMemcpyKind = IntEnum(
         "cudaMemcpyKind",

@@ -141,7 +141,7 @@ def test_a_crash_while_loading_is_repaired_once(
     pattern = rf"{who} .*canvasrt\S*-{process.pid}-"
     for _ in range(times):
         killed: set[str] = set()
-        while not killed:  # before it has imported anything
+        while not killed and process.poll() is None:  # before it has imported anything
             lines = command_lines().items()
             killed = {
                 pid for pid, line in lines if re.search(pattern, line) and "sh -c" not in line
