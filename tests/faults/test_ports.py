@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.errors import CanvasError
 from tests.faults.attack import GENERATE, PROMPT, ancestors, over_http
-from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import (
     ANY_PORTS,
@@ -47,12 +45,6 @@ ASK = {
     "max_tokens": 3,
     "max_denoising_steps": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def keyless(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(packaged.path, tmp_path_factory.mktemp("keyless"), *ANY_PORTS) as found:
-        yield found
 
 
 def port_of(address: str) -> int:
@@ -110,10 +102,10 @@ def test_releases(release: str, safe: bool, monkeypatch: pytest.MonkeyPatch):
         server._check_hosts(Installation(Path("tritonserver"), None))
 
 
-def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, tmp_path: Path):
-    files = make_certificates(tmp_path)
+def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, certificates: Path):
     options = ["--triton-host", "0.0.0.0", "--ssl-mode", "tls"]
-    options += ["--ssl-cert", str(files / "server.pem"), "--ssl-key", str(files / "server.key")]
+    options += ["--ssl-cert", str(certificates / "server.pem")]
+    options += ["--ssl-key", str(certificates / "server.key")]
     code, errors = refused(packaged, *options)
     assert code == 2
     assert "Triton's ports have no TLS" in errors
@@ -121,19 +113,19 @@ def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, tmp_path: Path):
     assert refused(packaged, *options, "--triton-behind-proxy", "--dry-run")[0] == 0
 
 
-def test_a_page_of_another_site_cannot_use_a_server_without_keys(keyless: Serving):
-    assert post(keyless, JSON)[0] == 200
+def test_a_page_of_another_site_cannot_use_a_server_without_keys(running: Serving):
+    assert post(running, JSON)[0] == 200
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        status, body, _ = post(keyless, {"Content-Type": kind, "Origin": "http://example.com"})
+        status, body, _ = post(running, {"Content-Type": kind, "Origin": "http://example.com"})
         assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
-    assert post(keyless, {"Content-Type": "", "Sec-Fetch-Site": "cross-site"})[0] == 415
-    assert post(keyless, {"Content-Type": ""})[0] == 200  # as curl and Ollama's clients send it
-    assert post(keyless, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
+    assert post(running, {"Content-Type": "", "Sec-Fetch-Site": "cross-site"})[0] == 415
+    assert post(running, {"Content-Type": ""})[0] == 200  # as curl and Ollama's clients send it
+    assert post(running, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
-        status, body, _ = post(keyless, {**JSON, "Host": host})
+        status, body, _ = post(running, {**JSON, "Host": host})
         assert (status, body["error"]["code"]) == (403, "host_not_allowed")
     for host in ("localhost", "LocalHost:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
-        assert post(keyless, {**JSON, "Host": host})[0] == 200
+        assert post(running, {**JSON, "Host": host})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -248,17 +240,17 @@ CLASSIFIED = tensor("[1]", '["a"]')[:-1] + CLASSES
     ids=range(15),
 )
 def test_tritons_http_port_is_guarded(
-    keyless: Serving, path: str, body: Any, headers: dict[str, str], status: int
+    running: Serving, path: str, body: Any, headers: dict[str, str], status: int
 ):
-    assert over_http(keyless, path, body, headers)[0] == status
-    assert over_http(keyless, GENERATE, PROMPT)[0] == 200  # it goes on
+    assert over_http(running, path, body, headers)[0] == status
+    assert over_http(running, GENERATE, PROMPT)[0] == 200  # it goes on
 
 
-def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
-    pid = keyless.process.pid
+def test_nobody_else_reads_its_memory_or_calls_its_socket(running: Serving):
+    pid = running.process.pid
     shared = [*Path("/dev/shm").glob(f"canvasrt-*-{pid}-*")]
     scratch = [
-        *keyless.state.glob(f"tmp/canvasrt-*-{pid}-*"),
+        *running.state.glob(f"tmp/canvasrt-*-{pid}-*"),
         *Path("/tmp").glob(f"canvasrt-*-{pid}-*"),
     ]
     assert [each for each in shared if not each.name.endswith("lock")]
@@ -266,11 +258,11 @@ def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
     assert not [each for each in shared + scratch if each.stat().st_mode & 0o077]
 
 
-def test_tritons_streams_are_passed_on(keyless: Serving):
-    status, text = over_http(keyless, "/v2/models/canvasrt_stream/generate_stream", PROMPT)
+def test_tritons_streams_are_passed_on(running: Serving):
+    status, text = over_http(running, "/v2/models/canvasrt_stream/generate_stream", PROMPT)
     assert status == 200
     assert text.count("data: ") >= 2
-    with keyless.client() as client:
+    with running.client() as client:
         assert client.infer(PROMPT).text
 
 
@@ -280,16 +272,16 @@ def test_a_proxy_may_guard_it_instead(packaged: Bundle, tmp_path: Path):
         assert over_http(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
 
 
-def test_what_the_process_list_says_opens_nothing(keyless: Serving):
+def test_what_the_process_list_says_opens_nothing(running: Serving):
     """Triton's restricted calls need one header, which its arguments name."""
-    line = command_lines()[str(keyless.said["pid"])]
+    line = command_lines()[str(running.said["pid"])]
     options = re.findall(r"restricted-(?:api|protocol)=(.*?)(?= --|$)", line, re.S)
     assert len(options) == 2
     for option in options:
         name, _, value = option.partition(":")[2].partition("=")
         value = value.strip()
         assert "\r\n" in name  # it cannot be sent as a header
-        ports = port_of(keyless.said["http"]), port_of(keyless.said["grpc"])
+        ports = port_of(running.said["http"]), port_of(running.said["grpc"])
         for spelling in (name, name.strip()):
             assert not opened(*ports, spelling, value)
 

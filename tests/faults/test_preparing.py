@@ -18,13 +18,10 @@ from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.faulty import DIGITS, Faulty, faulty_package
-from tests.helpers.one_caller import model
 from tests.helpers.serving import needs_triton
 from tests.helpers.serving_process import ANY_PORTS, ask, serving
 
 pytestmark = pytest.mark.acceptance
-
-__all__ = ["model"]
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.processes import children, is_running
 from canvasrt.containers.serve.prepare import engines_folder
 from canvasrt.containers.serve.serving_profiles import profiles_of
-from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, call, command_lines, serving, started
 
@@ -138,11 +137,6 @@ def test_keys_and_the_context_reach_the_servers(
         for process in (running.said["pid"], running.said["front_end_pid"]):
             assert b"sesame" not in Path(f"/proc/{process}/cmdline").read_bytes()
         assert b"sesame" not in Path(f"/proc/{running.said['pid']}/environ").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 def test_mutual_tls(packaged: Bundle, tmp_path: Path, certificates: Path):

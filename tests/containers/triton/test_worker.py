@@ -19,10 +19,8 @@ from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.request import Event, Request
 from tests.helpers.callers import Caller, submit
-from tests.helpers.one_caller import model, request
+from tests.helpers.one_caller import request
 from tests.helpers.serving import ENDLESS, eventually
-
-__all__ = ["model"]
 
 
 class Failing(Generator):
