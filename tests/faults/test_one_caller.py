@@ -288,31 +288,6 @@ def test_a_request_s_time_begins_at_the_front_end():
     assert found["last"] - 1e-5 <= found[ARRIVED] / 1e6 <= found["body"] + 1e-5
 
 
-@needs_triton
-def test_time_that_is_over_on_arrival_is_over(packaged: Bundle, tmp_path: Path):
-    from tritonclient import grpc
-
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--request-timeout", "10") as running:
-        prompt = grpc.InferInput("prompt", [1], "BYTES")
-        prompt.set_data_from_numpy(np.array([b"12+34="], object))
-
-        def call(arrived: Any) -> str:
-            with grpc.InferenceServerClient(running.said["grpc"]) as client:
-                try:
-                    client.infer("canvasrt", [prompt], parameters={ARRIVED: arrived})
-                except grpc.InferenceServerException as error:
-                    return str(error)
-            return "answered"
-
-        now = time.monotonic() * 1e6
-        assert call(int(now)) == "answered"
-        assert "longer than 10 s" in call(int(now - 11e6))
-        assert call(int(now + 1e12)) == "answered"
-        assert "canvasrt_arrived is 'x'" in call("x")
-        status, body, _ = ask(running, max_tokens=4000, **ENDLESS)
-        assert (status, body["error"]["code"]) == (504, "request_timeout")
-
-
 def test_cancelled_requests_cost_the_same_however_many_wait(model: Model):
     asked: list[int] = []
 
@@ -329,7 +304,7 @@ def test_cancelled_requests_cost_the_same_however_many_wait(model: Model):
     for _ in range(300):
         ticket = worker.take_ticket("", Sink())
         worker.submit(request(model, max_new_tokens=2000, **ENDLESS), ticket)
-    time.sleep(0.5)
+    assert eventually(lambda: bool(asked))
     asked.clear()
     begin = time.monotonic()
     time.sleep(1)

@@ -171,10 +171,12 @@ def test_what_a_guarded_server_shows_to_others(
     packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Triton's ports stay on loopback wherever the API listens, children do not know the keys, and internal calls bypass
-    proxies."""
+    proxies. The model's context and name are those that NIM's variables say."""
     secrets = ("CANVASRT_API_KEYS", "HF_TOKEN", "NGC_API_KEY")
     for name in secrets:
         monkeypatch.setenv(name, f"sesame-{name}")
+    monkeypatch.setenv("NIM_MAX_MODEL_LEN", "64")
+    monkeypatch.setenv("NIM_SERVED_MODEL_NAME", "diffusion,canvasrt")
     proxy = Proxy()
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, proxy.url)
@@ -188,7 +190,16 @@ def test_what_a_guarded_server_shows_to_others(
             assert listening(port_of(running.said[name])) == {LOOPBACK}
         key = {"Authorization": "Bearer sesame-CANVASRT_API_KEYS"}
         assert post(running, {**JSON, **key})[0] == 200
-        assert post(running, JSON)[0] == 401
+        for wrong in ({}, {"Authorization": "Bearer wrong"}):
+            assert post(running, {**JSON, **wrong})[0] == 401
+        models = call(running.host, "/v1/models", headers=key).body["data"]
+        assert [(each["id"], each["max_model_len"]) for each in models] == [
+            ("diffusion", 64),
+            ("canvasrt", 64),
+        ]
+        long = {**ASK, "max_tokens": 100}
+        reply = call(running.host, "/v1/chat/completions", long, {**JSON, **key})
+        assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
         assert b"canvasrt_requests_in_flight" in call(f"127.0.0.1:{port}", "/v1/metrics").body
         children = [each for each in command_lines() if running.process.pid in ancestors(int(each))]
         assert len(children) >= 4  # Triton, two models, the front end, the guard
@@ -196,6 +207,7 @@ def test_what_a_guarded_server_shows_to_others(
             assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
             assert b"sesame" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         command = [sys.executable, "-m", "canvasrt", "infer", "12+34=", "--protocol", "grpc"]
+        command += ["--max-new-tokens", "3"]
         monkeypatch.setenv("CANVASRT_API_KEY", "sesame-CANVASRT_API_KEYS")
         command += ["--url", running.said["grpc"]]
         done = subprocess.run(command, capture_output=True, timeout=60)
