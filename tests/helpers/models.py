@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
+from tests.helpers import library
 
 if TYPE_CHECKING:
     from canvasrt.runtime.answers.grammar import Vocabulary
@@ -76,6 +77,12 @@ def untrained(undertrained: Pair) -> Model:
     from tests.helpers.constrained import untrained_model
 
     return untrained_model(undertrained)
+
+
+@pytest.fixture(scope="session")
+def demo_graphs() -> Bundle:
+    """The demo's graphs in fp32."""
+    return load_bundle(library.graphs("demo"), check=False)
 
 
 @pytest.fixture(scope="session")
