@@ -28,11 +28,6 @@ MOST = 64
 
 
 @pytest.fixture
-def secure(alone: Alone, certificates: Path) -> FrontEnd:
-    return alone(tls=tls_files(certificates), max_connections=MOST)
-
-
-@pytest.fixture
 def held() -> Iterator[list[socket.socket]]:
     found: list[socket.socket] = []
     with ExitStack() as stack:
@@ -61,9 +56,10 @@ def status(front: FrontEnd, certificates: Path, path: str = "/v1/version") -> in
 
 
 def test_silent_tls_connections_have_places(
-    secure: FrontEnd, certificates: Path, held: list[socket.socket], tmp_path: Path
+    alone: Alone, certificates: Path, held: list[socket.socket], tmp_path: Path
 ):
     """They count from the moment they are accepted, and are closed to make room, like others that wait."""
+    secure = alone(tls=tls_files(certificates), max_connections=MOST)
     before = descriptors(secure)
     held += [connect(secure) for _ in range(500)]
     assert eventually(lambda: sum(map(is_open, held)) <= MOST + RESERVED)

@@ -37,6 +37,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.request import Block, Finished
 from canvasrt.runtime.request import Request as Asked
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.faults.attack import GENERATE, PROMPT, over_http
 from tests.helpers.one_caller import request
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, ask, serving
@@ -109,9 +110,10 @@ def test_long_prompts_delay_an_answer_by_two_chunks_each(model: Model):
 
 @needs_triton
 def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They hold for keys. A proxy guards Triton's ports, which then ask for no key, and know no hosts."""
     monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
     options = ["--max-steps", "400", "--max-passes", "2400", "--max-n", "4"]
-    options += ["--max-queue-tokens", "600", "--max-key-requests", "4"]
+    options += ["--max-queue-tokens", "600", "--max-key-requests", "4", "--triton-behind-proxy"]
     with serving(packaged.path, tmp_path, *ANY_PORTS, *options) as running:
 
         def refused(**asked: Any) -> str:
@@ -120,6 +122,7 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             return str(body["error"]["message"])
 
         assert ask(running, key="a")[0] == 200
+        assert over_http(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
         assert "max_denoising_steps is 401" in refused(max_denoising_steps=401)
         assert "n is 5" in refused(n=5)
         assert "3200 denoising passes" in refused(n=4, max_denoising_steps=400, max_tokens=64)

@@ -278,12 +278,6 @@ def test_tritons_streams_are_passed_on(running: Serving):
         assert client.infer(PROMPT).text
 
 
-@pytest.mark.acceptance
-def test_a_proxy_may_guard_it_instead(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--triton-behind-proxy") as running:
-        assert over_http(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
-
-
 def test_what_the_process_list_says_opens_nothing(running: Serving):
     """Triton's restricted calls need one header, which its arguments name."""
     line = command_lines()[str(running.said["pid"])]
