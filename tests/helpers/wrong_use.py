@@ -259,7 +259,7 @@ ELSEWHERE = {
     ("canvasrt/roofline/rates.py", "was measured on"): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/predict.py", "take no pass of"): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/predict.py", "do not suit"): "tests/canvasrt/roofline/test_predict.py",
-    ("runtime/open.py", "but the engines support at most"): (
+    ("runtime/bundle_facts.py", "but the engines support at most"): (
         "tests/containers/serve/test_checks.py"
     ),
     ("containers/ports.py", "give a port from 1 to 65535"): (
