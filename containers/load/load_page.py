@@ -11,7 +11,7 @@ import numpy as np
 
 from canvasrt.containers.load.measure import COMPARED, LoadSummary, Round
 from canvasrt.pages import render_page, section, table_of
-from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
+from canvasrt.pages.drawing import OURS, THEIRS, bars, drawing, figure_of
 from canvasrt.types import Json
 
 _COLOURS = (OURS, THEIRS)
@@ -123,21 +123,15 @@ def settings_line(settings: Json) -> str:
 
 
 def _throughput(rounds: Mapping[str, Sequence[Round]]) -> str:
-    def draw() -> Any:
-        figure, axes = figure_of(2.5)
-        width = 0.8 / len(rounds)
-        for number, (server, taken) in enumerate(rounds.items()):
-            rates = [LoadSummary.of([each]).tokens_per_second for each in taken]
-            places = np.arange(len(taken)) + 1 + (number - (len(rounds) - 1) / 2) * width
-            axes.bar(places, rates, 0.92 * width, color=_COLOURS[number], label=server)
-        axes.set_xticks(range(1, 1 + max(map(len, rounds.values()))))
-        axes.set_xlabel("round")
-        axes.set_ylabel("tokens per second")
-        axes.grid(axis="y")
-        _legend(axes, rounds)
-        return figure
-
-    return drawing("throughput", "Tokens per second of each round", draw)
+    about = "Tokens per second of each round"
+    numbers = [str(n) for n in range(1, 1 + max(map(len, rounds.values())))]
+    series = [
+        (server, colour, [LoadSummary.of([each]).tokens_per_second for each in taken])
+        for colour, (server, taken) in zip(_COLOURS, rounds.items(), strict=False)
+    ]
+    return drawing(
+        "throughput", about, bars, numbers, series, "{:,.0f}", "tokens per second", "round"
+    )
 
 
 def _latency(rounds: Mapping[str, Sequence[Round]]) -> str:
