@@ -78,6 +78,13 @@ def map_table(bundle: Bundle) -> Table:
     return QuantizedTable(table, np.memmap(file, dtype, "r", offset, shape[:1]))
 
 
+def scaled_embeddings(table: Table, tokens: np.ndarray) -> np.ndarray:
+    """Return scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
+    rows = np.asarray(table[tokens], np.float32)
+    # As in the reference, the scale is rounded to the table's dtype.
+    return rows * np.float32(table.dtype.type(rows.shape[-1] ** 0.5))
+
+
 def host_dtype(name: str) -> np.dtype:
     """Return the dtype called `name`. NumPy lacks some, such as bfloat16 and float8_e4m3fn; ml_dtypes has them."""
     try:

@@ -49,8 +49,8 @@ def open_model(
     if isinstance(backend, DeviceBackend):
         from canvasrt.runtime.gpu.device_model import DeviceModel
 
-        return DeviceModel.open(bundle, backend, limit)
-    return HostModel.open(bundle, backend, limit)
+        return DeviceModel(bundle, backend, limit)
+    return HostModel(bundle, backend, limit)
 
 
 def _check_memory(bundle: Bundle) -> None:

@@ -147,7 +147,6 @@ def _of_bundle(
     from canvasrt.runtime.tokenizer import Tokenizer
 
     model = open_model(bundle, threads, device=device)
-    assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
     pictures = prompt.pictures_of(images, budget, model)
     content: Any = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
