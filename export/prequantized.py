@@ -140,7 +140,8 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
 
 
 def _by_channel(form: Form) -> bool:
-    if FORMATS[form.format].blocks:
+    format = FORMATS[form.format]
+    if format.blocks or format.of_table:  # their scales are not a recipe's choice
         return False
     return bool(form.scale_shape or (form.factor_shape or (1,))[-1] > 1)
 

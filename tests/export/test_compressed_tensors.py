@@ -22,6 +22,7 @@ from canvasrt.export.compressed_tensors import Int4Codes, read_int4
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
+from canvasrt.recipes.recipe import Choice, Recipe
 from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import base_model, edit, save_compressed
 
@@ -100,6 +101,9 @@ def test_the_manifest_says_what_it_is(checkpoint: Path, exported: Bundle) -> Non
     (body,) = (each for each in exported.manifest.segments if "layers" in each)
     assert set(body["quantized"].values()) == {"int4"}
     assert len(body["quantized"]) == 12
+    chosen = Recipe.from_json(options["recipe"]).formats(exported.manifest.model)
+    assert chosen["table"] == Choice("int8")
+    assert {each.format for name, each in chosen.items() if name != "table"} == {"int4"}
 
 
 def test_one_scale_per_output_is_shared_by_its_blocks(copy: Path) -> None:
