@@ -127,10 +127,10 @@ class DeviceModel(Model):
     def park(self, row: DeviceRow, hidden: Hidden) -> tuple[Hidden, bool]:
         if isinstance(hidden, Resident):
             hidden = self._fetch(row, hidden)
-        loads = dict(row.loads)
+        needs = dict(row.needs)
         self.release(row)
-        # `release` cleared the loads. Restore them, so that the block continues later with the same shapes.
-        row.loads |= loads
+        # `release` cleared the needs. Restore them, so that the block continues later with the same shapes.
+        row.needs |= needs
         return hidden, True
 
     def _fetch(self, row: DeviceRow, hidden: Hidden) -> np.ndarray:
@@ -178,7 +178,7 @@ class DeviceModel(Model):
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a request's pass can use the shared shape, even if the request is alone."""
-        if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
+        if self.rows_apart or isinstance(item, EncodeInput) or item.row.need(0):
             return False
         return len(item.noise) == self.canvas_length
 
@@ -276,7 +276,7 @@ class DeviceModel(Model):
         begin = 0
         while True:
             capacities = [
-                self.shapes.alone(this.canvas, this.width, row.load(number)).capacity
+                self.shapes.alone(this.canvas, this.width, row.need(number)).capacity
                 for number in range(len(self.segments[:-1]))
             ]
             over = self._run(this, capacities, begin)
@@ -285,10 +285,10 @@ class DeviceModel(Model):
             if capacities[over] == this.length:
                 raise too_full()
             self.counters.overflows += 1
-            begin, load = over, int(self.workspace.load(over).max())
+            begin, rows = over, int(self.workspace.fullest(over).max())
             # Padding is routed alike in all segments, so the segments after this one would overflow, too.
             for number in range(begin, len(capacities)):
-                row.overload(number, max(load, row.load(number)))
+                row.overload(number, max(rows, row.need(number)))
 
     def _begin(self, shape: PassShape, batch: Sequence[DenoiseInput]) -> Pass:
         """Prepare a denoising pass and upload its inputs."""
@@ -362,7 +362,7 @@ class DeviceModel(Model):
         self.workspace.results.download()
         self.device.synchronize()
         # After the first overflow, all later results are wrong.
-        over = (n for n, size in enumerate(capacities) if (self.workspace.load(n) > size).any())
+        over = (n for n, size in enumerate(capacities) if (self.workspace.fullest(n) > size).any())
         return next(over, None)
 
     def _copy(self, to: int, source: int, size: int) -> None:

@@ -154,7 +154,7 @@ def lowered(graphs: Bundle, out: Path) -> Path:
 
 def states(model: DeviceModel) -> np.ndarray:
     """Return the last hidden states of a pass over random ones, some of which are padding."""
-    shape = model.shapes.denoise(model.shapes.widths[0], load=CANVAS)
+    shape = model.shapes.denoise(model.shapes.widths[0], need=CANVAS)
     this = model._pass(shape, [], CANVAS, head=False)
     positions = model.workspace.inputs.view("positions", 1, this.length)
     positions[:] = np.arange(this.length)
@@ -178,7 +178,7 @@ def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> N
     # First the contexts that every profile shares, then those of places.
     shared = ((0, None), (1, None), (2, None))
     assert {tuple(piece._contexts) for piece in pieces} == {(*shared, (1, 0), (1, 2))}
-    assert not model.workspace.load(0).any()
+    assert not model.workspace.fullest(0).any()
 
 
 def test_the_plan_counts_every_context(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
