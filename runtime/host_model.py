@@ -37,14 +37,6 @@ class HostRow:
     capacities: Capacities = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class BodySegment:
-    """One body segment, and the model's layers that the segment runs."""
-
-    segment: Segment
-    layers: tuple[int, ...]
-
-
 class HostModel(Model):
     """The segments of one bundle. Not thread-safe."""
 
@@ -57,11 +49,10 @@ class HostModel(Model):
             found = pool.map(partial(self._open, backend), entries.values())
             opened = dict(zip(entries, found, strict=True))
         self._vision: Segment | None = None
-        self._bodies = tuple(
-            BodySegment(opened[name], tuple(entry["layers"]))
-            for name, entry in entries.items()
-            if "layers" in entry
-        )
+        # The body segments, each with the model's layers that it runs.
+        self._bodies = [
+            (opened[name], entry["layers"]) for name, entry in entries.items() if "layers" in entry
+        ]
         self._head = opened["head"]
         self.geometry = Geometry(opened.get(GEOMETRY))
         self._canvas = CanvasFeeds(self.geometry)  # cached inputs of passes over several requests
@@ -184,10 +175,10 @@ class HostModel(Model):
                 feeds["groups"][index, : len(item.groups)] = item.groups
                 hidden[index, : len(item.groups)][item.groups >= 0] = item.features
         feeds = self.geometry.complete(feeds)
-        for body in self._bodies:
-            out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
+        for segment, layers in self._bodies:
+            out = self._run_body(segment, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]
-            for layer in body.layers:
+            for layer in layers:
                 # Free the old keys and values.
                 del feeds[f"past_key_{layer}"], feeds[f"past_value_{layer}"]
                 keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
@@ -205,9 +196,9 @@ class HostModel(Model):
         rows = [item.row for item in batch]
         feeds = self._canvas_of(rows).of([row.cache for row in rows], length)
         hidden = _stack([item.hidden for item in batch])
-        for body in self._bodies:
+        for segment, _ in self._bodies:
             fed = feeds | {"hidden": hidden}
-            hidden = self._run_body(body, fed, rows, "denoise", len(rows) * length)["hidden_out"]
+            hidden = self._run_body(segment, fed, rows, "denoise", len(rows) * length)["hidden_out"]
         outputs = batch[0].outputs
         if outputs == "hidden":
             return [DenoiseOutput(hidden=each) for each in hidden]
@@ -231,10 +222,9 @@ class HostModel(Model):
         return rows[0].canvas if len(rows) == 1 else self._canvas
 
     def _run_body(
-        self, body: BodySegment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
+        self, segment: Segment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
     ) -> Arrays:
         """Run a segment. If the segment has expert slots, run it again with more slots until no expert overflows."""
-        segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         if "load" not in segment.outputs:
             return segment.run(fed, None if phase == "encode" else ("hidden_out",))
