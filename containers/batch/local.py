@@ -14,9 +14,10 @@ from canvasrt.containers.batch.lines import Line
 from canvasrt.containers.batch.run import Reply
 from canvasrt.containers.openai.app import ENDPOINTS
 from canvasrt.containers.openai.body import read_body
+from canvasrt.containers.openai.endpoint import Run
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
-from canvasrt.containers.openai.generation import Run, Served, answer_inputs
+from canvasrt.containers.openai.generation import Served, answer_inputs
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.upstream import triton_error
 from canvasrt.containers.tensors import ANSWERS, INPUTS, OUTPUTS, StreamEvent
@@ -87,15 +88,11 @@ class Local:
         ignored = Ignored(thinks=self._thinks)
         try:
             body = read_body(endpoint.body, line.body, ignored)
-            try:
+            with endpoint.naming():
                 asked = endpoint.parse(body)
                 inputs = answer_inputs(asked, self._served)
-                seed = inputs[0]["seed"] if inputs else 0
-                reply = endpoint.reply(body, asked, seed, self._served)
-                run = Run(self, self._metrics, inputs, {}, asked, reply, endpoint.path)
-                return Reply(200, reply.whole(await run.answers()))
-            except ApiError as error:
-                raise endpoint.renamed(error) from error
+            run = Run(endpoint, body, asked, inputs, self._served, self, self._metrics, {})
+            return Reply(200, run.reply.whole(await run.answers()))
         except ApiError as error:
             return Reply(error.status, error.to_json())
 

@@ -19,13 +19,16 @@ from canvasrt.containers.openai.body import (
     about,
     fail,
 )
-from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.errors import bad_request, leading
 from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table, settle
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_formats import Format, format_of
 from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
 from canvasrt.containers.openai.vllm_fields import canvas_of, read_of, sampling_of
 from canvasrt.runtime.sampling_params import MAX_INT32
+
+# Refusals name it as `grammar.schema` or "the grammar".
+_GRAMMAR = leading("grammar") + r"|(?<=^The )grammar\b"
 
 
 class ChatRequest(Conversation):
@@ -110,7 +113,7 @@ def chat_generation(request: ChatRequest) -> Generation:
         **_shared(request, wanted),
     )
     of_tools = "grammar" in inputs and (wanted is None or "prefix" in inputs)
-    asked.names |= template_names(request) | ({"grammar": "tools"} if of_tools else {})
+    asked.names |= template_names(request) | ({_GRAMMAR: "tools"} if of_tools else {})
     return asked
 
 
@@ -128,7 +131,7 @@ def _shared(request: Sampling, wanted: Format | None) -> dict[str, Any]:
         "seed": request.seed,
         "names": {
             "max_new_tokens": request.token_budget[0],
-            "grammar": wanted.path if wanted else "response_format",
+            _GRAMMAR: wanted.path if wanted else "response_format",
             **sampling_of(request)[1],
             **canvas_of(request)[1],
         },

@@ -21,7 +21,7 @@ from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import DECISION, Table, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
-from canvasrt.containers.openai.responses import renamed
+from canvasrt.containers.openai.responses import NAMES
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.questions import text_of
@@ -187,5 +187,5 @@ DECISIONS = Endpoint(
     decide,
     DecisionReply,
     Decisions,
-    renamed=renamed,
+    names=NAMES,
 )

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from canvasrt.chat_tokens import CALL
 from canvasrt.containers.openai.body import Messages, Sampling, Strict, about
-from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.errors import bad_request, leading
 from canvasrt.containers.openai.response_formats import Format
 
 MAX_TOOLS = 128  # as in OpenAI's API
@@ -163,12 +163,13 @@ def _thinking(request: Conversation) -> bool | None:
 
 
 def template_names(request: Conversation) -> dict[str, str]:
-    """Return a map from variables of the template to the request's fields that set them."""
-    names = {name: f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or {}}
+    """Return a map from patterns of the template's variables to the request's fields that set them."""
+    given = request.chat_template_kwargs or {}
+    names = {leading(name): f"chat_template_kwargs.{name}" for name in given}
     if request.enable_thinking is not None:
-        names["enable_thinking"] = "enable_thinking"
+        names[leading("enable_thinking")] = "enable_thinking"
     elif request.reasoning_effort is not None:
-        names["enable_thinking"] = "reasoning_effort"
+        names[leading("enable_thinking")] = "reasoning_effort"
     return names
 
 
