@@ -20,7 +20,7 @@ from canvasrt.containers.openai.body import (
     Strings,
     translated,
 )
-from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.chat import chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import (
     AnthropicError,
@@ -40,7 +40,7 @@ from canvasrt.containers.openai.generation import (
 )
 from canvasrt.containers.openai.messages import has_images
 from canvasrt.containers.openai.parse_answer import Piece
-from canvasrt.containers.openai.tools import MAX_TOOLS
+from canvasrt.containers.openai.tools import MAX_TOOLS, ChatRequest
 from canvasrt.containers.tensors import MAX_STOPS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.sampling_params import check_sampling

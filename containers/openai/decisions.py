@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import DECISION, Table, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
+from canvasrt.containers.openai.response_events import usage_of
 from canvasrt.containers.openai.responses import NAMES
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError
@@ -87,21 +89,11 @@ class DecisionReply(Reply):
     text_field = "input"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
-        final, usage = answers[0].final, self.usage
         return {
             "model": self.body.model,
-            "answers": json.loads(final.text)["answers"],
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": usage.cached_tokens,
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": 0,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt_tokens,
-            },
-            "canvasrt": {**self.own_fields(), "passes": usage.denoising_steps},
+            "answers": json.loads(answers[0].final.text)["answers"],
+            "usage": usage_of(replace(self.usage, completion_tokens=0)),
+            "canvasrt": {**self.own_fields(), "passes": self.usage.denoising_steps},
         }
 
 

@@ -22,7 +22,7 @@ from canvasrt.containers.openai.generation import Answer, Generation, Reply, Ser
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, PlainText
 from canvasrt.containers.openai.tracing import Blocks
-from canvasrt.containers.openai.upstream import Answers, Source
+from canvasrt.containers.openai.upstream import Source, events_of
 from canvasrt.errors import CanvasError
 
 # The errors that operations can return. A server returns 503 while it starts or stops.
@@ -96,7 +96,7 @@ class Run:
     ) -> None:
         """`inputs` are the model's, one per answer; `parameters` are the request's, for the model."""
         self._begin = time.perf_counter()
-        self._answers = Answers(upstream, inputs, parameters)
+        self._answers = events_of(upstream, inputs, parameters)
         self._count = len(inputs)
         self._metrics, self._asked, self._endpoint = metrics, asked, endpoint
         self._blocks = Blocks()
@@ -154,8 +154,8 @@ class Run:
     async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
         """Yield pairs of an answer's index and an event, as events arrive. Errors have the caller's field names."""
         try:
-            async with self._answers as answers:
-                async for index, event in answers:
+            async with aclosing(self._answers) as events:
+                async for index, event in events:
                     self._blocks.see(index, event)
                     if event.event == "final":
                         self._add_usage(index, event)

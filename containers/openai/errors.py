@@ -178,11 +178,9 @@ def rename(error: ApiError, names: Mapping[str, str]) -> bool:
     found = False
     for pattern, own in names.items():
         if error.param and re.search(pattern, error.param):
-            found = True
-            error.param, error.message = (
-                re.sub(pattern, lambda _, own=own: own, text)
-                for text in (error.param, error.message)
-            )
+            found, own = True, own.replace("\\", r"\\")
+            error.param = re.sub(pattern, own, error.param)
+            error.message = re.sub(pattern, own, error.message)
     return found
 
 

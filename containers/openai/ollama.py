@@ -15,7 +15,6 @@ from typing_extensions import TypedDict
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.body import OWN, Body, MaybeMessages, about, check_parts, translated
 from canvasrt.containers.openai.chat import (
-    ChatRequest,
     CompletionRequest,
     chat_generation,
     completion_generation,
@@ -32,6 +31,7 @@ from canvasrt.containers.openai.generation import (
     finish_reason,
 )
 from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.types import Json
 
 # Supported options → fields of a chat.

@@ -17,13 +17,13 @@ from canvasrt.containers.openai.body import (
     Strict,
     translated,
 )
-from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.chat import chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import RESPONSE, Table, known
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
-from canvasrt.containers.openai.tools import MAX_TOOLS, Effort, Function
+from canvasrt.containers.openai.tools import MAX_TOOLS, ChatRequest, Effort, Function
 
 # Patterns of a chat's parameters → their names in `/v1/responses`.
 NAMES = {

@@ -11,12 +11,11 @@ from typing_extensions import TypedDict
 
 from canvasrt.containers.openai import fields
 from canvasrt.containers.openai.body import Body, Messages
-from canvasrt.containers.openai.chat import ChatRequest
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
 from canvasrt.containers.openai.messages import has_images
-from canvasrt.containers.openai.tools import Tools, template_inputs
+from canvasrt.containers.openai.tools import ChatRequest, Tools, template_inputs
 from canvasrt.runtime.sampling_params import MAX_INT32
 from canvasrt.types import Json
 
