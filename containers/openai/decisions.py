@@ -150,20 +150,16 @@ def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
     """Return a message's text or, if the message has images, its content parts in a chat's form."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, path)
-    return [
-        _image(each, f"{path}[{i}]")
-        if _is_image(each)
-        else {"type": "text", "text": text_of([each], f"{path}[{i}]")}
-        for i, each in enumerate(content)
-    ]
+    return [_part(each, f"{path}[{i}]") for i, each in enumerate(content)]
 
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("input_image", "image_url")
 
 
-def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return an image part in a chat's form."""
+def _part(part: Any, path: str) -> dict[str, Any]:
+    if not _is_image(part):
+        return {"type": "text", "text": text_of([part], path)}
     image = part.get("image_url")
     if isinstance(image, str):
         image = {"url": image, "detail": part.get("detail")}

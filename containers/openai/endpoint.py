@@ -202,10 +202,7 @@ def add_endpoint(app: FastAPI, endpoint: Endpoint, answer: Operation) -> None:
     """Add an operation's route and its description."""
 
     async def operation(request: Request, body: Any) -> Response:
-        try:
-            return await answer(endpoint, request)
-        except ApiError as error:
-            return error.response(endpoint.path)
+        return await answer(endpoint, request)
 
     operation.__annotations__ = {"request": Request, "body": endpoint.body}
     responses = errors(body=endpoint.error)
