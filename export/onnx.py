@@ -99,16 +99,10 @@ def write_graph(
         go to one file, which is named like `file` but ends with `.bin`.
     """
     own_files = own_files or {}
-    shared = file.with_suffix(".bin")
-    with contextlib.ExitStack() as stack:
-        files = {shared.name: stack.enter_context(shared.open("wb"))}
-        for weight in weights:
-            item = weight if isinstance(weight, Stored) else _stored(weight, dtype)
-            name = own_files.get(item.name.partition(".")[0], shared.name)
-            if name not in files:
-                files[name] = stack.enter_context((file.parent / name).open("wb"))
-            external.append(model, item, files[name])
-    ir.save(model, file)
+    items = (each if isinstance(each, Stored) else _stored(each, dtype) for each in weights)
+    external.write(
+        model, ((each, own_files.get(each.name.partition(".")[0])) for each in items), file
+    )
 
 
 def _stored(weight: Weight, dtype: torch.dtype) -> Stored:

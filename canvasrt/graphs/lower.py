@@ -7,7 +7,6 @@ until `nbits` and `cpu_experts` replace it by MatMulNBits. Weights are streamed:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import onnx_ir as ir
 from canvasrt.bundle import Bundle
 from canvasrt.formats import ALL_CODES, Codes, NumberFormat, rounding_format
 from canvasrt.graphs import embedding_table, external, lowbits
-from canvasrt.graphs.edit import drop_unused, input_of, insert, sizes_of
+from canvasrt.graphs.edit import drop_unused, initializer, input_of, insert, sizes_of
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.names import CODES, DOMAIN, SCALES, TABLE_VALUES, UNPACK
 from canvasrt.graphs.rounding import operator, rounding
@@ -70,16 +69,14 @@ def lower_graph(source: Path, out: Path) -> None:
         model.functions[function.identifier()] = function
         model.opset_imports[function.domain] = 1
     own = source.with_suffix(".bin").name
-    with contextlib.ExitStack() as stack:
-        files = {own: stack.enter_context(out.with_suffix(".bin").open("wb"))}
+
+    def items() -> Iterator[tuple[Stored, str | None]]:
         for name, value in model.graph.initializers.items():
-            item = written.get(name) or _wide(value)
-            found = getattr(value.const_value, "location", None)
-            location = own if found is None or name in written else str(found)
-            if location not in files:
-                files[location] = stack.enter_context((out.parent / location).open("wb"))
-            external.append(model, item, files[location])
-    ir.save(model, out)
+            location = getattr(value.const_value, "location", own)
+            apart = None if name in written or location == own else str(location)
+            yield written.get(name) or _wide(value), apart
+
+    external.write(model, items(), out)
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
@@ -109,7 +106,7 @@ class _Weight:
     def rewrite(self) -> list[Stored]:
         """Replace codes, scales and factor by one plain weight. Return the new initializers, whose data is yet to be
         written."""
-        plain = _initializer(self.graph, Stored(self.name, _FLOAT, self.shape, self._read))
+        plain = initializer(self.graph, self.name, _FLOAT, self.shape)
         self._dequantized().replace_all_uses_with(plain)
         for part in (".scale", ".factor"):
             if part in self.values and (scaled := _multiplication(self.values[part])):
@@ -131,7 +128,9 @@ class _Weight:
         scale = _floats(self.tensors[".scale"])
         factor = self.tensors.get(".factor")
         factors = None if factor is None else _floats(factor)
-        data = {part: _bytes(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors}
+        data = {
+            part: external.mapped(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors
+        }
         count = self.shape[0] if rank == 3 else 1
         for index in range(count):
             # The parts of this matrix, each `[out, …]`.
@@ -145,13 +144,6 @@ class _Weight:
             if factors is not None:
                 wide = wide * factors.reshape(count, -1)[index][:, None]
             yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
-
-
-def _initializer(graph: ir.Graph, item: Stored) -> ir.Value:
-    """Add an initializer whose data is written later."""
-    value = ir.Value(name=item.name, type=ir.TensorType(item.dtype), shape=ir.Shape(item.shape))
-    graph.initializers[item.name] = value
-    return value
 
 
 def _multiplication(value: ir.Value) -> ir.Node | None:
@@ -175,7 +167,7 @@ class _Int4Weight(_Weight):
             Stored(self.name + CODES, ir.DataType.UINT8, (*rows, width // 2), self._codes),
             Stored(self.name + SCALES, _FLOAT, tuple(map(int, blocks)), self._scales),
         ]
-        inputs = [_initializer(self.graph, item) for item in items]
+        inputs = [initializer(self.graph, each.name, each.dtype, each.shape) for each in items]
         (dequantize,) = self.values[_VALUES].consumers()
         name = f"{self.name}/unpacked"
         unpacked = insert(dequantize, UNPACK, inputs, name, domain=DOMAIN)
@@ -187,7 +179,7 @@ class _Int4Weight(_Weight):
         yield scales.reshape(-1).view(np.uint8).data
 
     def _codes(self) -> Iterator[memoryview]:
-        data = _bytes(self.tensors[_VALUES])
+        data = external.mapped(self.tensors[_VALUES])
         for start in range(0, len(data), _PIECE):
             yield (data[start : start + _PIECE] ^ lowbits.INT4_OFFSET).data
 
@@ -282,20 +274,13 @@ def _wide(value: ir.Value) -> Stored:
     if found.dtype != _BFLOAT16:
         return found
 
-    bits = _bytes(value.const_value).view(np.uint16)
+    bits = external.mapped(value.const_value).view(np.uint16)
 
     def pieces() -> Iterator[memoryview]:
         for start in range(0, len(bits), _PIECE):
             yield lowbits.from_bf16(bits[start : start + _PIECE]).view(np.uint8).data
 
     return replace(found, dtype=_FLOAT, read=pieces)
-
-
-def _bytes(tensor: Any) -> np.ndarray:
-    """Return a tensor's bytes; external data is memory-mapped."""
-    if isinstance(tensor, ir.ExternalTensor):
-        return external.mapped(tensor)
-    return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
 def _codes_of(tensor: Any) -> Codes:
@@ -305,8 +290,4 @@ def _codes_of(tensor: Any) -> Codes:
 
 def _floats(tensor: Any) -> np.ndarray:
     """Return a small bfloat16 or float32 tensor's values in float32."""
-    data = _bytes(tensor)
-    shape = tuple(int(size) for size in tensor.shape.numpy())
-    if tensor.dtype == _BFLOAT16:
-        return lowbits.from_bf16(data.view(np.uint16)).reshape(shape)
-    return data.view(np.float32).reshape(shape)
+    return external.array(tensor).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Names in exported and in lowered graphs."""
+"""Names in exported graphs, in pieces of them, and in lowered graphs."""
 
 from canvasrt.checkpoints.weight_names import TABLE
 
@@ -11,3 +11,13 @@ SLOTS = ("slots", "gate_slots", "gate_queues")
 TABLE_VALUES, TABLE_SCALE = f"{TABLE}.values", f"{TABLE}.scale"
 # Prefixes of a body's inputs for cached keys and values.
 PAST = ("past_key_", "past_value_")
+# Values between the pieces of a body (`cut.py`): the experts' input, the chosen experts, and the experts' result, which has one row per token and
+# chosen expert.
+EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
+# Values that a piece passes to the next piece: the routing weights of a token's experts, and two values with the shape
+# of hidden states.
+SHARES, CARRIED = "shares", ("carried_0", "carried_1")
+# The suffix of SHARES and CARRIED in the names of a piece's outputs.
+OUT = "_out"
+# A head's output, where it is observed.
+LOGITS = "logits"

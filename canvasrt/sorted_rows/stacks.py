@@ -105,7 +105,7 @@ class GraphExperts:
     def _numbers(self, name: str) -> Floats:
         tensor = self._graph.initializers[name].const_value
         assert tensor is not None
-        return tensor.numpy().astype(np.float32)
+        return external.array(tensor).astype(np.float32)
 
     def _pieces(self, name: str) -> Iterator[Bytes]:
         """Yield a stack's bytes, one expert at a time."""

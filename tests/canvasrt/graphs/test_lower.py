@@ -25,8 +25,6 @@ from tests.helpers import rounding as oracle
 from tests.helpers.graph_runs import head_feeds, random_feeds, run_graph, show
 from tests.helpers.quantized import dequantize
 
-plain_graphs, quantized = shared.plain_graphs, shared.quantized
-
 ORACLE = {
     operator(FORMATS["fp8"]): oracle.round_fp8,
     operator(FORMATS["nvfp4"]): oracle.round_nvfp4,

@@ -11,8 +11,8 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Packed
 from canvasrt.graphs import lowbits
+from canvasrt.graphs.packed import Packed
 from canvasrt.sorted_rows.description import ExpertSizes, KernelForm, inputs_per_step
 from canvasrt.sorted_rows.stacks import GraphExperts, in_steps
 from tests.helpers.quantized import SHAPE, Quantized

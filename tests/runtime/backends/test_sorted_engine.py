@@ -19,6 +19,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize_graphs
 from canvasrt.graphs.lower import lower_graph
+from canvasrt.graphs.names import EXPERT_ROWS
 from canvasrt.hashes import canonical
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.runtime.backends.sorted_engine import SortedEngine
@@ -27,7 +28,6 @@ from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
-    EXPERT_ROWS,
     GATE_UP_KERNEL,
     SORT,
     SORTED_SUFFIX,
