@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import logging
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +18,9 @@ from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.weights import Weight
 from canvasrt.graphs import external
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.traced import clean
 
 OPSET = 23
-
-# The metadata key under which torch's exporter stores a node's scopes. Some scopes are not modules.
-_SCOPES = "pkg.torch.onnx.name_scopes"
-_MODULE = re.compile(r"[a-z][\w.]*$")
 
 IR_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 
@@ -61,26 +56,10 @@ def trace(
                 verbose=False,
             )
         assert program is not None
-        model = program.model
-        graph = model.graph
-        for node in graph.all_nodes():
-            node.name = _scoped_name(node)
-            node.doc_string = None
-        # Remove stack traces, which would make files machine-dependent.
-        values = (*graph.initializers.values(), *graph.inputs, *graph.outputs)
-        holders: tuple[Any, ...] = (*graph.all_nodes(), *values, model, graph)
-        for each in holders:
-            each.metadata_props.clear()
-        return model
+        clean(program.model)
+        return program.model
 
     return trace_cache.kept(module, inputs, [*input_names, *output_names], make)
-
-
-def _scoped_name(node: ir.Node) -> str:
-    """Return the node's name, preceded by its module's name, as in `layers.0.attention/node_mul_182`."""
-    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-    module = scopes[-2] if len(scopes) > 1 else ""
-    return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
 
 
 def write_graph(

@@ -231,7 +231,7 @@ class _Piece:
         axis = shape.index(-1)
         before = [each for each in shape[:axis] if each != 1]
         dims = [*before, self._batch, self._length, *shape[axis + 1 :]]
-        value, first = ir.val(name, dtype, dims), self._graph[0]
+        value, first = ir.val(name, dtype, ir.Shape(dims)), self._graph[0]
         taken = self._add("Reshape", [value, self._constant(shape, name)], name, first)
         if only_valid:
             taken = self._without_padding(taken, first)

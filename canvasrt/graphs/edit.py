@@ -43,6 +43,13 @@ def insert(
     return node.outputs[0]
 
 
+def all_outputs(value: ir.Value) -> Sequence[ir.Value]:
+    """Return all outputs of the node that computes `value`."""
+    node = value.producer()
+    assert node is not None
+    return node.outputs
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Replace `old` by `new` everywhere; `new` gets the name of `old`."""
     new.type, new.shape = old.type, old.shape

@@ -66,7 +66,8 @@ def from_graph(value: ir.Value) -> Stored:
     """Return an initializer of a loaded graph, to be written again unchanged."""
     tensor = value.const_value
     assert tensor is not None
-    return Stored(str(value.name), tensor.dtype, tensor.shape.numpy(), lambda: pieces(tensor))
+    shape = tuple(tensor.shape.numpy())
+    return Stored(str(value.name), tensor.dtype, shape, lambda: pieces(tensor))
 
 
 def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:

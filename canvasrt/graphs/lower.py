@@ -107,18 +107,11 @@ class _Weight:
         """Replace codes, scales and factor by one plain weight. Return the new initializers, whose data is yet to be
         written."""
         plain = initializer(self.graph, self.name, _FLOAT, self.shape)
-        self._dequantized().replace_all_uses_with(plain)
+        _dequantized(self.values[_VALUES], cast=True).replace_all_uses_with(plain)
         for part in (".scale", ".factor"):
             if part in self.values and (scaled := _multiplication(self.values[part])):
                 scaled.outputs[0].replace_all_uses_with(input_of(scaled))
         return [Stored(self.name, _FLOAT, self.shape, self._read)]
-
-    def _dequantized(self) -> ir.Value:
-        """Return the output of the weight's DequantizeLinear, or of the cast that follows it."""
-        (dequantize,) = self.values[_VALUES].consumers()
-        wide = dequantize.outputs[0]
-        users = wide.consumers()
-        return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
         """Yield the plain weight's bytes, one matrix at a time. Experts have one matrix each."""
@@ -195,7 +188,7 @@ def _round_inputs(graph: ir.Graph) -> None:
         if kind is None or node.outputs[0].is_graph_output():
             continue
         x, scale = input_of(node), input_of(node, 1)
-        last = _dequantized(node)
+        last = _dequantized(node.outputs[0], cast=bool(node.domain))
         gather = x.producer()
         if gather is not None and gather.op_type == "Gather" and len(x.consumers()) == 1:
             gather.replace_input_with(0, _rounded(gather, kind, input_of(gather), scale))
@@ -217,15 +210,14 @@ def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) 
     return output
 
 
-def _dequantized(quantize: ir.Node) -> ir.Value:
-    """Return the product's input: the output of the DequantizeLinear after a quantizer or, if a cast follows, of that
-    cast."""
-    (dequantize,) = quantize.outputs[0].consumers()
-    value = dequantize.outputs[0]
-    users = value.consumers()
-    if [node.op_type for node in users] == ["Cast"] and quantize.domain:
-        value = users[0].outputs[0]
-    return value
+def _dequantized(codes: ir.Value, cast: bool) -> ir.Value:
+    """Return the output of the only node that reads `codes`, a DequantizeLinear; with `cast`, that of the cast that
+    follows it, if there is one."""
+    (dequantize,) = codes.consumers()
+    wide = dequantize.outputs[0]
+    users = wide.consumers()
+    is_cast = cast and [node.op_type for node in users] == ["Cast"]
+    return users[0].outputs[0] if is_cast else wide
 
 
 def _lower_cache(graph: ir.Graph) -> None:
@@ -273,7 +265,7 @@ def _wide(value: ir.Value) -> Stored:
     found = external.from_graph(value)
     if found.dtype != _BFLOAT16:
         return found
-
+    assert value.const_value is not None
     bits = external.mapped(value.const_value).view(np.uint16)
 
     def pieces() -> Iterator[memoryview]:

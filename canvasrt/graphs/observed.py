@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 
 from canvasrt.graphs.edit import input_of, insert
 from canvasrt.graphs.names import LOGITS
-
-Dimensions = Sequence[int | str]
 
 
 def with_logits(model: ir.Model) -> ir.Model:
@@ -22,7 +18,7 @@ def with_logits(model: ir.Model) -> ir.Model:
     logits = [input_of(divided)]
     if factor and factor[0].op_type == "Mul":
         logits.insert(0, input_of(factor[0]))
-    _add_output(model.graph, logits, LOGITS, ["batch", "length", "vocabulary"])
+    _add_output(model.graph, logits, LOGITS, ir.Shape(["batch", "length", "vocabulary"]))
     return model
 
 
@@ -42,7 +38,7 @@ def cut_layers(model: ir.Model, count: int) -> ir.Model:
     graph = model.graph
     (hidden,) = (value for value in graph.inputs if value.name == "hidden")
     assert hidden.shape is not None
-    shape = ["batch", "length", int(hidden.shape[2])]
+    shape = ir.Shape(["batch", "length", hidden.shape[2]])
     for k in range(1, count):
         norm = graph.initializers[f"layers.{k}.input_norm.weight"]
         border = input_of(next(node for node in graph if norm in node.inputs))
@@ -53,8 +49,8 @@ def cut_layers(model: ir.Model, count: int) -> ir.Model:
     return model
 
 
-def _add_output(graph: ir.Graph, factors: list[ir.Value], name: str, shape: Dimensions) -> None:
+def _add_output(graph: ir.Graph, factors: list[ir.Value], name: str, shape: ir.Shape) -> None:
     """Make the product of values an output. The rest of the graph does not change."""
     value = insert(graph, "Mul" if factors[1:] else "Identity", factors, name)
-    value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), shape
     graph.outputs.append(value)

@@ -26,7 +26,7 @@ from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, Codes
 from canvasrt.graphs import external, lowbits
-from canvasrt.graphs.edit import initializer, input_of, insert, integers_of, made_by
+from canvasrt.graphs.edit import all_outputs, initializer, input_of, insert, integers_of, made_by
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.packed import Form, Packed
 
@@ -256,9 +256,7 @@ class _Product(_Quantized):
             block_size=self.form.block,
             scale_type=int(_dtype_of(block_scales)),
         )
-        quantize = bits.producer()
-        assert quantize is not None
-        scales = self._add("DequantizeLinear", [quantize.outputs[1], scale], "input_scales")
+        scales = self._add("DequantizeLinear", [all_outputs(bits)[1], scale], "input_scales")
         return self._widen(bits, scales, "input")
 
     def _weight(self) -> ir.Value:
