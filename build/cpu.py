@@ -61,16 +61,21 @@ def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str
     graph's weights afterwards. Return the embedding table's manifest entry, and the files that are still to be
     linked."""
     require("onnx_ir", "export")
-    from canvasrt.graphs.lower import lower, lower_graph
+    from canvasrt.graphs.embedding_table import embedding_entry, host_head_of
+    from canvasrt.graphs.lower import lower_graph
 
-    def write(source: Path, target: Path) -> None:
-        kept_piece(
-            room / source.stem, lambda folder: lower_graph(source, folder / source.name), out
-        )
+    files = {segment["name"]: segment["file"] for segment in graphs.manifest.segments}
+    for number, name in enumerate(files.values()):
+        report("lowering graphs for a CPU", number, len(files))
+        source = graphs.file(name)
+
+        def write(folder: Path, source: Path = source) -> None:
+            lower_graph(source, folder / source.name)
+
+        kept_piece(room / source.stem, write, out)
         if spend:
             source.with_suffix(".bin").unlink(missing_ok=True)
-
-    embedding = lower(graphs, out, write=write)
+    embedding = embedding_entry(out / files["head"]) | host_head_of(graphs.manifest.embedding)
     return embedding, [name for name in graphs.manifest.files if not (out / name).exists()]
 
 

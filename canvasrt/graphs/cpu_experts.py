@@ -18,6 +18,7 @@ from canvasrt.graphs.edit import (
     all_outputs,
     ancestors,
     drop_unused,
+    graph_input,
     input_of,
     insert,
     integers,
@@ -156,7 +157,7 @@ class _Layer:
         top_k = self._constant("top_k", [self._top_k])
         flat = self._add("Reshape", [self._index, self._constant("all", [-1])], "flat")
         # All layers count the tokens by equal nodes, so ONNX Runtime merges these nodes and runs them once.
-        positions = next(each for each in self._graph.inputs if each.name == "positions")
+        positions = graph_input(self._graph, "positions")
         tokens = self._add("Shape", [positions], "tokens")
         count = self._add("Mul", [self._add("ReduceProd", [tokens], "total"), top_k], "count")
         end = self._add("Squeeze", [count], "end")

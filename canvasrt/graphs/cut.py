@@ -17,6 +17,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.graphs.edit import (
     ancestors,
     drop_unused,
+    graph_input,
     initializer,
     input_of,
     insert,
@@ -113,7 +114,7 @@ def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]
 
     Values that depend on no hidden state, such as masks, are missing, because every piece computes them.
     """
-    stages = {value: 0 for value in graph.inputs if value.name == "hidden"}
+    stages = {graph_input(graph, "hidden"): 0}
     late: dict[ir.Node, int] = {}
     for number, each in enumerate(experts, 1):
         stages[each.rows] = number
@@ -175,7 +176,7 @@ class _Piece:
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._values = {str(value.name): value for node in graph for value in node.outputs}
-        (hidden,) = (value for value in graph.inputs if value.name == "hidden")
+        hidden = graph_input(graph, "hidden")
         assert hidden.shape is not None
         assert hidden.dtype is not None
         self._batch, self._length, width = hidden.shape
@@ -194,7 +195,7 @@ class _Piece:
 
     def hand_out(self, cut: _Cut, layer: int) -> list[ir.Value]:
         """Return the piece's outputs: the values at the cut, and one layer's new keys and values."""
-        tokens = self._add("Shape", [self.input_of("positions")], "tokens")
+        tokens = self._add("Shape", [graph_input(self._graph, "positions")], "tokens")
         choices = self._choices(cut)
         own = self._values[cut.own]
         dtype = self._dtype
@@ -240,7 +241,7 @@ class _Piece:
 
     def _without_padding(self, rows: ir.Value, first: ir.Node) -> ir.Value:
         """Replace padding tokens' rows in `rows`, `[K, T, D]`, by zeros. Nodes are inserted before `first`."""
-        inputs = [self.input_of("positions"), self._constant([0], "padding")]
+        inputs = [graph_input(self._graph, "positions"), self._constant([0], "padding")]
         valid = self._add("GreaterOrEqual", inputs, "valid", first)
         shape = self._constant([1, -1, 1], "valid")
         column = self._add("Reshape", [valid, shape], "valid_rows", first)
@@ -266,9 +267,6 @@ class _Piece:
         count = integers_of(input_of(chosen, 1)) if chosen else None
         assert count is not None
         return count[0]
-
-    def input_of(self, name: str) -> ir.Value:
-        return next(value for value in self._graph.inputs if value.name == name)
 
     def _add(
         self,

@@ -70,6 +70,12 @@ def input_of(node: ir.Node, place: int = 0) -> ir.Value:
     return value
 
 
+def graph_input(graph: ir.Graph, name: str) -> ir.Value:
+    """Return the graph's input `name`."""
+    (found,) = (value for value in graph.inputs if value.name == name)
+    return found
+
+
 def made_by(value: ir.Value | None, kind: str) -> ir.Node | None:
     """Return the node that computes a value, or None if its operator is not `kind`."""
     node = None if value is None else value.producer()

@@ -7,7 +7,7 @@ until `nbits` and `cpu_experts` replace it by MatMulNBits. Weights are streamed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,50 +15,37 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from canvasrt.bundle import Bundle
 from canvasrt.formats import ALL_CODES, Codes, NumberFormat, rounding_format
-from canvasrt.graphs import embedding_table, external, lowbits
+from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.edit import drop_unused, initializer, input_of, insert, sizes_of
 from canvasrt.graphs.external import Stored
-from canvasrt.graphs.names import CODES, DOMAIN, SCALES, TABLE_VALUES, UNPACK
+from canvasrt.graphs.names import (
+    BLOCK_SCALES,
+    CODES,
+    DOMAIN,
+    FACTOR,
+    SCALE,
+    SCALES,
+    TABLE_VALUES,
+    UNPACK,
+    VALUES,
+)
 from canvasrt.graphs.rounding import operator, rounding
-from canvasrt.progress import report
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-_VALUES = ".values"
-_BLOCK_SCALES = ".block_scales"
-_PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
+_PARTS = (VALUES, BLOCK_SCALES, SCALE, FACTOR)
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 # How many numbers are converted to float32 at a time, and how many bytes of signed INT4 codes to unsigned codes.
 _PIECE = 1 << 22
 
 
-def lower(
-    graphs: Bundle,
-    out: Path,
-    write: Callable[[Path, Path], object] | None = None,
-) -> dict[str, Any]:
-    """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
-
-    Files, inputs and outputs keep their names; bfloat16 and E4M3 inputs and outputs become float32. The embedding
-    table is written too, in INT8 if it is quantized. Return the table's entry for the manifest; segments' entries do
-    not change. If `write` is given, it is called instead of `lower_graph`.
-    """
-    write = write or lower_graph
-    files = [segment["file"] for segment in graphs.manifest.segments]
-    for number, name in enumerate(files):
-        report("lowering graphs for a CPU", number, len(files))
-        write(graphs.file(name), out / name)
-    (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
-    return {
-        **embedding_table.embedding_entry(out / head),
-        **embedding_table.host_head_of(graphs.manifest.embedding),
-    }
-
-
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, and its weight files, whose names do not change, next to `out`."""
+    """Write the graph file `source` to `out` in a form that ONNX Runtime runs on a CPU, and its weight files, whose names
+    do not change, next to `out`.
+
+    Inputs and outputs keep their names; those in bfloat16 and E4M3 become float32. An embedding table in INT8 stays so.
+    """
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
@@ -84,11 +71,11 @@ def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
     written."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
-    for name in [name for name in packed if name.endswith(_VALUES)]:
+    for name in [name for name in packed if name.endswith(f".{VALUES}")]:
         if name == TABLE_VALUES:  # stays: `embedding_table` rewrites it later
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
-        items = kind(graph, name.removesuffix(_VALUES)).rewrite()
+        items = kind(graph, name.removesuffix(f".{VALUES}")).rewrite()
         written |= {item.name: item for item in items}
     return written
 
@@ -98,17 +85,17 @@ class _Weight:
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
         self.graph, self.name = graph, name
-        values = {part: graph.initializers.get(name + part) for part in _PARTS}
+        values = {part: graph.initializers.get(f"{name}.{part}") for part in _PARTS}
         self.values = {part: value for part, value in values.items() if value is not None}
         self.tensors: dict[str, Any] = {part: v.const_value for part, v in self.values.items()}
-        self.shape = tuple(sizes_of(self.values[_VALUES]))
+        self.shape = tuple(sizes_of(self.values[VALUES]))
 
     def rewrite(self) -> list[Stored]:
         """Replace codes, scales and factor by one plain weight. Return the new initializers, whose data is yet to be
         written."""
         plain = initializer(self.graph, self.name, _FLOAT, self.shape)
-        _dequantized(self.values[_VALUES], cast=True).replace_all_uses_with(plain)
-        for part in (".scale", ".factor"):
+        _dequantized(self.values[VALUES], cast=True).replace_all_uses_with(plain)
+        for part in (SCALE, FACTOR):
             if part in self.values and (scaled := _multiplication(self.values[part])):
                 scaled.outputs[0].replace_all_uses_with(input_of(scaled))
         return [Stored(self.name, _FLOAT, self.shape, self._read)]
@@ -116,10 +103,10 @@ class _Weight:
     def _read(self) -> Iterator[memoryview]:
         """Yield the plain weight's bytes, one matrix at a time. Experts have one matrix each."""
         rank = len(self.shape)
-        codes = _codes_of(self.tensors[_VALUES])
-        blocks = self.tensors.get(_BLOCK_SCALES)
-        scale = _floats(self.tensors[".scale"])
-        factor = self.tensors.get(".factor")
+        codes = _codes_of(self.tensors[VALUES])
+        blocks = self.tensors.get(BLOCK_SCALES)
+        scale = _floats(self.tensors[SCALE])
+        factor = self.tensors.get(FACTOR)
         factors = None if factor is None else _floats(factor)
         data = {
             part: external.mapped(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors
@@ -129,9 +116,9 @@ class _Weight:
             # The parts of this matrix, each `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
             wide = lowbits.scaled(
-                lowbits.numbers_of(codes, parts[_VALUES]),
+                lowbits.numbers_of(codes, parts[VALUES]),
                 scale,
-                parts.get(_BLOCK_SCALES),
+                parts.get(BLOCK_SCALES),
                 None if blocks is None else _codes_of(blocks),
             )
             if factors is not None:
@@ -155,24 +142,24 @@ class _Int4Weight(_Weight):
 
     def rewrite(self) -> list[Stored]:
         *rows, width = self.shape
-        blocks = self.tensors[_BLOCK_SCALES].shape.numpy()
+        blocks = self.tensors[BLOCK_SCALES].shape.numpy()
         items = [
             Stored(self.name + CODES, ir.DataType.UINT8, (*rows, width // 2), self._codes),
             Stored(self.name + SCALES, _FLOAT, tuple(map(int, blocks)), self._scales),
         ]
         inputs = [initializer(self.graph, each.name, each.dtype, each.shape) for each in items]
-        (dequantize,) = self.values[_VALUES].consumers()
+        (dequantize,) = self.values[VALUES].consumers()
         name = f"{self.name}/unpacked"
         unpacked = insert(dequantize, UNPACK, inputs, name, domain=DOMAIN)
         dequantize.outputs[0].replace_all_uses_with(unpacked)
         return items
 
     def _scales(self) -> Iterator[memoryview]:
-        scales = np.ascontiguousarray(_floats(self.tensors[_BLOCK_SCALES]))
+        scales = np.ascontiguousarray(_floats(self.tensors[BLOCK_SCALES]))
         yield scales.reshape(-1).view(np.uint8).data
 
     def _codes(self) -> Iterator[memoryview]:
-        data = external.mapped(self.tensors[_VALUES])
+        data = external.mapped(self.tensors[VALUES])
         for start in range(0, len(data), _PIECE):
             yield (data[start : start + _PIECE] ^ lowbits.INT4_OFFSET).data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from canvasrt.graphs.edit import input_of, insert
+from canvasrt.graphs.edit import graph_input, input_of, insert
 from canvasrt.graphs.names import LOGITS
 
 
@@ -36,7 +36,7 @@ def cut_layers(model: ir.Model, count: int) -> ir.Model:
     computes every layer, each on a separate input.
     """
     graph = model.graph
-    (hidden,) = (value for value in graph.inputs if value.name == "hidden")
+    hidden = graph_input(graph, "hidden")
     assert hidden.shape is not None
     shape = ir.Shape(["batch", "length", hidden.shape[2]])
     for k in range(1, count):

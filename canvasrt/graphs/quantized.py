@@ -26,14 +26,20 @@ from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, Codes
 from canvasrt.graphs import external, lowbits
-from canvasrt.graphs.edit import all_outputs, initializer, input_of, insert, integers_of, made_by
+from canvasrt.graphs.edit import (
+    all_outputs,
+    graph_input,
+    initializer,
+    input_of,
+    insert,
+    integers_of,
+    made_by,
+)
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.names import BLOCK_SCALES, FACTOR, INPUT_SCALE, SCALE, SOFT_SCALE, VALUES
 from canvasrt.graphs.packed import Form, Packed
 
 KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
-# Suffixes in the names of a weight's parts.
-VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
-FACTOR, INPUT_SCALE, SOFT_SCALE = "factor", "input_scale", "soft_scale"
 _FLOAT8, _FLOAT32, _BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # The first IR version that has 4-bit numbers.
 _IR_VERSION = 11
@@ -357,7 +363,7 @@ def _is_plain_gemm(node: ir.Node) -> bool:
 
 def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
     """Change the graph's input `name` to E4M3. Nodes that read the input now read its dequantized value."""
-    value = next(each for each in graph.inputs if each.name == name)
+    value = graph_input(graph, name)
     assert value.dtype is not None
     readers, dtype = list(value.uses()), int(value.dtype)
     both = [value, scale]

@@ -16,6 +16,7 @@ from canvasrt.graphs.edit import (
     all_outputs,
     ancestors,
     drop_unused,
+    graph_input,
     input_of,
     insert,
     integers,
@@ -67,8 +68,7 @@ def _share_lengths(graph: ir.Graph) -> None:
 def _share_phase(graph: ir.Graph) -> None:
     """Expand the phase, `causal`, to one value per token. With this value, each layer selects its encoder or decoder
     scalar. Layers share everything except this selection."""
-    (causal,) = (value for value in graph.inputs if value.name == "causal")
-    for choice in causal.consumers():
+    for choice in graph_input(graph, "causal").consumers():
         if choice.op_type != "Where":
             continue
         chosen = choice.outputs[0]

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-from canvasrt.graphs.edit import drop_unused
+from canvasrt.graphs.edit import drop_unused, graph_input
 
 # The metadata key under which torch's exporter stores a node's scopes. Some scopes are not modules.
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -57,8 +57,7 @@ def free_queues(model: ir.Model) -> None:
 
     Shapes of intermediate values are removed, because they can depend on the traced size.
     """
-    queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
-    queues.shape = ir.Shape(["gate_queues"])
+    graph_input(model.graph, "gate_queues").shape = ir.Shape(["gate_queues"])
     for node in model.graph.all_nodes():
         for value in node.outputs:
             if not value.is_graph_output():
