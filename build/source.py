@@ -12,7 +12,7 @@ from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.cache import hash_memo, load_checked
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.description import Description, describe
-from canvasrt.checkpoints.locate import tensor_names
+from canvasrt.checkpoints.locate import fingerprint
 from canvasrt.checkpoints.weight_names import DECODER, DOWN, ENCODER, GATE_UP, TABLE, matrices
 from canvasrt.formats import FORMATS
 from canvasrt.recipes.recipe import load_recipe
@@ -55,7 +55,7 @@ class Source:
 def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
     """Return the formats that a quantized checkpoint's weights will have in graphs, from its tensors' names."""
     model, found = checkpoint.model, dict[str, str]()
-    names = {each.replace(ENCODER, DECODER) for each in tensor_names(checkpoint.folder)}
+    names = {each.replace(ENCODER, DECODER) for each in checkpoint.tensors}
     for name, matrix in matrices(model).items():
         module = matrix.tensors[0].removesuffix(".weight")
         if name.endswith((GATE_UP, DOWN)):  # each expert's matrices are stored apart
@@ -91,6 +91,6 @@ def hash_source(source: Source) -> Source:
         made_from = {"kind": "graphs", "digest": graphs.manifest.digest}
         return replace(source, graphs=graphs, made_from=made_from)
     assert source.checkpoint is not None
-    checkpoint = source.checkpoint.hashed(hash_memo().hash_files)
-    files = dict(checkpoint.hashes or {})
+    files = fingerprint(source.checkpoint.folder, hash_memo().hash_files)
+    checkpoint = replace(source.checkpoint, hashes=files)
     return replace(source, checkpoint=checkpoint, made_from={"kind": "checkpoint", "files": files})
