@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.graph_keys import lowered_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.cache import kept_piece, unfinished, unfinished_folder
+from canvasrt.cache import EXPORTED_BY, kept_piece, unfinished, unfinished_folder, versions
 from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.progress import report
 from canvasrt.staging import link_or_copy, staging
+from canvasrt.types import Json
 
 
 def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
@@ -46,6 +46,11 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
             known={name: manifest.files[name] for name in taken if name not in rewritten},
         )
     return load_bundle(plan.out, kind="engines", check=False)
+
+
+def lowered_from(graphs: Bundle) -> tuple[str, Json]:
+    """Return what identifies a lowering of graphs: the name of this work, and all of its inputs."""
+    return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}
 
 
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
