@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from canvasrt.build.needs import (
 )
 from canvasrt.build.options import Precision, parse_precision
 from canvasrt.build.plan import Plan
-from canvasrt.build.reuse import built_weights, by_precision, held_bytes, reusable_graphs
+from canvasrt.build.reuse import built_weights, held_bytes, reusable_graphs
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder, check_cache
@@ -143,7 +144,7 @@ def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) ->
     """
     cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
-    sharing = by_precision(plans)
+    sharing = Counter(plan.precision.text for plan in plans)
     outputs: dict[Path, int] = {}
     unwritten: list[Plan] = []
     for plan in plans:
@@ -158,7 +159,7 @@ def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) ->
         else:
             check_memory_to_write(needs)
             unwritten.append(plan)
-        spends = plan.spends_graphs and len(sharing[kind]) == 1
+        spends = plan.spends_graphs and sharing[kind] == 1
         if kind not in counted:
             peak = max(peak, kept + needs.disk(spends) - there)
             kept += (0 if spends else needs.graphs) - there

@@ -112,22 +112,23 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
     """
     if plan.given_graphs is not None:
         return plan.given_graphs  # without importing the export, which may not be installed
-    cache, recipe = GraphCache(), plan.precision.recipe if plan.quantizes else None
-    make = partial(_export, plan, recipe)
-    if recipe and (plan.source.graphs or cache.find(plan.exported_from)):
-        make = partial(_quantize, plan)
     same = [each for each in plans if each.precision.text == plan.precision.text]
-    return cache.get(plan.graphs_from, make, partial(built_weights, same))
+    make, absent = partial(_make_graphs, plan), partial(built_weights, same)
+    return GraphCache().get(plan.graphs_from, make, absent)
 
 
-def _quantize(plan: Plan, out: Path) -> None:
-    """Quantize the source's graphs, or else the checkpoint's exported graphs."""
-    from canvasrt.export.quantize.quantize import quantize_graphs
+def _make_graphs(plan: Plan, out: Path) -> None:
+    """Export the checkpoint, and quantize its weights on the way. If there are plain graphs, quantize these instead."""
+    cache, given, recipe = GraphCache(), plan.source.graphs, plan.precision.recipe
+    if not plan.quantizes or recipe is None:
+        _export(plan, None, out)
+    elif given is None and cache.find(plan.exported_from) is None:
+        _export(plan, recipe, out)
+    else:
+        from canvasrt.export.quantize.quantize import quantize_graphs
 
-    export, recipe = partial(_export, plan, None), plan.precision.recipe
-    assert recipe is not None
-    plain = plan.source.graphs or GraphCache().get(plan.exported_from, export)
-    quantize_graphs(plain, out, recipe, plan.calibration)
+        plain = given or cache.get(plan.exported_from, partial(_export, plan, None))
+        quantize_graphs(plain, out, recipe, plan.calibration)
 
 
 def _export(plan: Plan, recipe: Recipe | None, out: Path) -> None:
