@@ -272,7 +272,7 @@ ELSEWHERE = {
         "tests/containers/image/test_image.py"
     ),
     # Typer refuses these values itself.
-    ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
+    ("build/options.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"
     ),
     (
