@@ -263,8 +263,10 @@ class Plan:
     @cached_property
     def calibrates(self) -> CalibrationNeeds | None:
         """What the calibration needs; None without `prompts`. Raises CanvasError for unusable prompts."""
+        if self.prompts is None:
+            return None
         width = 4 if self.source.precision == "fp32" else 2
-        return self.prompts and calibration_needs(self.prompts, self.source.path, width)
+        return calibration_needs(self.prompts, self.source.path, width)
 
     @property
     def requests(self) -> str:
