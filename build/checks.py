@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from canvasrt.build.needs import (
     gigabytes,
     same_disk,
 )
-from canvasrt.build.options import Precision, parse_precision
+from canvasrt.build.options import Precision
 from canvasrt.build.plan import Plan
 from canvasrt.build.reuse import built_weights, held_bytes, reusable_graphs
 from canvasrt.build.source import Source
@@ -226,7 +225,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
         changed: list[dict[str, Any]] = [{name: size} for size in smaller]
         if fitting := next((each for each in changed if replace(plan, **each).fits), None):
             yield f"--{name.replace('_', '-')} {fitting[name]}"
-    for precision in _precisions(plan):
+    for precision in plan.other_precisions:
         if replace(plan, precision=precision).fits:
             yield f"--precision {precision.name}"
 
@@ -234,7 +233,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 def _several_options(plan: Plan) -> list[str]:
     """Return options under which a single request fits: the first precision in which any context fits, and the longest
     such context."""
-    for precision in (plan.precision, *_precisions(plan)):
+    for precision in (plan.precision, *plan.other_precisions):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:
                 changed = precision.name != plan.precision.name
@@ -247,21 +246,6 @@ def _contexts(plan: Plan) -> list[int]:
     """Return shorter context lengths, each half of the one before."""
     halves = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))
     return [context for context in halves if context > plan.source.model.canvas_length]
-
-
-def _precisions(plan: Plan) -> list[Precision]:
-    """Return the precisions, other than the plan's, that the target and the source allow."""
-    if plan.source.is_quantized:
-        return []
-    found = []
-    for name in plan.target.precisions:
-        if name != plan.precision.name:
-            other = parse_precision(name)
-            # Skip a format whose blocks do not divide the model's rows.
-            with contextlib.suppress(CanvasError):
-                other.formats(plan.source.model)
-                found.append(other)
-    return found
 
 
 def _targets_with(precision: str) -> str:

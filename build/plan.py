@@ -20,11 +20,12 @@ from canvasrt.build.options import (
     Precision,
     check_options,
     choose_precisions,
+    parse_precision,
 )
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import EXPORTED_BY, QUANTIZED_BY, versions
-from canvasrt.calibration_prompts import CalibrationPrompts
+from canvasrt.calibration_prompts import CalibrationPrompts, work_of
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import (
@@ -149,6 +150,25 @@ class Plan:
         }
 
     @cached_property
+    def calibration_work(self) -> Json | None:
+        """All inputs that determine the calibration (see `work_of`); None if the build does not quantize."""
+        source, recipe = self.source, self.precision.recipe
+        if not self.quantizes or recipe is None:
+            return None
+        if source.graphs is not None:
+            made_from: Json = {"graphs": source.graphs.manifest.digest, "known": None}
+        else:
+            adapters = {"adapters": self.adapter_hashes} if self.adapters else {}
+            made_from = {"checkpoint": source.made_from | adapters}
+        return work_of(made_from, recipe, self.prompts)
+
+    @property
+    def quantization_work(self) -> Json | None:
+        """All inputs that determine unfinished quantized graphs; None if the build does not quantize."""
+        cut = {"layers_per_segment": self.layers_per_segment} if self.source.graphs is None else {}
+        return self.calibration_work and self.calibration_work | cut
+
+    @cached_property
     def formats(self) -> dict[str, str] | None:
         """The quantized weights' formats by global name; None if only the source's precision is known."""
         if self.precision.recipe is None and self.precision.is_quantized:
@@ -267,6 +287,19 @@ class Plan:
             return None
         width = 4 if self.source.precision == "fp32" else 2
         return calibration_needs(self.prompts, self.source.path, width)
+
+    @cached_property
+    def other_precisions(self) -> list[Precision]:
+        """The precisions, other than the plan's, that the target and the source allow."""
+        others = []
+        for name in () if self.source.is_quantized else self.target.precisions:
+            if name != self.precision.name:
+                other = parse_precision(name)
+                # Skip a format whose blocks do not divide the model's rows.
+                with contextlib.suppress(CanvasError):
+                    other.formats(self.source.model)
+                    others.append(other)
+        return others
 
     @property
     def requests(self) -> str:

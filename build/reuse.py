@@ -13,9 +13,8 @@ from canvasrt.build import cpu, tensorrt
 from canvasrt.build.plan import DEFAULT_VALUES, Plan
 from canvasrt.bundle import MANIFEST, Bundle, Manifest, load_bundle, made_by
 from canvasrt.cache import GraphCache, known_hashes, unfinished_folder
-from canvasrt.calibration_prompts import CALIBRATED, CALIBRATIONS, QUANTIZATIONS, work_of
+from canvasrt.calibration_prompts import CALIBRATED, CALIBRATIONS, QUANTIZATIONS
 from canvasrt.errors import CanvasError
-from canvasrt.types import Json
 
 
 @dataclass(frozen=True)
@@ -152,15 +151,5 @@ def _begun(plan: Plan) -> Iterator[Path]:
 def _quantizing(plan: Plan) -> list[Path]:
     """Return the folders that keep a plan's progress in calibrating and in quantizing; none if the plan does not
     quantize. They need not exist."""
-    source, recipe = plan.source, plan.precision.recipe
-    if not plan.quantizes or recipe is None:
-        return []
-    cut: Json = {}
-    if source.graphs is not None:
-        made_from: Json = {"graphs": source.graphs.manifest.digest, "known": None}
-    else:
-        cut = {"layers_per_segment": plan.layers_per_segment}
-        adapters = {"adapters": plan.adapter_hashes} if plan.adapters else {}
-        made_from = {"checkpoint": source.made_from | adapters}
-    work = work_of(made_from, recipe, plan.prompts)
-    return [unfinished_folder(CALIBRATIONS, work), unfinished_folder(QUANTIZATIONS, work | cut)]
+    work = {CALIBRATIONS: plan.calibration_work, QUANTIZATIONS: plan.quantization_work}
+    return [unfinished_folder(kind, made_from) for kind, made_from in work.items() if made_from]
