@@ -1,4 +1,4 @@
-"""Plans a build, and checks the plan before anything is written."""
+"""Plans builds: what each one writes and needs, and from what its results are made."""
 
 from __future__ import annotations
 

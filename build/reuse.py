@@ -22,20 +22,17 @@ class Work:
     """The plans of one source, and what earlier builds have left for them.
 
     Attributes:
-        bundles: for each plan, the bundle that it would write; None if that is still to be built.
-        graphs: for each precision of plans to build (`Precision.text`), their graphs (see `reusable_graphs`).
-        calibrated: the precisions whose calibration's result is in the cache, although their graphs are not.
+        bundles: for each plan, the bundle that it would write, if it exists.
+        missing: the plans without a bundle, which are to be built.
+        graphs: for each precision of these (`Precision.text`), their graphs (see `reusable_graphs`).
+        calibrated: those of these precisions whose calibration's result is in the cache, although their graphs are not.
     """
 
     plans: Sequence[Plan]
     bundles: Sequence[Bundle | None]
+    missing: Sequence[Plan]
     graphs: Mapping[str, Bundle | None]
     calibrated: frozenset[str]
-
-    @property
-    def missing(self) -> list[Plan]:
-        """The plans to build."""
-        return [plan for plan, found in zip(self.plans, self.bundles, strict=True) if found is None]
 
 
 def find_work(plans: Sequence[Plan]) -> Work:
@@ -48,7 +45,7 @@ def find_work(plans: Sequence[Plan]) -> Work:
         for kind, (plan, *_) in by_precision(missing).items()
         if plan.needs.calibration and graphs[kind] is None and is_calibrated(plan)
     }
-    return Work(plans, bundles, graphs, frozenset(calibrated))
+    return Work(plans, bundles, missing, graphs, frozenset(calibrated))
 
 
 def existing(plan: Plan) -> Bundle | None:

@@ -67,7 +67,7 @@ def build_work(work: Work) -> list[tuple[Plan, Bundle]]:
     # A build that quantizes can read graphs that another build removes.
     exported = [plan.exported_from for plan in ours if plan.source.graphs is None]
     graphs: dict[str, Bundle] = {}
-    built: list[Bundle] = []
+    built: dict[Path, Bundle] = {}
     with lock_graphs([*(plan.graphs_from for plan in ours), *exported]):
         for number, plan in enumerate(missing):
             found = existing(plan)  # another process may have just written it
@@ -78,10 +78,9 @@ def build_work(work: Work) -> list[tuple[Plan, Bundle]]:
                 others = any(other.precision.text == kind for other in missing[number + 1 :])
                 made = replace(plan, keep_graphs=True) if others else plan
                 found = BUILDERS[plan.target.builder](made, graphs[kind])
-            built.append(found)
-    new = iter(built)
-    bundles = [next(new) if found is None else found for found in work.bundles]
-    return list(zip(work.plans, bundles, strict=True))
+            built[plan.out] = found
+    each = zip(work.plans, work.bundles, strict=True)
+    return [(plan, found or built[plan.out]) for plan, found in each]
 
 
 def plan_all(
