@@ -272,6 +272,7 @@ def test_prompts_are_streamed(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
         ('{"prompt": "a", "prompt_ids": [1]}', "exactly one of"),
         ('{"prompt": ""}', 'its prompt is ""'),
         ('{"prompt": ["a"]}', 'its prompt is ["a"]'),
+        ('{"messages": []}', "its messages is []"),
         ('{"messages": [{"role": "user"}]}', "its messages is"),
         ('{"prompt_ids": [1, "2"]}', "its prompt_ids is"),
         ('{"prompt_ids": []}', "the prompt is empty"),
