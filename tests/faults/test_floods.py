@@ -214,6 +214,14 @@ def test_curl_learns_that_a_body_is_too_large(front: FrontEnd, header: str):
     assert json.loads(done.stdout)["error"]["code"] == "request_too_large", done.stderr
 
 
+def test_a_chunked_body_is_refused_where_it_passes_the_limit(front: FrontEnd):
+    with connect(front) as connection:
+        connection.sendall(HEAD + CHUNKED)
+        for _ in range(17):
+            connection.sendall(b"%x\r\n%s\r\n" % (2**20, b"x" * 2**20))
+        assert read_reply(connection)[0] == 413
+
+
 def half_sent(front: FrontEnd, body: bytes = b"") -> socket.socket:
     connection = connect(front)
     connection.sendall(HEAD + b"Content-Length: 100000\r\n\r\n" + body)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from canvasrt.runtime.host_head import HostHead
-from canvasrt.runtime.host_sampler import biased, candidates
+from canvasrt.runtime.host_sampler import biased, candidates, host_step, redrawn
+from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.reference import Pair, warpers_of
 
@@ -57,6 +58,27 @@ def test_candidates_are_those_of_the_warpers(change: dict) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (200, 300)).astype(np.float32)
     left = warpers_of(params)(None, torch.from_numpy(logits))
     assert (candidates(logits, params) == np.isfinite(left.numpy())).all()
+
+
+def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair) -> None:
+    """A draw of the likeliest token can become another one, since other candidates' shares grow."""
+    head, config, random = tiny.model.host_head, tiny.model.config, np.random.default_rng(0)
+    params = SamplingParams(
+        top_k=3, entropy_bound=1e6, max_denoising_steps=30, t_min=0.05, t_max=0.6
+    )
+    shifted = 0
+    for step in range(1, 31):
+        hidden = random.normal(0, 2, (config.canvas_length, config.hidden_size)).astype(np.float32)
+        uniforms, noise = step_noise(0, 0, step, config.canvas_length, config.vocab_size)
+        free, wanted = (
+            host_step(head, hidden, {}, each, step, uniforms, noise)
+            for each in (replace(params, top_k=0), params)
+        )
+        found, places, states = redrawn(head, free, params, params.temperature_at(step), uniforms)
+        assert (found.canvas == wanted.canvas).all()
+        assert np.allclose(states, wanted.next_hidden[places], atol=1e-5)
+        shifted += int(((free.canvas == free.argmax) & (wanted.canvas != free.argmax)).sum())
+    assert shifted
 
 
 def test_few_places_are_scored(tiny: Pair, prompt: Prompt, monkeypatch) -> None:

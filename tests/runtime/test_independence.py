@@ -20,13 +20,13 @@ from canvasrt.runtime.answers.infill import InfillRequest
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.conditions import Conditions
-from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.generator import STATES, Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Finished, Request, Result
+from canvasrt.runtime.request_state import RequestState
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
@@ -175,13 +175,14 @@ def test_requests_that_take_turns_go_on_where_they_were(
     on_device: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a device, a parked request's tokens are encoded again."""
-    monkeypatch.setattr(DeviceModel, "quantum", 5)
+    """Requests of all kinds make room. On a device, a parked request's tokens are encoded again."""
     model = device(tiny) if on_device else tiny.model
-    parked, park = list[Any](), model.park
-    monkeypatch.setattr(model, "park", lambda row, hidden: parked.append(row) or park(row, hidden))
+    monkeypatch.setattr(model, "quantum", 5)
+    parked, park = list[RequestState](), RequestState.park
+    monkeypatch.setattr(RequestState, "park", lambda self: parked.append(self) or park(self))
     check(Generator(model, 1).run(requests), alone)
-    assert len({id(row) for row in parked}) > len(requests) / 2
+    assert len({each.id for each in parked}) > len(requests) / 2
+    assert {type(each) for each in parked} == set(STATES.values())
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])

@@ -31,3 +31,13 @@ def test_what_is_watched_is_always_encoded() -> None:
     assert [chunk.size for chunk in queue.cacheable()] == [4]
     queue.advance()
     assert queue.input(None).keep is not None
+
+
+def test_after_a_dropped_trial_nothing_is_encoded_again() -> None:
+    queue = PrefillQueue(range(3), (), MODEL)
+    queue.advance()
+    queue.add_trial(np.arange(20, 26), lambda hidden: True)
+    queue.advance()
+    queue.drop_trial()
+    assert queue.empty
+    assert not queue.returning

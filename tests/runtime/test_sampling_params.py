@@ -34,7 +34,7 @@ def test_defaults_are_the_checkpoints_and_overrides_win() -> None:
 
 
 @pytest.mark.parametrize(
-    ("t_min", "t_max", "steps"), [(0.4, 0.8, 48), (0.0, 1.7, 7), (0.1, 0.3, 1)]
+    ("t_min", "t_max", "steps"), [(0.4, 0.8, 48), (0.0, 1.7, 7), (0.1, 0.3, 1), (0.5, 0.5, 3)]
 )
 def test_the_schedule_is_the_references_to_the_last_bit(
     t_min: float, t_max: float, steps: int

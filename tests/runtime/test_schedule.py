@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
@@ -139,6 +140,25 @@ def test_whoever_comes_back_owes_and_is_owed_nothing() -> None:
     while back.passes < back.need:
         simulation.step()
     assert QUANTUM <= simulation.time - back.arrived <= 6 * QUANTUM
+
+
+def test_requests_of_one_caller_take_turns() -> None:
+    simulation = Simulation()
+    asked = [simulation.ask("", need) for need in [400] * BATCH + [4] * 2 * BATCH]
+    while simulation.time < 3 * QUANTUM:
+        simulation.step()
+    assert all(each.passes == each.need for each in asked[BATCH:])
+
+
+def test_whoever_leaves_between_requests_gains_nothing() -> None:
+    simulation, passes = Simulation(), Counter[str]()
+    for client in ["leaves", *[f"stays {number}" for number in range(8)] * BATCH]:
+        simulation.ask(client, 2)
+    while simulation.time < 3000:
+        for each in simulation.step():
+            passes[each.client] += each.passes
+            simulation.ask(each.client, 2)
+    assert max(passes.values()) <= 1.1 * min(passes.values())
 
 
 def test_a_search_gives_up_its_place_to_anyone() -> None:

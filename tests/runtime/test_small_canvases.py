@@ -14,6 +14,7 @@ from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
+from canvasrt.runtime.text_state import TextState
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.resident import body_profiles, same
@@ -85,6 +86,8 @@ def test_a_batch_on_a_device_may_mix_sizes(
 def test_the_smallest_that_holds_the_budget(tiny: Pair, budget: int, size: int) -> None:
     params = replace(BASE, max_new_tokens=budget, canvas_length=-1)
     assert params.canvas(tiny.model.config) == size
+    step = TextState(0, Request([3], params), tiny.model, 0.0).next_step()
+    assert len(step.noise) == size
 
 
 def test_an_infill_takes_the_smallest_that_holds_it(demo: Pair) -> None:

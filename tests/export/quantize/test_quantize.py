@@ -242,10 +242,15 @@ def test_inputs_that_were_always_zero_get_a_scale(plain_graphs: Bundle, tmp_path
     assert weights_of(bundle)["layers.0.experts.down.input_scale"] == 1
 
 
-def test_quantized_graphs_are_refused(nvfp4: Bundle, prompts: Path, tmp_path: Path) -> None:
+def test_quantized_graphs_and_full_folders_are_refused(
+    nvfp4: Bundle, prompts: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CanvasError, match=r"is already quantized \(nvfp4\)"):
         quantize_graphs(nvfp4, tmp_path / "out", "fp8", prompts)
     assert not [*tmp_path.iterdir()]
+    (tmp_path / "file").touch()
+    with pytest.raises(CanvasError, match="is not empty"):
+        quantize_graphs(nvfp4, tmp_path, "fp8", prompts)
 
 
 def test_the_command(

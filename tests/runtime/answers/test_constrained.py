@@ -19,7 +19,7 @@ from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.spelling import Speller
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.request import Draft, Finished, Request
+from canvasrt.runtime.request import Block, Draft, Finished, Request
 from tests.helpers.constrained import (
     AMPLE,
     END,
@@ -86,6 +86,14 @@ def test_requests_share_a_grammar(demo: Pair, words: Vocabulary) -> None:
     start._matcher = SimpleNamespace(deep_copy=start._matcher.deep_copy)
     (result,) = Generator(demo.model).run([request(demo, start)])
     check(SCHEMAS[7], demo.tokenizer, result)
+
+
+def test_blocks_are_as_long_as_the_canvas(demo: Pair, words: Vocabulary) -> None:
+    start = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, words, "g")
+    events = list(Generator(demo.model).stream(request(demo, start, canvas_length=4)))
+    blocks = [each for each in events if isinstance(each, Block)]
+    assert all(len(each.tokens) == 4 for each in blocks[:-1])
+    assert len(blocks) == -(-(len("the sum is 46.") + 1) // 4)
 
 
 def unique(values: list[Any], **more: Any) -> dict[str, Any]:

@@ -190,10 +190,12 @@ def test_the_plan_counts_every_context(bundle: Bundle, monkeypatch: pytest.Monke
 
 
 def test_rows_that_nobody_writes_are_not_read(bundle: Bundle) -> None:
-    """Padding has no rows: stale data of another request, even NaN, must not be read."""
+    """Padding has no rows: stale data of another request, even NaN, must not be read. Segments share the rows' memory and
+    the kernels."""
     model, device = open_sorted(bundle)
     clean = states(model)
-    between = bodies(model)[0]._between
+    (between,) = {each._between for each in bodies(model)}
+    assert sorted(form.function for form in device.forms) == ["down", "gate_up", "sort_rows"]
     size = between._most[EXPERT_ROWS]
     device.upload(between.address(EXPERT_ROWS), np.full(size // 4, np.nan, np.float32))
     device.synchronize()
