@@ -1,6 +1,6 @@
 """The demo's held-out questions through stock `transformers` or through engines, under several settings.
 
-`--settings` compares sampler settings by their right answers, steps and CPU time, on questions of all tasks in turn.
+`--settings` and `--scores` ask questions of all tasks in turn.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ def measure(
     settings: Annotated[
         int | None, typer.Option(metavar="N", help="Instead compare settings on N questions.")
     ] = None,
+    scores: Annotated[
+        int | None, typer.Option(metavar="N", help="Instead score the answers of N questions.")
+    ] = None,
     out: results.Out = None,
 ) -> None:
     """Count the answers that are exactly right: of transformers, of engines, and of engines in one step."""
     model = open_model(engines, threads=1)
     if settings is not None:
-        asker = Asker(model, settings)
-        results.report({"settings": list(_sizes(asker)), "scores": list(_scores(asker))}, out)
+        results.report({"settings": list(_settings(Asker(model, settings)))}, out)
+        return
+    if scores is not None:
+        results.report({"scores": list(_scores(Asker(model, scores)))}, out)
         return
     stock = _stock(find_checkpoint(checkpoint))
     rows = []
@@ -195,7 +200,7 @@ class Asker:
         return row, found
 
 
-def _sizes(asker: Asker) -> Iterator[Json]:
+def _settings(asker: Asker) -> Iterator[Json]:
     """Yield the effects of smaller canvases and of earlier text."""
     model = asker.model
     sizes = [size for size in model.canvas_sizes if size != model.canvas_length]
