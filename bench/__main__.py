@@ -43,6 +43,7 @@ MEASUREMENTS = {
         "bench.questions",
         "the demo's held-out questions: right answers, and what settings change",
     ),
+    "recipes": ("bench.recipes", "the quality of the demo under each recipe"),
     "rows": ("bench.rows", "the kernels over sorted rows on this GPU, checked against NumPy"),
     "serving": ("bench.serving", "what gRPC and HTTP add to a first token and to an answer"),
     "tables": ("bench.tables", "no measurement: the pages' tables, from bench/results/"),

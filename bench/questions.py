@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -171,7 +170,6 @@ class Asker:
     def ask(self, settings: dict[str, Any]) -> tuple[Json, np.ndarray]:
         """Return what the settings lead to, and the score of each answer's first block, if any."""
         texts, scores, steps, first = [], [], 0, 0
-        before = time.process_time()
         for seed, prompt in enumerate(self.prompts):
             drafts = shown = 0
             request = _request(self.model, self._tokenizer, prompt, seed, **settings)
@@ -185,13 +183,13 @@ class Asker:
                     scores += [each.score for each in event.result.block_scores[:1]]
                     steps += sum(event.result.steps)
             first += shown
-        seconds, count = time.process_time() - before, len(texts)
+        count, canvas = len(texts), settings.get("canvas_length", self.model.canvas_length)
         right = np.array([is_correct(*pair) for pair in zip(self.prompts, texts, strict=True)])
         row = {
             "right": int(right.sum()),
             "steps": steps / count,
             "steps to first text": first / count,
-            "CPU per answer, ms": 1e3 * seconds / count,
+            "positions computed": canvas * steps / count,
         }
         found = np.array(scores)
         if scores and right.any() and not right.all():

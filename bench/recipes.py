@@ -1,0 +1,91 @@
+"""The quality of the demo under each recipe, and with one kind of matrix quantized at a time, by `canvasrt verify`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import results
+from canvasrt.errors import CanvasError
+from canvasrt.types import Json
+
+RECIPES = ("fp8", "nvfp4-experts", "nvfp4-mixed", "int4", "int4-mixed", "nvfp4")
+KINDS = {
+    **{f"`{name}`": f"layers.*.{name}" for name in ("attention.qkv", "attention.o")},
+    **{f"`{name}`": f"layers.*.{name}" for name in ("mlp.gate_up", "mlp.down")},
+    **{f"`{name}`": f"layers.*.{name}" for name in ("experts.gate_up", "experts.down")},
+    "table, for logits": "table",
+}
+FORMATS = ("fp8", "nvfp4")
+
+
+def measure(
+    work: Annotated[Path, typer.Option(help="Keeps engines and reports; reused by a next run.")],
+    questions: Annotated[int, typer.Option(help="Questions per task, for the recipes.")] = 500,
+    out: results.Out = None,
+) -> None:
+    """Build and verify the demo for a CPU. It takes three minutes per recipe on one core."""
+    work.mkdir(parents=True, exist_ok=True)
+    figures = {
+        "recipes": [_recipe(name, _report(name, name, questions, work)) for name in RECIPES],
+        "one kind": list(_kinds(work)),
+    }
+    results.report(figures, out)
+
+
+def _report(name: str, precision: str, questions: int, work: Path) -> Json:
+    """Return the report on the demo at this precision, made unless `work` has it."""
+    engines, folder = work / f"engines-{name}", work / f"report-{name}"
+    build = ["build", "demo", "--target", "cpu", "--precision", precision, "-o", str(engines)]
+    verify = ["verify", str(engines), "--reference", "demo", "--report", str(folder)]
+    file = folder / "report.json"
+    if not file.exists():
+        _canvasrt(*build)
+        _canvasrt(*verify, "--questions", str(questions))
+    found: Json = json.loads(file.read_text())
+    return found
+
+
+def _canvasrt(*words: str) -> None:
+    """Run a command. It may fail for exceeded limits, which the report lists."""
+    done = subprocess.run([sys.executable, "-m", "canvasrt", *words], stdout=subprocess.DEVNULL)
+    if done.returncode not in (0, 1):
+        raise CanvasError(f"canvasrt {words[0]} failed", "see its message above")
+
+
+def _recipe(name: str, report: Json) -> Json:
+    marks, pace, steps = report["answers"]["all"], report["pace"], report["steps"]
+    return {
+        "recipe": f"`{name}`",
+        "right": marks["bundle"]["share"],
+        "lost per 100": _interval(100 * marks["loss"], *(100 * x for x in marks["loss_interval"])),
+        "more steps, %": _interval(
+            100 * pace["steps_growth"], *(100 * x for x in pace["steps_growth_interval"])
+        ),
+        **{f"KL, {phase}": f"{each['kl_mean']:.1e}" for phase, each in steps["by_phase"].items()},
+        "same best token": f"{steps['all']['argmax_agreement']:.2%}",
+        "within limits": "yes" if report["ok"] else "no",
+    }
+
+
+def _interval(middle: float, low: float, high: float) -> str:
+    return f"{middle:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def _kinds(work: Path) -> Iterator[Json]:
+    """Yield the mean KL divergence with one kind of matrix quantized, in nats."""
+    for kind, weights in KINDS.items():
+        row = {"quantized": kind}
+        for format in FORMATS:
+            name = f"{format}-{weights.rpartition('*.')[2]}"
+            recipe = work / f"{name}.yaml"
+            recipe.write_text(f'quantize: [{{weights: "{weights}", format: {format}}}]\n')
+            report = _report(name, str(recipe), 0, work)
+            row[format.upper()] = f"{report['steps']['all']['kl_mean']:.1e}"
+        yield row
