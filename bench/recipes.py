@@ -1,4 +1,5 @@
-"""The quality of the demo under each recipe, and with one kind of matrix quantized at a time, by `canvasrt verify`."""
+"""The quality of the demo under each recipe, with one kind of matrix quantized at a time, and of its probabilities, by
+`canvasrt verify`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.types import Json
 
 RECIPES = ("fp8", "nvfp4-experts", "nvfp4-mixed", "int4", "int4-mixed", "nvfp4")
+UNDERTRAINED = str(results.ROOT / "tests" / "data" / "undertrained")
 MATRICES = (
     *("attention.qkv", "attention.o", "mlp.gate_up", "mlp.down"),
     *("experts.gate_up", "experts.down", "table"),
@@ -29,23 +31,27 @@ def measure(
 ) -> None:
     """Build and verify the demo for a CPU. It takes three minutes per recipe on one core."""
     work.mkdir(parents=True, exist_ok=True)
+    asked = ("--reference", "demo", "--questions", str(questions))
     figures = {
-        "recipes": [_recipe(name, _report(name, name, questions, work)) for name in RECIPES],
+        "recipes": [_recipe(name, _report(name, name, asked, work)) for name in RECIPES],
         "one kind": list(_kinds(work)),
+        "calibration": list(_calibration(work)),
     }
     results.report(figures, out)
 
 
-def _report(name: str, precision: str, questions: int, work: Path) -> Json:
-    """Return the report on the demo at this precision, made unless `work` has it."""
-    engines, folder = work / f"engines-{name}", work / f"report-{name}"
-    build = ["build", "demo", "--target", "cpu", "--precision", precision, "-o", str(engines)]
-    verify = ["verify", str(engines), "--reference", "demo", "--report", str(folder)]
+def _report(
+    name: str, precision: str, options: Sequence[str], work: Path, checkpoint: str = "demo"
+) -> Json:
+    """Return `verify`'s report on a checkpoint at this precision, made unless `work` has it."""
+    engines, folder = work / f"engines-{name.partition(',')[0]}", work / f"report-{name}"
     file = folder / "report.json"
     if not file.exists():
-        _canvasrt(*build)
+        if not engines.exists():
+            build = ("build", checkpoint, "--target", "cpu", "--precision", precision)
+            _canvasrt(*build, "-o", str(engines))
         # 1 if limits are exceeded, which the report says.
-        _canvasrt(*verify, "--questions", str(questions), ends=(0, 1))
+        _canvasrt("verify", str(engines), *options, "--report", str(folder), ends=(0, 1))
     found: Json = json.loads(file.read_text())
     return found
 
@@ -86,6 +92,22 @@ def _kinds(work: Path) -> Iterator[Json]:
             recipe |= {"quantize": [{"weights": weights, "format": format}]}
             file = work / f"{name}.yaml"
             file.write_text(json.dumps(recipe))
-            report = _report(name, str(file), 0, work)
+            report = _report(name, str(file), ("--reference", "demo", "--questions", "0"), work)
             row[format.upper()] = f"{report['steps']['all']['kl_mean']:.1e}"
+        yield row
+
+
+def _calibration(work: Path) -> Iterator[Json]:
+    """Yield how far probabilities of closed questions are from the shares of right answers, in one draw and in eight."""
+    cases = [("demo", each) for each in ("fp32", "int4", "nvfp4")]
+    for checkpoint, precision in [*cases, (UNDERTRAINED, "fp32")]:
+        row: Json = {"model": f"`{Path(checkpoint).name}`, {precision}"}
+        for samples in (1, 8):
+            name = f"{Path(checkpoint).name}-{precision},{samples}"
+            options = ("--decisions", "demo", "--samples", str(samples))
+            found = _report(name, precision, options, work, checkpoint)["all"]
+            chance, draws = found["ece_by_chance"], "1 draw" if samples == 1 else "8 draws"
+            row[f"right, {draws}"] = f"{found['right']:.1%}"
+            row[f"ECE, {draws}"] = f"{found['ece']:.3f}"
+            row[f"by chance, {draws}"] = f"{chance['mean']:.3f} ({chance['p95']:.3f})"
         yield row
