@@ -15,8 +15,7 @@ import typer
 from bench import results
 from bench.build import Sampler
 from bench.checkpoint import Shape, write_apart
-from canvasrt.build.options import BuildOptions
-from canvasrt.build.precision import choose_precisions
+from canvasrt.build.options import BuildOptions, choose_precisions
 from canvasrt.pipeline import build_all, plan_all
 from canvasrt.progress import listening
 from canvasrt.targets import Target, find_target

@@ -11,6 +11,7 @@ import typer
 
 from bench.synthetic import SHAPES, WEIGHT_FORMATS, write_random_checkpoint
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.description import describe
 
 Shape = Literal[tuple(SHAPES)]  # type: ignore[valid-type]
 Format = Literal[tuple(WEIGHT_FORMATS)]  # type: ignore[valid-type]
@@ -32,4 +33,4 @@ def write_apart(folder: Path, shape: Shape, layers: int | None) -> ModelConfig:
     subprocess.run(
         [sys.executable, "-m", "bench", "checkpoint", "-o", str(folder), *options], check=True
     )
-    return ModelConfig.from_checkpoint(folder)[0]
+    return describe(folder).model

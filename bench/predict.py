@@ -18,8 +18,7 @@ import typer
 
 from bench import results, shape
 from canvasrt.build.fit import released_memory
-from canvasrt.build.options import BuildOptions
-from canvasrt.build.precision import Precision, parse_precision
+from canvasrt.build.options import BuildOptions, Precision, parse_precision
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import SLOTTED

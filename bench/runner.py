@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from bench.shape import Prepared
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, Manifest
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.engine_profiles import Profiles
-from canvasrt.runtime.bundle_facts import map_table
 from canvasrt.runtime.engine import DeviceBackend, Engine, EngineCall
 from canvasrt.runtime.gpu.device_model import DeviceModel
-from canvasrt.runtime.gpu.workspace import DeviceSegment
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
 
@@ -68,6 +67,22 @@ class ReplicaEngine:
         self._engine.launch(replace(call, shapes=shapes, addresses=addresses))
 
 
+class _Replicas:
+    """A backend that opens the prepared body segment in place of all body segments, which have `layers` layers each."""
+
+    def __init__(self, backend: DeviceBackend, layers: int) -> None:
+        self._backend, self._layers = backend, layers
+        self.rows_apart, self.device = backend.rows_apart, backend.device
+        self.keep_compiled = backend.keep_compiled
+
+    def open_engine(self, name: str, file: Path, profiles: Any) -> Any:
+        kind, _, number = name.partition("_")
+        if kind != "body":
+            return self._backend.open_engine(name, file, profiles)
+        engine = self._backend.open_engine("body_0", file, profiles)
+        return ReplicaEngine(engine, int(number), int(number) * self._layers)
+
+
 class DeviceRunner:
     """Our graphs or engines over a device's memory. A batch shares passes, which have room for the largest batch."""
 
@@ -84,25 +99,19 @@ class DeviceRunner:
         self._used = self._device.memory()[0]
         layers = prepared.shape.layers
         entries = {entry["name"]: entry for entry in made.manifest.segments}
-
-        def engine(name: str) -> Any:
-            entry = entries[name]
-            return backend.open_engine(name, made.file(entry["file"]), entry.get("profiles"))
-
-        segments = []
-        for copy in range(prepared.shape.copies):
-            held = tuple(range(copy * layers, (copy + 1) * layers))
-            replica = ReplicaEngine(engine("body_0"), copy, copy * layers)
-            segments.append(DeviceSegment(replica, held))
-        segments.append(DeviceSegment(engine("head")))
-        self.model = DeviceModel(
-            prepared.config,
-            made.manifest.sampler,
-            segments,
-            map_table(prepared.graphs),
-            max_context,
-            backend,
-        )
+        bodies = [
+            {
+                **entries["body_0"],
+                "name": f"body_{n}",
+                "layers": range(n * layers, (n + 1) * layers),
+            }
+            for n in range(prepared.shape.copies)
+        ]
+        whole = {"model": prepared.config.to_json(), "segments": [*bodies, entries["head"]]}
+        # Without a pass plan, the model takes the shapes of all passes that the engines support.
+        manifest = Manifest({**made.manifest.data, **whole, "passes": None})
+        replicas = _Replicas(backend, layers)
+        self.model = DeviceModel(Bundle(made.path, manifest), replicas, max_context)
 
     def pass_ms(
         self, batch: int, context: int, repeats: int, routing: Routing = "even"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import canvasrt
-from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.config import ModelConfig, read_config
 from canvasrt.checkpoints.locate import INDEX
 from canvasrt.checkpoints.released import TEXT_CONFIG, layer_types
 from canvasrt.export.segments import SegmentModule, segments
@@ -111,7 +111,7 @@ def write_random_checkpoint(
             config["quantization_config"] = _W4A16
         _dump(tmp / "config.json", config)
         _dump(tmp / "generation_config.json", _GENERATION)
-        model, _ = ModelConfig.from_checkpoint(tmp)
+        model, _ = read_config(config, _GENERATION)
         noise = _Noise(seed)
         parts = segments(model, layers_per_segment=1)
         index: dict[str, str] = {}

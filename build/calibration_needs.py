@@ -92,7 +92,7 @@ def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> Calibration
 def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -> CalibrationNeeds:
     """Return what a calibration needs if weights are stored with `width` bytes per number. Raises CanvasError for
     unusable prompts."""
-    work, model = prompts.check(), prompts.config
+    work, model = prompts.work, prompts.config
     layers = [_layer(model, index, width) for index in range(len(model.layers))]
     head = _Part.of({name: each.size for name, each in head_matrices(model).items()}, 1, width)
     canvas, hidden = model.canvas_length, model.hidden_size

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from canvasrt.build.needs import (
     check_disk,
@@ -15,8 +15,8 @@ from canvasrt.build.needs import (
     gigabytes,
     same_disk,
 )
+from canvasrt.build.options import Precision
 from canvasrt.build.plan import Plan
-from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.reuse import built_weights, held_bytes, reusable_graphs
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
@@ -25,36 +25,47 @@ from canvasrt.defaults import MUCH_TO_BUILD
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, require
 from canvasrt.formats import PLAIN
-from canvasrt.machine import BUILDER_MODULES, has_gpu
+from canvasrt.machine import BUILDER_MODULES, has_gpu, memory_bytes
 from canvasrt.targets import TARGETS, Target
+
+
+class Verdict(NamedTuple):
+    """What a dry run says about a plan.
+
+    Attributes:
+        not_here: why the build would be refused on this machine; None if it would not be.
+        hint: what to do about that. If this machine can build engines that need more memory than it has, what would
+            fit.
+        lighter: see `lighter_segments`.
+    """
+
+    not_here: str | None
+    hint: str | None
+    lighter: tuple[int, int] | None
+
+
+def judge(plan: Plan) -> Verdict:
+    """Return what a dry run says about a plan."""
+    lighter = lighter_segments(plan)
+    try:
+        check_plan(plan)
+        check_space([plan], reusable_graphs([plan]))
+    except CanvasError as error:
+        return Verdict(error.message, error.hint, lighter)
+    here = memory_bytes()
+    tight = plan.target.memory is None and plan.memory.total > here
+    return Verdict(None, what_fits(plan, here) if tight else None, lighter)
 
 
 def check_plan(plan: Plan) -> None:
     """Raise CanvasError if this machine cannot build the plan, or if serving would not fit the target's memory."""
     check_source(plan.target, plan.precision, plan.source)
-    check_buildable(plan.target)
-    check_extras(plan)
+    check_machine(plan)
     check_memory(plan)
     check_cache()
     for name, need in plan.needs.segments.items():
         check_memory_here(name, need)
     _ = plan.calibrates  # raises for unusable prompts
-
-
-def check_buildable(target: Target) -> None:
-    """Raise CanvasError if this machine cannot build engines for a target."""
-    if target.capability is None:
-        return
-    module, extra = BUILDER_MODULES[target.builder]
-    if not target.builds_anywhere and not has_gpu(target):
-        missing = "" if is_installed(module) else f", and {module} is not installed"
-        raise CanvasError(
-            f"engines for {target.name} can only be built on its GPU ({target.gpu}),"
-            f" which this machine does not have{missing}",
-            f"run `pip install 'canvasrt[{extra}]'` on a machine with that GPU;"
-            " --dry-run shows the plan anywhere",
-        )
-    require(module, extra)
 
 
 def check_source(target: Target, precision: Precision, source: Source) -> None:
@@ -98,11 +109,24 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
     return made_with == precision.recipe.to_json()
 
 
-def check_extras(plan: Plan) -> None:
-    """Raise CanvasError if an extra that the build needs is not installed. Called before anything is written."""
+def check_machine(plan: Plan) -> None:
+    """Raise CanvasError if this machine lacks the GPU or an extra that the build needs. Called before anything is
+    written."""
+    target = plan.target
+    if target.capability is not None:
+        module, extra = BUILDER_MODULES[target.builder]
+        if not target.builds_anywhere and not has_gpu(target):
+            missing = "" if is_installed(module) else f", and {module} is not installed"
+            raise CanvasError(
+                f"engines for {target.name} can only be built on its GPU ({target.gpu}),"
+                f" which this machine does not have{missing}",
+                f"run `pip install 'canvasrt[{extra}]'` on a machine with that GPU;"
+                " --dry-run shows the plan anywhere",
+            )
+        require(module, extra)
     if plan.source.graphs is None:
         require("torch", "export")
-    if plan.source.graphs is None or plan.quantizes or plan.target.capability is None:
+    if plan.source.graphs is None or plan.quantizes or target.capability is None:
         require("onnx", "export")
     if plan.quantizes and not is_installed("modelopt"):  # an import would take seconds
         raise CanvasError("modelopt is not installed", "run `pip install 'canvasrt[export]'`")
@@ -110,30 +134,31 @@ def check_extras(plan: Plan) -> None:
         require(module, extra)
 
 
-def check_space(plans: Sequence[Plan]) -> None:
-    """Raise CanvasError if the disks lack space for the files of all plans of one source.
+def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) -> None:
+    """Raise CanvasError if the disks lack space for the files of all plans of one source. `reusable` has their
+    `reusable_graphs`.
 
     Plans of the same precision and GPU capabilities share their engines, which count once. Files that are already in
     the cache do not count, nor do those of interrupted builds.
     """
     cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
+    sharing = Counter(plan.precision.text for plan in plans)
     outputs: dict[Path, int] = {}
     unwritten: list[Plan] = []
     for plan in plans:
         kind, needs, there = plan.precision.text, plan.needs, 0
         engine = kind, plan.target.capabilities
-        same = [each for each in plans if each.precision.text == kind]
         if not same_disk(cache, plan.out):
             # Links from the cache become copies.
             outputs[plan.out.resolve()] = max(needs.engines, needs.graphs)
-        if graphs := reusable_graphs(same):
+        if graphs := reusable[kind]:
             needs = needs.left({Path(name).stem for name in built_weights([plan], graphs)})
             there = needs.graphs
         else:
             check_memory_to_write(needs)
             unwritten.append(plan)
-        spends = plan.spends_graphs and len(same) == 1
+        spends = plan.spends_graphs and sharing[kind] == 1
         if kind not in counted:
             peak = max(peak, kept + needs.disk(spends) - there)
             kept += (0 if spends else needs.graphs) - there
@@ -178,14 +203,7 @@ def check_memory_to_serve(plan: Plan, memory: int) -> None:
 
 
 def _takes(plan: Plan) -> str:
-    return (
-        f"{plan.precision.text} engines for {requests_of(plan)} take {gigabytes(plan.memory.total)}"
-    )
-
-
-def requests_of(plan: Plan) -> str:
-    """Return a text that says how many requests a plan serves, and how long these can get."""
-    return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
+    return f"{plan.precision.text} engines for {plan.requests} take {gigabytes(plan.memory.total)}"
 
 
 def what_fits(plan: Plan, memory: int) -> str:
@@ -207,7 +225,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
         changed: list[dict[str, Any]] = [{name: size} for size in smaller]
         if fitting := next((each for each in changed if replace(plan, **each).fits), None):
             yield f"--{name.replace('_', '-')} {fitting[name]}"
-    for precision in _precisions(plan):
+    for precision in plan.other_precisions:
         if replace(plan, precision=precision).fits:
             yield f"--precision {precision.name}"
 
@@ -215,7 +233,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 def _several_options(plan: Plan) -> list[str]:
     """Return options under which a single request fits: the first precision in which any context fits, and the longest
     such context."""
-    for precision in (plan.precision, *_precisions(plan)):
+    for precision in (plan.precision, *plan.other_precisions):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:
                 changed = precision.name != plan.precision.name
@@ -228,21 +246,6 @@ def _contexts(plan: Plan) -> list[int]:
     """Return shorter context lengths, each half of the one before."""
     halves = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))
     return [context for context in halves if context > plan.source.model.canvas_length]
-
-
-def _precisions(plan: Plan) -> list[Precision]:
-    """Return the precisions, other than the plan's, that the target and the source allow."""
-    if plan.source.is_quantized:
-        return []
-    found = []
-    for name in plan.target.precisions:
-        if name != plan.precision.name:
-            other = parse_precision(name)
-            # Skip a format whose blocks do not divide the model's rows.
-            with contextlib.suppress(CanvasError):
-                other.formats(plan.source.model)
-                found.append(other)
-    return found
 
 
 def _targets_with(precision: str) -> str:

@@ -27,7 +27,9 @@ from canvasrt.errors import CanvasError
 from canvasrt.machine import VISIBLE
 from canvasrt.pass_shapes import Range
 from canvasrt.roofline import store
-from canvasrt.roofline.builder_log import Capture
+from canvasrt.roofline.parse import is_kernel_list, parse
+from canvasrt.roofline.resolve import resolve_sizes
+from canvasrt.roofline.tensor_shapes import shapes_of
 
 _log = logging.getLogger(__name__)
 
@@ -172,13 +174,13 @@ def _read(lines: Iterable[str]) -> tuple[list[str], int | None]:
 def compile_engine(job: Job) -> None:
     """Build and write a job's engine in this process. If that fails, TensorRT logs why before CanvasError is raised."""
     trt = import_module(job.module)
-    capture = Capture()
-    builder = trt.Builder(_logger(trt, capture))
+    logger = _logger(trt)
+    builder = trt.Builder(logger)
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
     # A fixed name, because the default is a running number that becomes part of the engine.
     network.name = job.graph.stem
-    parser = trt.OnnxParser(network, builder.logger)
+    parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(job.graph)):
         raise CanvasError("the graph cannot be parsed", "see the builder's messages above")
     _let_attention_be_decomposed(trt, network)
@@ -192,7 +194,7 @@ def compile_engine(job: Job) -> None:
         if not made:
             raise CanvasError("no engine was built", "see the builder's messages above")
     _keep_timings(config, job.timing)
-    _write_kernels(trt, network, job, capture)
+    _write_kernels(trt, network, job, logger.kernel_list)
 
 
 def _use_timings(config: Any, file: Path) -> None:
@@ -212,16 +214,23 @@ def _keep_timings(config: Any, file: Path | None) -> None:
         whole.replace(file)
 
 
-def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """Write the kernel list. A failure is only logged, because the engine works without the list, whose form can change
-    between versions of TensorRT."""
-    fixed = {
-        name: {each: size.max for each, size in sizes.items() if size.min == size.max}
-        for name, sizes in job.profiles.items()
-    }
+def _write_kernels(trt: Any, network: Any, job: Job, listed: str) -> None:
+    """Write the kernel list from the builder's message `listed`. The network cannot be built afterwards.
+
+    A failure is only logged, because the engine works without the list, whose form can change between versions of
+    TensorRT."""
+    if not listed:
+        print("WARNING: the builder did not list its kernels", flush=True)
+        return
+    fixed = [
+        {each: size.max for each, size in sizes.items() if size.min == size.max}
+        for sizes in job.profiles.values()
+    ]
     try:
-        if not capture.write(trt, network, fixed, job.kernels):
-            print("WARNING: the builder did not list its kernels", flush=True)
+        shapes = shapes_of(trt, network, fixed)
+        programs = zip(parse(listed), shapes, fixed, strict=True)
+        resolved = [resolve_sizes(*each) for each in programs]
+        store.write_kernels(dict(zip(job.profiles, resolved, strict=True)), job.kernels)
     except Exception as error:
         job.kernels.unlink(missing_ok=True)
         print(f"WARNING: the kernels cannot be listed: {error!r}", flush=True)
@@ -294,12 +303,15 @@ def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
     return profile
 
 
-def _logger(trt: Any, capture: Capture) -> Any:
-    """Return a TensorRT logger that prints one line per message, and passes all messages to `capture`."""
+def _logger(trt: Any) -> Any:
+    """Return a TensorRT logger that prints one line per message, and keeps the builder's kernel list."""
 
     class Lines(trt.ILogger):  # type: ignore[misc]
+        kernel_list = ""
+
         def log(self, severity: Any, message: str) -> None:
-            capture.see(message)
+            if is_kernel_list(message):
+                self.kernel_list = message
             if severity <= trt.ILogger.WARNING or _ACTIVATIONS.search(message):
                 print(f"{severity.name}: {' '.join(message.split())}", flush=True)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.graph_keys import lowered_from
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.cache import kept_piece, unfinished, unfinished_folder
+from canvasrt.cache import EXPORTED_BY, kept_piece, unfinished, unfinished_folder, versions
 from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.progress import report
 from canvasrt.staging import link_or_copy, staging
+from canvasrt.types import Json
 
 
 def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
@@ -48,6 +48,11 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     return load_bundle(plan.out, kind="engines", check=False)
 
 
+def lowered_from(graphs: Bundle) -> tuple[str, Json]:
+    """Return what identifies a lowering of graphs: the name of this work, and all of its inputs."""
+    return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}
+
+
 def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
     """Return the weight files that a build does not have to read, because an interrupted build has already lowered
     the graphs that use them."""
@@ -61,16 +66,21 @@ def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str
     graph's weights afterwards. Return the embedding table's manifest entry, and the files that are still to be
     linked."""
     require("onnx_ir", "export")
-    from canvasrt.graphs.lower import lower, lower_graph
+    from canvasrt.graphs.embedding_table import embedding_entry, host_head_of
+    from canvasrt.graphs.lower import lower_graph
 
-    def write(source: Path, target: Path) -> None:
-        kept_piece(
-            room / source.stem, lambda folder: lower_graph(source, folder / source.name), out
-        )
+    files = {segment["name"]: segment["file"] for segment in graphs.manifest.segments}
+    for number, name in enumerate(files.values()):
+        report("lowering graphs for a CPU", number, len(files))
+        source = graphs.file(name)
+
+        def write(folder: Path, source: Path = source) -> None:
+            lower_graph(source, folder / source.name)
+
+        kept_piece(room / source.stem, write, out)
         if spend:
             source.with_suffix(".bin").unlink(missing_ok=True)
-
-    embedding = lower(graphs, out, write=write)
+    embedding = embedding_entry(out / files["head"]) | host_head_of(graphs.manifest.embedding)
     return embedding, [name for name in graphs.manifest.files if not (out / name).exists()]
 
 

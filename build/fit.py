@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build.memory import Estimate
+from canvasrt.build.options import Precision, parse_precision
 from canvasrt.build.plan import Plan, PrefillPlan, shortened
-from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.released import released_model
 from canvasrt.targets import Target

@@ -38,7 +38,7 @@ def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
     """Write the pieces of a body segment's graph to `folder`. The pieces share the graph's weight file, which is linked
     in the same folder."""
     ir = require("onnx_ir", "export")
-    from canvasrt.sorted_rows.cut import cut_body
+    from canvasrt.graphs.cut import cut_body
 
     model = ir.load(graphs.file(entry["file"]))
     data = Path(entry["file"]).with_suffix(".bin").name

@@ -1,15 +1,14 @@
-"""Plans a build, and checks the plan before anything is written."""
+"""Plans builds: what each one writes and needs, and from what its results are made."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canvasrt import extras
 from canvasrt.build.calibration_needs import CalibrationNeeds, calibration_needs, prompts_of
 from canvasrt.build.expert_forms import SLOTS, Experts, find_experts
 from canvasrt.build.memory import Estimate, Weights, estimate
@@ -18,15 +17,15 @@ from canvasrt.build.options import (
     DEFAULT_OPTIONS,
     Adapters,
     BuildOptions,
-    check_adapters,
-    check_context,
-    check_layers,
+    Precision,
+    check_options,
+    choose_precisions,
+    parse_precision,
 )
-from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
-from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
-from canvasrt.cache import load_checked
-from canvasrt.calibration_prompts import check_calibration
+from canvasrt.bundle import Bundle
+from canvasrt.cache import EXPORTED_BY, QUANTIZED_BY, versions
+from canvasrt.calibration_prompts import CalibrationPrompts, work_of
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import (
@@ -37,11 +36,12 @@ from canvasrt.defaults import (
     SHORT_SEGMENT,
     SLOTTED,
 )
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
 from canvasrt.pass_shapes import PassPlan, plan_passes
 from canvasrt.recipes.recipe import load_recipe
-from canvasrt.targets import Target, find_target
+from canvasrt.targets import Target
+from canvasrt.types import Json
 
 
 class PrefillPlan(NamedTuple):
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The user's choices, as `options` in the manifest. Values equal to those in `_DEFAULTS` are left out."""
+        """The user's choices, as `options` in the manifest. Values equal to those in `DEFAULT_VALUES` are left out."""
         chosen: dict[str, Any] = {
             "precision": self.precision.name,
             "max_context": self.max_context,
@@ -98,7 +98,7 @@ class Plan:
             "calibration": self.calibration_hash,
             "adapters": self.adapter_hashes,
         }
-        return chosen | {n: value for n, value in rest.items() if value != _DEFAULTS.get(n)}
+        return chosen | {n: value for n, value in rest.items() if value != DEFAULT_VALUES.get(n)}
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
@@ -116,11 +116,70 @@ class Plan:
         return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
 
     @cached_property
+    def exported_precision(self) -> str:
+        """The precision of the exported graphs. A quantized checkpoint keeps its own precision if the plan requests
+        that."""
+        same = self.source.is_quantized and self.precision.name == self.source.precision
+        return self.precision.name if same else self.precision.exported
+
+    @cached_property
+    def exported_from(self) -> Json:
+        """The cache key of exported graphs: all inputs that determine them."""
+        # The activation scales of a quantized checkpoint can come from calibration.
+        own = self.calibration_hash if self.source.is_quantized else None
+        return {
+            **self.source.made_from,
+            "precision": self.exported_precision,
+            "layers_per_segment": self.layers_per_segment,
+            "adapters": self.adapter_hashes,
+            "calibration": own,
+            "made_by": versions(EXPORTED_BY, "export"),
+        }
+
+    @cached_property
+    def graphs_from(self) -> Json:
+        """The cache key of the graphs from which engines are built: all inputs that determine them."""
+        recipe = self.precision.recipe
+        if not self.quantizes or recipe is None:
+            return self.exported_from
+        return {
+            "graphs": self.source.made_from if self.source.graphs else self.exported_from,
+            "recipe": recipe.to_json(),
+            "calibration": self.calibration_hash,
+            "made_by": versions(QUANTIZED_BY, "export", "runtime"),
+        }
+
+    @cached_property
+    def calibration_work(self) -> Json | None:
+        """All inputs that determine the calibration (see `work_of`); None if the build does not quantize."""
+        source, recipe = self.source, self.precision.recipe
+        if not self.quantizes or recipe is None:
+            return None
+        if source.graphs is not None:
+            made_from: Json = {"graphs": source.graphs.manifest.digest, "known": None}
+        else:
+            adapters = {"adapters": self.adapter_hashes} if self.adapters else {}
+            made_from = {"checkpoint": source.made_from | adapters}
+        return work_of(made_from, recipe, self.prompts)
+
+    @property
+    def quantization_work(self) -> Json | None:
+        """All inputs that determine unfinished quantized graphs; None if the build does not quantize."""
+        cut = {"layers_per_segment": self.layers_per_segment} if self.source.graphs is None else {}
+        return self.calibration_work and self.calibration_work | cut
+
+    @cached_property
     def formats(self) -> dict[str, str] | None:
         """The quantized weights' formats by global name; None if only the source's precision is known."""
         if self.precision.recipe is None and self.precision.is_quantized:
             return self.source.formats
         return self.precision.formats(self.source.model)
+
+    @property
+    def expert_formats(self) -> set[str]:
+        """The formats of the experts' weights."""
+        found = self.formats or {}
+        return {each for name, each in found.items() if name.endswith((GATE_UP, DOWN))}
 
     @property
     def kv_cache(self) -> str | None:
@@ -135,6 +194,11 @@ class Plan:
     def quantizes(self) -> bool:
         """Whether the build quantizes weights that are not already quantized."""
         return self.precision.is_quantized and not self.source.is_quantized
+
+    @property
+    def given_graphs(self) -> Bundle | None:
+        """The source's graphs, if engines are built from them as they are."""
+        return None if self.quantizes else self.source.graphs
 
     @cached_property
     def weights(self) -> Weights:
@@ -201,9 +265,9 @@ class Plan:
         return self.needs.disk(self.spends_graphs)
 
     @cached_property
-    def calibrates(self) -> CalibrationNeeds | None:
-        """What the calibration needs; None if the build does not calibrate, or if its prompts are unknown. Raises
-        CanvasError for unusable prompts."""
+    def prompts(self) -> CalibrationPrompts | None:
+        """The prompts of the build's calibration; None if the build does not calibrate, or if its prompts are
+        unknown."""
         recipe, checkpoint = self.precision.recipe, self.source.checkpoint
         if recipe is None and self.precision.is_quantized and checkpoint:
             leaves = checkpoint.quantization and not checkpoint.quantization.static
@@ -214,54 +278,33 @@ class Plan:
             or (self.source.is_quantized and self.source.graphs)
         ):
             return None
-        prompts = prompts_of(self.source, recipe, self.calibration)
-        if prompts is None:
+        return prompts_of(self.source, recipe, self.calibration)
+
+    @cached_property
+    def calibrates(self) -> CalibrationNeeds | None:
+        """What the calibration needs; None without `prompts`. Raises CanvasError for unusable prompts."""
+        if self.prompts is None:
             return None
         width = 4 if self.source.precision == "fp32" else 2
-        return calibration_needs(prompts, self.source.path, width)
+        return calibration_needs(self.prompts, self.source.path, width)
 
-    def existing(self) -> Bundle | None:
-        """Return the bundle at `out` if this build would write the same one; None if `out` contains no bundle.
+    @cached_property
+    def other_precisions(self) -> list[Precision]:
+        """The precisions, other than the plan's, that the target and the source allow."""
+        others = []
+        for name in () if self.source.is_quantized else self.target.precisions:
+            if name != self.precision.name:
+                other = parse_precision(name)
+                # Skip a format whose blocks do not divide the model's rows.
+                with contextlib.suppress(CanvasError):
+                    other.formats(self.source.model)
+                    others.append(other)
+        return others
 
-        Raises CanvasError if a different bundle is there.
-        """
-        if not (self.out / MANIFEST).exists():
-            return None
-        found = load_bundle(self.out, kind="engines", check=False)
-        difference = self._difference(found)
-        if difference:
-            raise CanvasError(
-                f"{self.out} holds engines made {difference}",
-                "name another folder with -o, or remove this one first",
-            )
-        return load_checked(self.out, "engines")
-
-    def _difference(self, found: Bundle) -> str:
-        manifest = found.manifest
-        if manifest.made_from.get("source") != self.source.made_from:
-            return "from another checkpoint or other graphs"
-        if (manifest.target or {}).get("name") != self.target.name:
-            return f"for another target ({(manifest.target or {}).get('name')})"
-        wanted, made = (_DEFAULTS | each for each in (self.options, manifest.options))
-        changed = [
-            _change(name, made.get(name), wanted[name])
-            for name in wanted
-            if made.get(name) != wanted[name]
-        ]
-        if changed:
-            return "with other options: " + "; ".join(changed)
-        if manifest.made_by.get("canvasrt") != made_by()["canvasrt"]:
-            return f"by another version of canvasrt ({manifest.made_by.get('canvasrt')})"
-        if self.target.capability is not None:
-            builder = self.target.builder
-            before, now = manifest.made_by.get(builder), extras.version(builder)
-            if now and before != now:
-                return f"by {builder} {before}, but {now} is installed now"
-        for package in self.experts.packages:
-            before, now = manifest.made_by.get(package), extras.version(package)
-            if now and before != now:
-                return f"with kernels by {package} {before}, but {now} is installed now"
-        return ""
+    @property
+    def requests(self) -> str:
+        """A text that says how many requests the engines serve, and how long these can get."""
+        return f"{self.max_batch} request{'s' * (self.max_batch > 1)} of {self.max_context} tokens"
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--dry-run` prints."""
@@ -280,51 +323,35 @@ class Plan:
         }
 
 
-def plan(
+def make_plans(
     source: Source,
-    target: Target | str,
+    targets: Sequence[Target],
     out: Path | str,
     options: BuildOptions = DEFAULT_OPTIONS,
-    precision: Precision | None = None,
-) -> Plan:
-    """Plan a build: check its options against the model and the target.
-
-    `precision` is this target's precision, if the caller has already derived it from `options.precision`.
-    """
-    target = find_target(target) if isinstance(target, str) else target
-    if precision is None:
-        (precision,) = choose_precisions([target], options.precision, source.precision)
-    if options.max_batch < 1:
-        raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
-    # Accept prompts even if this target does not need them, because another target of the build may need them.
-    check_calibration(options.calibration, True, precision.text)
-    check_adapters(source, options.adapters)
-    context = check_context(source, options.max_context)
-    layers = check_layers(source, options.layers_per_segment)
-    # This raises CanvasError if a pattern of the recipe matches no weight.
-    formats = precision.formats(source.model)
-    experts = find_experts(options.experts)
-    experts.check(target, source.model, _expert_formats(source, formats))
-    made = Plan(
-        source,
-        target,
-        precision,
-        context,
-        options.max_batch,
-        Path(out).expanduser(),
-        layers,
-        options.calibration and options.calibration.expanduser(),
-        options.adapters,
-        experts,
-        options.keep_graphs,
-    )
-    return shortened(made) if options.layers_per_segment is None else made
-
-
-def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
-    """Return the formats of the experts' weights; `formats` is None if the source's are kept."""
-    found = (source.formats if formats is None else formats) or {}
-    return {each for name, each in found.items() if name.endswith((GATE_UP, DOWN))}
+) -> list[Plan]:
+    """Return one plan per target. A single plan writes to `out`, several to `out/<target>`. Raises CanvasError for
+    options that the model or a target rules out."""
+    precisions = choose_precisions(targets, options.precision, source.precision)
+    context, layers = check_options(options, source, precisions)
+    folder, plans = Path(out).expanduser(), []
+    for target, precision in zip(targets, precisions, strict=True):
+        made = Plan(
+            source,
+            target,
+            precision,
+            context,
+            options.max_batch,
+            folder if len(targets) == 1 else folder / target.name,
+            layers,
+            options.calibration and options.calibration.expanduser(),
+            options.adapters,
+            find_experts(options.experts),
+            options.keep_graphs,
+        )
+        # This also raises CanvasError if a pattern of the recipe matches no weight.
+        made.experts.check(target, source.model, made.expert_formats)
+        plans.append(shortened(made) if options.layers_per_segment is None else made)
+    return cut_alike(plans)
 
 
 def shortened(plan: Plan) -> Plan:
@@ -360,16 +387,10 @@ def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
 # A plan's graphs are kept in the cache if they take at most this many bytes.
 KEPT_GRAPHS = 2 * 10**9
 # A manifest leaves out options that have these values.
-_DEFAULTS: dict[str, Any] = {
+DEFAULT_VALUES: dict[str, Any] = {
     "adapters": [],
     "calibration": None,
     "experts": SLOTTED,
     "prefill_chunk": PREFILL_CHUNK,
     "vision": True,
 }
-
-
-def _change(name: str, before: Any, now: Any) -> str:
-    if isinstance(now, dict | list) or name == "calibration":
-        return f"another {name}" if before and now else f"{'with' if before else 'without'} {name}"
-    return f"{name} {before}, now {now}"

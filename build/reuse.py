@@ -1,21 +1,116 @@
-"""Finds what a build can reuse: graphs and engines in the cache, and the files of an interrupted build."""
+"""Finds what a build can reuse: finished bundles, graphs and engines in the cache, and files of an interrupted build."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from canvasrt import extras
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.calibration_needs import prompts_of
-from canvasrt.build.graph_keys import graphs_from, lowered_from
-from canvasrt.build.plan import Plan
-from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.cache import GraphCache, key_of, unfinished_folder
-from canvasrt.calibration_prompts import CALIBRATED, CALIBRATIONS, QUANTIZATIONS, work_of
+from canvasrt.build.plan import DEFAULT_VALUES, Plan
+from canvasrt.bundle import MANIFEST, Bundle, Manifest, load_bundle, made_by
+from canvasrt.cache import GraphCache, known_hashes, unfinished_folder
+from canvasrt.calibration_prompts import CALIBRATED, CALIBRATIONS, QUANTIZATIONS
 from canvasrt.errors import CanvasError
-from canvasrt.types import Json
+
+
+@dataclass(frozen=True)
+class Work:
+    """The plans of one source, and what earlier builds have left for them.
+
+    Attributes:
+        bundles: for each plan, the bundle that it would write, if it exists.
+        missing: the plans without a bundle, which are to be built.
+        graphs: for each precision of these (`Precision.text`), their graphs (see `reusable_graphs`).
+        calibrated: those of these precisions whose calibration's result is in the cache, although their graphs are not.
+    """
+
+    plans: Sequence[Plan]
+    bundles: Sequence[Bundle | None]
+    missing: Sequence[Plan]
+    graphs: Mapping[str, Bundle | None]
+    calibrated: frozenset[str]
+
+
+def find_work(plans: Sequence[Plan]) -> Work:
+    """Find what earlier builds have left. Raises CanvasError if a different bundle is where a plan writes its own."""
+    bundles = [existing(plan) for plan in plans]
+    missing = [plan for plan, found in zip(plans, bundles, strict=True) if found is None]
+    graphs = reusable_graphs(missing)
+    calibrated = {
+        kind
+        for kind, (plan, *_) in by_precision(missing).items()
+        if plan.needs.calibration and graphs[kind] is None and is_calibrated(plan)
+    }
+    return Work(plans, bundles, missing, graphs, frozenset(calibrated))
+
+
+def existing(plan: Plan) -> Bundle | None:
+    """Return the bundle at a plan's `out` if the build would write the same one; None if `out` contains no bundle.
+
+    Raises CanvasError if a different bundle is there.
+    """
+    if not (plan.out / MANIFEST).exists():
+        return None
+    found = load_bundle(plan.out, kind="engines", check=False)
+    if difference := difference_from(plan, found.manifest):
+        raise CanvasError(
+            f"{plan.out} holds engines made {difference}",
+            "name another folder with -o, or remove this one first",
+        )
+    return load_bundle(plan.out, kind="engines", hasher=known_hashes)
+
+
+def difference_from(plan: Plan, manifest: Manifest) -> str:
+    """Return a text that says how engines with this manifest differ from those of a plan; empty if they do not."""
+    if manifest.made_from.get("source") != plan.source.made_from:
+        return "from another checkpoint or other graphs"
+    if (manifest.target or {}).get("name") != plan.target.name:
+        return f"for another target ({(manifest.target or {}).get('name')})"
+    wanted, made = (DEFAULT_VALUES | each for each in (plan.options, manifest.options))
+    changed = [
+        _change(name, made.get(name), wanted[name])
+        for name in wanted
+        if made.get(name) != wanted[name]
+    ]
+    if changed:
+        return "with other options: " + "; ".join(changed)
+    if manifest.made_by.get("canvasrt") != made_by()["canvasrt"]:
+        return f"by another version of canvasrt ({manifest.made_by.get('canvasrt')})"
+    builder = [plan.target.builder] if plan.target.capability is not None else []
+    packages = dict.fromkeys(builder, "by") | dict.fromkeys(
+        plan.experts.packages, "with kernels by"
+    )
+    for package, how in packages.items():
+        before, now = manifest.made_by.get(package), extras.version(package)
+        if now and before != now:
+            return f"{how} {package} {before}, but {now} is installed now"
+    return ""
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    if isinstance(now, dict | list) or name == "calibration":
+        return f"another {name}" if before and now else f"{'with' if before else 'without'} {name}"
+    return f"{name} {before}, now {now}"
+
+
+def by_precision(plans: Sequence[Plan]) -> dict[str, list[Plan]]:
+    """Return the plans of one source by `Precision.text`. Those of one precision share their graphs."""
+    kinds = dict.fromkeys(plan.precision.text for plan in plans)
+    return {kind: [plan for plan in plans if plan.precision.text == kind] for kind in kinds}
+
+
+def reusable_graphs(plans: Sequence[Plan]) -> dict[str, Bundle | None]:
+    """Return the graphs of the plans of one source by `Precision.text`: those given, or those in the cache; None if a
+    weight that one of the plans reads is missing."""
+    return {
+        kind: same[0].given_graphs
+        or GraphCache().find(same[0].graphs_from, partial(built_weights, same))
+        for kind, same in by_precision(plans).items()
+    }
 
 
 def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
@@ -27,11 +122,9 @@ def built_weights(plans: Sequence[Plan], graphs: Bundle) -> set[str]:
     return set.intersection(*gone) if gone else set()
 
 
-def reusable_graphs(plans: Sequence[Plan]) -> Bundle | None:
-    """Return the graphs shared by these plans, which have one precision; None if a weight that they read is missing."""
-    if plans[0].source.graphs is not None and not plans[0].quantizes:
-        return plans[0].source.graphs
-    return _cached(plans[0], partial(built_weights, plans))
+def is_calibrated(plan: Plan) -> bool:
+    """Return whether an earlier build has left the result of this plan's calibration in the cache."""
+    return any((folder / CALIBRATED).is_file() for folder in _quantizing(plan))
 
 
 def held_bytes(plans: Sequence[Plan]) -> int:
@@ -44,39 +137,16 @@ def held_bytes(plans: Sequence[Plan]) -> int:
     return sum(sizes.values())
 
 
-def is_calibrated(plan: Plan) -> bool:
-    """Return whether an earlier build has left the result of this plan's calibration in the cache."""
-    return any((folder / CALIBRATED).is_file() for folder in _quantizing(plan))
-
-
-def _begun(plan: Plan) -> list[Path]:
-    """Return the folders of a plan's unfinished, finished and lowered graphs. They need not exist."""
-    folders = _quantizing(plan)
-    if found := _cached(plan, lambda bundle: bundle.manifest.files):
-        folders += [found.path, unfinished_folder(*lowered_from(found))]
-    return folders
+def _begun(plan: Plan) -> Iterator[Path]:
+    """Yield the folders of a plan's unfinished, finished and lowered graphs. They need not exist."""
+    yield from _quantizing(plan)
+    if found := GraphCache().find(plan.graphs_from, lambda bundle: bundle.manifest.files):
+        yield found.path
+        yield unfinished_folder(*cpu.lowered_from(found))
 
 
 def _quantizing(plan: Plan) -> list[Path]:
     """Return the folders that keep a plan's progress in calibrating and in quantizing; none if the plan does not
     quantize. They need not exist."""
-    source, recipe = plan.source, plan.precision.recipe
-    if not plan.quantizes or recipe is None:
-        return []
-    prompts = prompts_of(source, recipe, plan.calibration) if recipe.is_calibrated else None
-    cut: Json = {}
-    if source.graphs is not None:
-        made_from: Json = {"graphs": source.graphs.manifest.digest, "known": None}
-    else:
-        cut = {"layers_per_segment": plan.layers_per_segment}
-        adapters = {"adapters": plan.adapter_hashes} if plan.adapters else {}
-        made_from = {"checkpoint": source.made_from | adapters}
-    work = work_of(made_from, recipe, prompts)
-    return [unfinished_folder(CALIBRATIONS, work), unfinished_folder(QUANTIZATIONS, work | cut)]
-
-
-def _cached(plan: Plan, absent: Callable[[Bundle], Collection[str]]) -> Bundle | None:
-    folder = GraphCache().folder / key_of(graphs_from(plan))
-    with contextlib.suppress(CanvasError):  # no bundle, or a damaged one
-        return load_bundle(folder, "graphs", check=False, absent=absent)
-    return None
+    work = {CALIBRATIONS: plan.calibration_work, QUANTIZATIONS: plan.quantization_work}
+    return [unfinished_folder(kind, made_from) for kind, made_from in work.items() if made_from]

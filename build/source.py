@@ -7,14 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.precision import PLAIN
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
-from canvasrt.cache import hash_memo, load_checked
+from canvasrt.cache import known_hashes
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.description import Description, describe
-from canvasrt.checkpoints.locate import tensor_names
+from canvasrt.checkpoints.locate import fingerprint
 from canvasrt.checkpoints.weight_names import DECODER, DOWN, ENCODER, GATE_UP, TABLE, matrices
-from canvasrt.formats import FORMATS
+from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.recipes.recipe import load_recipe
 
 # A tensor that only a quantized weight has → the weight's format.
@@ -55,7 +54,7 @@ class Source:
 def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
     """Return the formats that a quantized checkpoint's weights will have in graphs, from its tensors' names."""
     model, found = checkpoint.model, dict[str, str]()
-    names = {each.replace(ENCODER, DECODER) for each in tensor_names(checkpoint.folder)}
+    names = {each.replace(ENCODER, DECODER) for each in checkpoint.tensors}
     for name, matrix in matrices(model).items():
         module = matrix.tensors[0].removesuffix(".weight")
         if name.endswith((GATE_UP, DOWN)):  # each expert's matrices are stored apart
@@ -87,10 +86,10 @@ def find_source(source: Path | str) -> Source:
 def hash_source(source: Source) -> Source:
     """Hash the source, and return it with `made_from` filled in. Raises CanvasError if a graph bundle is damaged."""
     if source.graphs is not None:
-        graphs = load_checked(source.path, "graphs")
+        graphs = load_bundle(source.path, kind="graphs", hasher=known_hashes)
         made_from = {"kind": "graphs", "digest": graphs.manifest.digest}
         return replace(source, graphs=graphs, made_from=made_from)
     assert source.checkpoint is not None
-    checkpoint = source.checkpoint.hashed(hash_memo().hash_files)
-    files = dict(checkpoint.hashes or {})
+    files = fingerprint(source.checkpoint.folder, known_hashes)
+    checkpoint = replace(source.checkpoint, hashes=files)
     return replace(source, checkpoint=checkpoint, made_from={"kind": "checkpoint", "files": files})

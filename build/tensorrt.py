@@ -31,15 +31,7 @@ from canvasrt.machine import (
     return_freed_memory,
 )
 from canvasrt.progress import report
-from canvasrt.roofline import (
-    builder_log,
-    dims,
-    fused_attention,
-    parse,
-    resolve,
-    store,
-    tensor_shapes,
-)
+from canvasrt.roofline import dims, fused_attention, parse, resolve, store, tensor_shapes
 from canvasrt.staging import link_or_copy, staging
 from canvasrt.types import Json
 
@@ -308,5 +300,5 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 @cache
 def _code() -> str:
     """Return a hash of the code that builds engines, so that a change of this code invalidates the cache."""
-    listing = (builder_log, dims, fused_attention, parse, resolve, tensor_shapes, store)
+    listing = (dims, fused_attention, parse, resolve, tensor_shapes, store)
     return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

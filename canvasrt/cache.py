@@ -30,6 +30,8 @@ EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
 QUANTIZED_BY = (*EXPORTED_BY, "nvidia-modelopt", "numpy")
 # Folders of canvasrt/ whose code affects graphs.
 _SHARED = ("checkpoints", "graphs", "recipes")
+# Takes a bundle, and returns the files that are allowed to be missing.
+Absent = Callable[[Bundle], Collection[str]]
 
 
 def cache_folder() -> Path:
@@ -58,9 +60,9 @@ def check_cache() -> None:
         raise _unusable(folder, error) from error
 
 
-def hash_memo() -> HashMemo:
-    """Return the cache of large files' hashes."""
-    return HashMemo(cache_folder() / "hashes.json")
+def known_hashes(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
+    """Return the same as `hash_files`, but reuse the hashes of large files that have not changed."""
+    return HashMemo(cache_folder() / "hashes.json").hash_files(root, names, doing)
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
@@ -99,18 +101,20 @@ class GraphCache:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_folder()) / "graphs"
 
-    def has_all(self, made_from: Mapping[str, Any]) -> bool:
-        """Return whether the bundle of these inputs is cached and has all its files. Does not hash them."""
-        try:
-            return bool(load_bundle(self.folder / key_of(made_from), "graphs", check=False))
-        except CanvasError:
-            return False
+    def find(self, made_from: Mapping[str, Any], absent: Absent | None = None) -> Bundle | None:
+        """Return the bundle of these inputs if it is cached and has all its files. Does not hash them.
+
+        absent: returns the files that are allowed to be missing.
+        """
+        with contextlib.suppress(CanvasError):  # no bundle, or a damaged one
+            return load_bundle(self.folder / key_of(made_from), "graphs", False, absent=absent)
+        return None
 
     def get(
         self,
         made_from: Mapping[str, Any],
         make: Callable[[Path], object],
-        absent: Callable[[Bundle], Collection[str]] | None = None,
+        absent: Absent | None = None,
     ) -> Bundle:
         """Return the bundle of these inputs if it is cached and intact; otherwise call `make` to write it.
 
@@ -119,7 +123,7 @@ class GraphCache:
         folder = self.folder / key_of(made_from)
         remove_stale(self.folder)
         try:
-            return load_checked(folder, "graphs", absent)
+            return load_bundle(folder, "graphs", hasher=known_hashes, absent=absent)
         except CanvasError:
             shutil.rmtree(folder, ignore_errors=True)
         try:
@@ -129,13 +133,6 @@ class GraphCache:
             if not folder.is_dir():
                 raise
         return load_bundle(folder, kind="graphs", check=False)
-
-
-def load_checked(
-    path: Path, kind: str, absent: Callable[[Bundle], Collection[str]] | None = None
-) -> Bundle:
-    """Run `load_bundle`, but reuse the hashes of unchanged files."""
-    return load_bundle(path, kind=kind, hasher=hash_memo().hash_files, absent=absent)
 
 
 class EngineCache:
@@ -153,7 +150,7 @@ class EngineCache:
             wanted = {_ENGINE: entry["sha256"]}
             if "kernels" in entry:
                 wanted[_KERNELS] = entry["kernels"]
-            if hash_memo().hash_files(folder, list(wanted)) == wanted:
+            if known_hashes(folder, wanted) == wanted:
                 return folder / _ENGINE, entry
         except (OSError, ValueError, KeyError, TypeError):
             pass

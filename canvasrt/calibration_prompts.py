@@ -7,7 +7,7 @@ import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +130,9 @@ class CalibrationPrompts:
         found = _tokenizer(tuple(tokenizer.items())) if tokenizer else None
         return cls(chosen, found, model, sampler, recipe.calibration, context)
 
-    def check(self) -> Workload:
-        """Check all requests and return their work. Raises CanvasError for an invalid line."""
+    @cached_property
+    def work(self) -> Workload:
+        """The work of all requests, which are checked. Raises CanvasError for an invalid line."""
         import numpy as np
 
         from canvasrt.runtime.prefix import chunks_of
@@ -326,6 +327,6 @@ def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) ->
     return {
         **source,
         "recipe": recipe.to_json(),
-        "prompts": prompts and prompts.check() and prompts.sha256,
+        "prompts": prompts and prompts.work and prompts.sha256,
         "made_by": versions(QUANTIZED_BY, "export", "runtime"),
     }

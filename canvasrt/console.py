@@ -58,6 +58,10 @@ def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
+    if (
+        os.environ.get("COLUMNS") == "0"
+    ):  # some terminals say so; rich would then print empty tables
+        del os.environ["COLUMNS"]
     width = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return Console(
         stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, width=width

@@ -134,16 +134,16 @@ class PassPlan:
         largest width, because such passes are rare."""
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
-    def denoise(self, width: int, load: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `load`: the most rows that an expert is known to need."""
-        rows = round_up(min(load, self.canvas_rows[-1]), self.canvas_rows)
+    def denoise(self, width: int, need: int = 0) -> PassShape:
+        """Return the shape of one request's denoising pass. `need`: the most rows that an expert is known to need."""
+        rows = round_up(min(need, self.canvas_rows[-1]), self.canvas_rows)
         return PassShape(DENOISE, 1, self.canvas, rows, width)
 
     def shared(self) -> PassShape:
         """Return the shape of a shared denoising pass."""
         return PassShape(DENOISE, self.batch, self.canvas, self.batch_rows, self.widths[-1])
 
-    def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
+    def alone(self, canvas: int, width: int, need: int = 0) -> PassShape:
         """Return the shape of the pass that denoises one request's small canvas, followed by padding.
 
         Small canvases use the shapes of encoding passes, so that no further shapes are compiled. But if the encoding
@@ -154,14 +154,14 @@ class PassPlan:
             # With fewer rows than tokens, an expert could overflow repeatedly.
             if shape.length < self.canvas and shape.capacity == shape.length:
                 return replace(shape, phase=DENOISE)
-        return self.denoise(width, load)
+        return self.denoise(width, need)
 
     def __iter__(self) -> Iterator[PassShape]:
         """Yield every shape once, narrowest first."""
         shapes: list[PassShape] = []
         for width in self.widths:
             shapes += [self.encode(tokens, width) for tokens in self.lengths]
-            shapes += [self.denoise(width, load) for load in self.canvas_rows]
+            shapes += [self.denoise(width, rows) for rows in self.canvas_rows]
         if self.shares:
             shapes.append(self.shared())
         yield from dict.fromkeys([*shapes, self.without_overflow()])

@@ -9,20 +9,12 @@ from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
 from canvasrt.build.checks import check_plan, check_space
-from canvasrt.build.graph_keys import (
-    exported_from,
-    exported_precision,
-    graphs_from,
-    quantized_from,
-)
 from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
-from canvasrt.build.plan import Plan, cut_alike, plan
-from canvasrt.build.precision import choose_precisions
-from canvasrt.build.reuse import built_weights
+from canvasrt.build.plan import Plan, make_plans
+from canvasrt.build.reuse import Work, built_weights, existing, find_work
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
 from canvasrt.cache import GraphCache, lock_graphs
-from canvasrt.calibration_prompts import check_calibration
 from canvasrt.formats import PLAIN
 from canvasrt.recipes.recipe import Recipe
 from canvasrt.staging import check_output, remove_stale
@@ -60,32 +52,35 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
 
     The disks are checked before the first byte is written.
     """
-    bundles = [made.existing() for made in plans]
-    missing = [number for number, found in enumerate(bundles) if found is None]
-    for number in missing:
-        out = plans[number].out.resolve()
+    return build_work(find_work(plans))
+
+
+def build_work(work: Work) -> list[tuple[Plan, Bundle]]:
+    """Build what earlier builds have not left, as `build_all` does."""
+    missing = work.missing
+    for plan in missing:
+        out = plan.out.resolve()
         check_output(out)
         remove_stale(out.parent, out.name)
-    check_space([plans[number] for number in missing])
-    graphs: dict[str, Bundle] = {}
-    ours = [
-        plans[each] for each in missing if plans[each].quantizes or not plans[each].source.graphs
-    ]
+    check_space(missing, work.graphs)
+    ours = [plan for plan in missing if plan.given_graphs is None]
     # A build that quantizes can read graphs that another build removes.
-    exported = [exported_from(each) for each in ours if each.source.graphs is None]
-    with lock_graphs([*map(graphs_from, ours), *exported]):
-        for number in missing:
-            made = plans[number]
-            if found := made.existing():  # another process has just written it
-                bundles[number] = found
-                continue
-            kind = made.precision.text
-            if kind not in graphs:
-                graphs[kind] = graphs_of(made, [plans[each] for each in missing])
-            if any(plans[each].precision.text == kind for each in missing if each > number):
-                made = replace(made, keep_graphs=True)
-            bundles[number] = BUILDERS[made.target.builder](made, graphs[kind])
-    return [(made, bundle) for made, bundle in zip(plans, bundles, strict=True) if bundle]
+    exported = [plan.exported_from for plan in ours if plan.source.graphs is None]
+    graphs: dict[str, Bundle] = {}
+    built: dict[Path, Bundle] = {}
+    with lock_graphs([*(plan.graphs_from for plan in ours), *exported]):
+        for number, plan in enumerate(missing):
+            found = existing(plan)  # another process may have just written it
+            if found is None:
+                kind = plan.precision.text
+                if kind not in graphs:
+                    graphs[kind] = graphs_of(plan, missing)
+                others = any(other.precision.text == kind for other in missing[number + 1 :])
+                made = replace(plan, keep_graphs=True) if others else plan
+                found = BUILDERS[plan.target.builder](made, graphs[kind])
+            built[plan.out] = found
+    each = zip(work.plans, work.bundles, strict=True)
+    return [(plan, found or built[plan.out]) for plan, found in each]
 
 
 def plan_all(
@@ -101,23 +96,12 @@ def plan_all(
     hashed last, because that can take long.
     """
     found = find_source(source)
-    precisions = choose_precisions(targets, options.precision, found.precision)
-    ends = found.graphs is not None and found.is_quantized
-    is_calibrated = not ends and any(each.is_calibrated for each in precisions)
-    what = "what is already quantized" if ends else precisions[0].text
-    check_calibration(options.calibration, is_calibrated, what)
-    folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
-    plans = cut_alike(
-        [
-            plan(found, target, folder, options, precision)
-            for target, folder, precision in zip(targets, folders, precisions, strict=True)
-        ]
-    )
-    for each in plans if check else ():
-        if not (each.out / MANIFEST).exists():
-            check_plan(each)
+    plans = make_plans(found, targets, out, options)
+    for plan in plans if check else ():
+        if not (plan.out / MANIFEST).exists():
+            check_plan(plan)
     hashed = hash_source(found)
-    return [replace(each, source=hashed) for each in plans]
+    return [replace(plan, source=hashed) for plan in plans]
 
 
 def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
@@ -125,26 +109,25 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
 
     The bundle can lack a file of weights if everything that `plans` build from that file is already in the cache.
     """
-    cache, recipe = GraphCache(), plan.precision.recipe
+    if plan.given_graphs is not None:
+        return plan.given_graphs  # without importing the export, which may not be installed
     same = [each for each in plans if each.precision.text == plan.precision.text]
+    make, absent = partial(_make_graphs, plan), partial(built_weights, same)
+    return GraphCache().get(plan.graphs_from, make, absent)
 
-    absent = partial(built_weights, same)
-    given = plan.source.graphs
-    if given is not None and not plan.quantizes:
-        return given  # without importing the export, which may not be installed
-    exported = exported_from(plan)
+
+def _make_graphs(plan: Plan, out: Path) -> None:
+    """Export the checkpoint, and quantize its weights on the way. If there are plain graphs, quantize these instead."""
+    cache, given, recipe = GraphCache(), plan.source.graphs, plan.precision.recipe
     if not plan.quantizes or recipe is None:
-        return cache.get(exported, partial(_export, plan, None), absent)
-
-    def quantize(out: Path) -> None:
+        _export(plan, None, out)
+    elif given is None and cache.find(plan.exported_from) is None:
+        _export(plan, recipe, out)
+    else:
         from canvasrt.export.quantize.quantize import quantize_graphs
 
-        plain = given or cache.get(exported, partial(_export, plan, None))
+        plain = given or cache.get(plan.exported_from, partial(_export, plan, None))
         quantize_graphs(plain, out, recipe, plan.calibration)
-
-    from_graphs = given is not None or cache.has_all(exported)
-    make = quantize if from_graphs else partial(_export, plan, recipe)
-    return cache.get(quantized_from(plan), make, absent)
 
 
 def _export(plan: Plan, recipe: Recipe | None, out: Path) -> None:
@@ -152,7 +135,7 @@ def _export(plan: Plan, recipe: Recipe | None, out: Path) -> None:
     from canvasrt.export.graphs import export_graphs
 
     assert plan.source.checkpoint is not None
-    precision = exported_precision(plan)
+    precision = plan.exported_precision
     export_graphs(
         plan.source.checkpoint,
         out,

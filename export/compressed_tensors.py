@@ -16,12 +16,12 @@ from torch import Tensor
 
 from canvasrt.checkpoints.quantized import INT4_GROUPS, INT4_HINT
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import quantize_weight
 from canvasrt.export.weights import DAMAGED, PACKED, Weight, check_scales, packed_name
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
+from canvasrt.graphs.packed import Form, Packed
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from canvasrt.calibration_prompts import (
 )
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.description import Description, describe
+from canvasrt.checkpoints.locate import fingerprint
 from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.checkpoints.weight_names import TABLE
 from canvasrt.defaults import LAYERS_PER_SEGMENT
@@ -93,10 +94,9 @@ def export_graphs(
     _check_weights(parts, source, own)
     unscaled = own.recipe if own is not None and packs and not own.static else None
     check_calibration(calibration, (recipe or unscaled) is not None, "this checkpoint")
-    found = found if found.hashes else found.hashed()
     made_from = {
         "kind": "checkpoint",
-        "files": dict(found.hashes or {}),
+        "files": dict(found.hashes or fingerprint(folder)),
         **({"adapters": [each.to_json() for each in merged]} if merged else {}),
     }
     with contextlib.ExitStack() as stack:

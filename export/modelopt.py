@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.weights import DAMAGED, Weight, check_scales
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.lowbits import Bytes, Floats, dequantize
+from canvasrt.graphs.packed import Form, Packed
 
 # A quantized weight's format, by its dtype in the file.
 _BY_DTYPE = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import logging
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +18,9 @@ from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.weights import Weight
 from canvasrt.graphs import external
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.traced import clean
 
 OPSET = 23
-
-# The metadata key under which torch's exporter stores a node's scopes. Some scopes are not modules.
-_SCOPES = "pkg.torch.onnx.name_scopes"
-_MODULE = re.compile(r"[a-z][\w.]*$")
 
 IR_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 
@@ -61,26 +56,10 @@ def trace(
                 verbose=False,
             )
         assert program is not None
-        model = program.model
-        graph = model.graph
-        for node in graph.all_nodes():
-            node.name = _scoped_name(node)
-            node.doc_string = None
-        # Remove stack traces, which would make files machine-dependent.
-        values = (*graph.initializers.values(), *graph.inputs, *graph.outputs)
-        holders: tuple[Any, ...] = (*graph.all_nodes(), *values, model, graph)
-        for each in holders:
-            each.metadata_props.clear()
-        return model
+        clean(program.model)
+        return program.model
 
     return trace_cache.kept(module, inputs, [*input_names, *output_names], make)
-
-
-def _scoped_name(node: ir.Node) -> str:
-    """Return the node's name, preceded by its module's name, as in `layers.0.attention/node_mul_182`."""
-    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-    module = scopes[-2] if len(scopes) > 1 else ""
-    return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
 
 
 def write_graph(
@@ -99,16 +78,10 @@ def write_graph(
         go to one file, which is named like `file` but ends with `.bin`.
     """
     own_files = own_files or {}
-    shared = file.with_suffix(".bin")
-    with contextlib.ExitStack() as stack:
-        files = {shared.name: stack.enter_context(shared.open("wb"))}
-        for weight in weights:
-            item = weight if isinstance(weight, Stored) else _stored(weight, dtype)
-            name = own_files.get(item.name.partition(".")[0], shared.name)
-            if name not in files:
-                files[name] = stack.enter_context((file.parent / name).open("wb"))
-            external.append(model, item, files[name])
-    ir.save(model, file)
+    items = (each if isinstance(each, Stored) else _stored(each, dtype) for each in weights)
+    external.write(
+        model, ((each, own_files.get(each.name.partition(".")[0])) for each in items), file
+    )
 
 
 def _stored(weight: Weight, dtype: torch.dtype) -> Stored:

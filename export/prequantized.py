@@ -15,12 +15,12 @@ from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.compressed_tensors import Int4Codes, TableCodes, read_int4
 from canvasrt.export.modelopt import StoredCodes, read_codes
 from canvasrt.export.onnx import IR_DTYPES
-from canvasrt.export.quantize.packed import Form
 from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight, weights
 from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.packed import Form
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.recipe import (
     Choice,
@@ -140,7 +140,8 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
 
 
 def _by_channel(form: Form) -> bool:
-    if FORMATS[form.format].blocks:
+    format = FORMATS[form.format]
+    if format.blocks or format.of_table:  # their scales are not a recipe's choice
         return False
     return bool(form.scale_shape or (form.factor_shape or (1,))[-1] > 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import LAYERS_PER_SEGMENT, OCTET
 from canvasrt.export import onnx, weights
 from canvasrt.export.body import BodySegment
-from canvasrt.export.chain import chain
 from canvasrt.export.head import Head
 from canvasrt.export.vision import Vision
 from canvasrt.export.weights import Sources
+from canvasrt.graphs.traced import chain, free_queues, name_layers, per_layer
 
 EMBEDDING_FILE = "embedding.bin"
 
@@ -125,38 +125,12 @@ def trace_layer(
         "past": [({0: b, 2: p}, {0: b, 2: p})],
     }
     names = [name for name in inputs if not name.startswith("past")]
-    names += [f"past_positions_{layer.kind}", *_per_layer("past", [0])]
+    names += [f"past_positions_{layer.kind}", *per_layer("past", [0])]
     model = onnx.trace(
-        module, inputs, dynamic, names, ["hidden_out", "load", *_per_layer("new", [0])]
+        module, inputs, dynamic, names, ["hidden_out", "load", *per_layer("new", [0])]
     )
-    _either_queue(model)
+    free_queues(model)
     return model
-
-
-def _either_queue(model: ir.Model) -> None:
-    """Make the size of `gate_queues` dynamic: E, or 1 if all experts share one queue. Torch cannot trace both sizes.
-
-    Shapes of intermediate values are removed, because they can depend on the traced size.
-    """
-    queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
-    queues.shape = ir.Shape(["gate_queues"])
-    kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs)}
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            if id(value) not in kept:
-                value.shape = None
-
-
-def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
-    """Name a body graph's inputs for cached keys and values, and its outputs for new ones, by layer index."""
-    for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
-        names = _per_layer(stem, layers)
-        for value, name in zip(values[len(values) - len(names) :], names, strict=True):
-            value.name = name
-
-
-def _per_layer(stem: str, layers: Sequence[int]) -> list[str]:
-    return [f"{stem}_{part}_{i}" for i in layers for part in ("key", "value")]
 
 
 def trace_head(module: Head, config: ModelConfig, dtype: torch.dtype) -> ir.Model:

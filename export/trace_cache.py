@@ -15,6 +15,7 @@ from torch import nn
 
 from canvasrt.cache import cache_folder, code_hash, key_of
 from canvasrt.extras import version
+from canvasrt.graphs import traced
 
 PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
 
@@ -37,12 +38,14 @@ def kept(
         "names": names,
         "dtype": str(torch.get_default_dtype()),
         "packages": {each: version(each) for each in PACKAGES},
-        "code": code_hash([Path(__file__).parent]),
+        "code": code_hash([Path(__file__).parent, Path(traced.__file__)]),
     }
     file = cache_folder() / "traces" / key_of(made_from)
     if (found := _read(file)) is not None:
         return found
-    data = _without_weights(make(), module)
+    model = make()
+    traced.drop_weights(model, dict(module.named_parameters()).keys())
+    data = ir.to_proto(model).SerializeToString()
     staged = file.with_name(f".{file.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,16 +89,3 @@ def _parsed(data: bytes) -> ir.Model:
     import onnx
 
     return ir.from_proto(onnx.ModelProto.FromString(data))
-
-
-def _without_weights(model: ir.Model, module: nn.Module) -> bytes:
-    """Return the graph as bytes. Its weights have shape and dtype, but refer to a file that does not exist."""
-    parameters = dict(module.named_parameters())
-    for name, value in model.graph.initializers.items():
-        if name in parameters:
-            tensor = value.const_value
-            assert tensor is not None
-            value.const_value = ir.ExternalTensor(
-                "none", None, None, tensor.dtype, name=name, shape=ir.Shape(tensor.shape.numpy())
-            )
-    return ir.to_proto(model).SerializeToString()

@@ -9,7 +9,7 @@ import numpy as np
 from canvasrt.bundle import Bundle, Manifest
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import MAX_CONTEXT
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 
 
@@ -31,6 +31,17 @@ def max_context(manifest: Manifest) -> int:
     """Return the maximum number of tokens of a request: prompt plus answer."""
     limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
     return int(manifest.options.get("max_context") or limit)
+
+
+def limited_context(most: int, wanted: int | None) -> int:
+    """Return the maximum number of tokens of a request: `most`, the engines' limit, or `wanted` if it is not None.
+    Raises UsageError if `wanted` exceeds `most`."""
+    if wanted is not None and wanted > most:
+        raise UsageError(
+            f"--max-model-len is {wanted}, but the engines support at most {most}",
+            f"give at most {most}, or build engines with a larger --max-context",
+        )
+    return most if wanted is None else wanted
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,13 @@ def map_table(bundle: Bundle) -> Table:
         return table
     dtype, offset = host_dtype(entry["scale"]["dtype"]), int(entry["scale"]["offset"])
     return QuantizedTable(table, np.memmap(file, dtype, "r", offset, shape[:1]))
+
+
+def scaled_embeddings(table: Table, tokens: np.ndarray) -> np.ndarray:
+    """Return scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
+    rows = np.asarray(table[tokens], np.float32)
+    # As in the reference, the scale is rounded to the table's dtype.
+    return rows * np.float32(table.dtype.type(rows.shape[-1] ** 0.5))
 
 
 def host_dtype(name: str) -> np.dtype:

@@ -8,21 +8,21 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from canvasrt.bundle import Bundle
-from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import GEOMETRY
 from canvasrt.pass_shapes import canvas_sizes
 from canvasrt.runtime.body_inputs import Capacity, Geometry, expert_slots, rounded
-from canvasrt.runtime.bundle_facts import Table, map_table
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds, token_feeds
 from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
+from canvasrt.types import Json
 
 # Keys: a segment's name, and the phase.
 Capacities = dict[tuple[str, str], Capacity]
@@ -37,73 +37,32 @@ class HostRow:
     capacities: Capacities = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class BodySegment:
-    """One body segment, and the model's layers that the segment runs."""
-
-    segment: Segment
-    layers: tuple[int, ...]
-
-
 class HostModel(Model):
     """The segments of one bundle. Not thread-safe."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        sampler: SamplerDefaults,
-        bodies: Sequence[BodySegment],
-        head: Segment,
-        table: Table,
-        max_context: int,
-        rows_apart: bool,
-        max_workers: int = 1,
-        bundle: Bundle | None = None,
-        open_vision: Callable[[], Segment] | None = None,
-        geometry: Segment | None = None,
-    ) -> None:
-        """`open_vision` loads the vision tower at the first image."""
-        super().__init__(config, sampler, table, max_context, rows_apart, bundle)
-        self._open_vision = open_vision
+    def __init__(self, bundle: Bundle, backend: Backend, max_context: int) -> None:
+        """Open every segment of a bundle; the vision tower is loaded at the first image."""
+        super().__init__(bundle, max_context, backend.rows_apart)
+        entries = {each["name"]: each for each in bundle.manifest.segments}
+        self._open_vision = partial(self._open, backend, entries.pop("vision", {}))
+        with ThreadPoolExecutor(backend.max_loads, "canvasrt-load") as pool:
+            found = pool.map(partial(self._open, backend), entries.values())
+            opened = dict(zip(entries, found, strict=True))
         self._vision: Segment | None = None
-        self._bodies = tuple(bodies)
-        self._head = head
-        self.geometry = Geometry(geometry)
+        # The body segments, each with the model's layers that it runs.
+        self._bodies = [
+            (opened[name], entry["layers"]) for name, entry in entries.items() if "layers" in entry
+        ]
+        self._head = opened["head"]
+        self.geometry = Geometry(opened.get(GEOMETRY))
         self._canvas = CanvasFeeds(self.geometry)  # cached inputs of passes over several requests
-        self._helpers = max_workers - 1
+        self._helpers = backend.max_workers - 1
         self._pool = ThreadPoolExecutor(self._helpers, "canvasrt") if self._helpers else None
         self._counting = threading.Lock()
         self.chunk_steps = self.prefill_chunk // self.canvas_length
 
-    @classmethod
-    def open(cls, bundle: Bundle, backend: Backend, max_context: int) -> HostModel:
-        """Open every segment of a bundle with this backend."""
-        manifest = bundle.manifest
-        files = {
-            entry["name"]: bundle.file(entry["file"])
-            for entry in manifest.segments
-            if entry["name"] != "vision"
-        }
-        with ThreadPoolExecutor(backend.max_loads, "canvasrt-load") as pool:
-            opened = dict(zip(files, pool.map(backend.open, files, files.values()), strict=True))
-        bodies = [
-            BodySegment(opened[entry["name"]], tuple(entry["layers"]))
-            for entry in manifest.segments
-            if "layers" in entry
-        ]
-        return cls(
-            manifest.model,
-            manifest.sampler,
-            bodies,
-            opened["head"],
-            map_table(bundle),
-            max_context,
-            backend.rows_apart,
-            backend.max_workers,
-            bundle,
-            lambda: backend.open("vision", bundle.file(_vision_file(bundle))),
-            opened.get(GEOMETRY),
-        )
+    def _open(self, backend: Backend, entry: Json) -> Segment:
+        return backend.open(entry["name"], self.bundle.file(entry["file"]))
 
     @property
     def canvas_sizes(self) -> tuple[int, ...]:
@@ -193,7 +152,6 @@ class HostModel(Model):
 
     def _see(self, picture: Picture) -> np.ndarray:
         if self._vision is None:
-            assert self._open_vision is not None
             self._vision = self._open_vision()
         fed = {"pixel_values": picture.pixels[None], "pixel_positions": picture.positions[None]}
         out = self._vision.run(fed)
@@ -217,10 +175,10 @@ class HostModel(Model):
                 feeds["groups"][index, : len(item.groups)] = item.groups
                 hidden[index, : len(item.groups)][item.groups >= 0] = item.features
         feeds = self.geometry.complete(feeds)
-        for body in self._bodies:
-            out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
+        for segment, layers in self._bodies:
+            out = self._run_body(segment, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]
-            for layer in body.layers:
+            for layer in layers:
                 # Free the old keys and values.
                 del feeds[f"past_key_{layer}"], feeds[f"past_value_{layer}"]
                 keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
@@ -238,9 +196,9 @@ class HostModel(Model):
         rows = [item.row for item in batch]
         feeds = self._canvas_of(rows).of([row.cache for row in rows], length)
         hidden = _stack([item.hidden for item in batch])
-        for body in self._bodies:
+        for segment, _ in self._bodies:
             fed = feeds | {"hidden": hidden}
-            hidden = self._run_body(body, fed, rows, "denoise", len(rows) * length)["hidden_out"]
+            hidden = self._run_body(segment, fed, rows, "denoise", len(rows) * length)["hidden_out"]
         outputs = batch[0].outputs
         if outputs == "hidden":
             return [DenoiseOutput(hidden=each) for each in hidden]
@@ -264,10 +222,9 @@ class HostModel(Model):
         return rows[0].canvas if len(rows) == 1 else self._canvas
 
     def _run_body(
-        self, body: BodySegment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
+        self, segment: Segment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
     ) -> Arrays:
         """Run a segment. If the segment has expert slots, run it again with more slots until no expert overflows."""
-        segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         if "load" not in segment.outputs:
             return segment.run(fed, None if phase == "encode" else ("hidden_out",))
@@ -289,11 +246,6 @@ class HostModel(Model):
         for each in learned:
             each.record(int(out["load"].max()), tokens)
         return out
-
-
-def _vision_file(bundle: Bundle) -> str:
-    found = (each["file"] for each in bundle.manifest.segments if each["name"] == "vision")
-    return str(next(found))
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from canvasrt.bundle import Bundle
-from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import PREFILL_CHUNK
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.bundle_facts import Table
+from canvasrt.runtime.bundle_facts import map_table, scaled_embeddings
 from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import (
     Counters,
@@ -43,25 +42,14 @@ class Model(ABC):
     # The number of denoising steps that take about as long as encoding `prefill_chunk` tokens.
     chunk_steps = 1
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        sampler: SamplerDefaults,
-        table: Table,
-        max_context: int,
-        rows_apart: bool,
-        bundle: Bundle | None = None,
-    ) -> None:
-        self.config = config
-        self.sampler = sampler
+    def __init__(self, bundle: Bundle, max_context: int, rows_apart: bool) -> None:
+        self.bundle = bundle
+        self.config, self.sampler = bundle.manifest.model, bundle.manifest.sampler
         self.max_context = max_context
         self.counters = Counters()
         self.prefill_chunk = PREFILL_CHUNK
-        self.bundle = bundle
-        self._table = table
         self.rows_apart = rows_apart
-        # As in the reference, the scale is rounded to the table's dtype.
-        self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
+        self._table = map_table(bundle)
 
     @property
     def canvas_length(self) -> int:
@@ -94,8 +82,6 @@ class Model(ABC):
     @cached_property
     def host_head(self) -> HostHead:
         """The head, computed on the host. Raises CanvasError if the bundle lacks the head's weights."""
-        if self.bundle is None:
-            raise CanvasError("the model was not opened from a bundle", "open a bundle")
         return HostHead.load(self.bundle, self._table)
 
     def warm_up(self) -> None:  # noqa: B027 - optional
@@ -111,8 +97,7 @@ class Model(ABC):
     @property
     def has_vision(self) -> bool:
         """Whether the bundle has a vision tower."""
-        segments = self.bundle.manifest.segments if self.bundle else ()
-        return any(each["name"] == "vision" for each in segments)
+        return any(each["name"] == "vision" for each in self.bundle.manifest.segments)
 
     def check_vision(self) -> None:
         """Raise CanvasError for a model without a vision tower."""
@@ -192,7 +177,7 @@ class Model(ABC):
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Return scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
-        return np.asarray(self._table[tokens], np.float32) * self._scale
+        return scaled_embeddings(self._table, tokens)
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
         """Return the hidden states `[canvas, hidden_size]` of a block's first canvas, without self-conditioning."""

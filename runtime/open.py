@@ -9,8 +9,8 @@ from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.cache import cache_folder, key_of
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import memory_bytes
+from canvasrt.runtime.bundle_facts import limited_context, pass_work
 from canvasrt.runtime.bundle_facts import max_context as supported_context
-from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.host_model import HostModel
 from canvasrt.runtime.model import Model
@@ -41,7 +41,7 @@ def open_model(
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
-    limit = _limit(supported_context(bundle.manifest), max_context)
+    limit = limited_context(supported_context(bundle.manifest), max_context)
     if backend is None:
         backend = choose_backend(bundle.manifest, device, threads, share_passes, gpu)
         if not isinstance(backend, DeviceBackend):
@@ -49,8 +49,8 @@ def open_model(
     if isinstance(backend, DeviceBackend):
         from canvasrt.runtime.gpu.device_model import DeviceModel
 
-        return DeviceModel.open(bundle, backend, limit)
-    return HostModel.open(bundle, backend, limit)
+        return DeviceModel(bundle, backend, limit)
+    return HostModel(bundle, backend, limit)
 
 
 def _check_memory(bundle: Bundle) -> None:
@@ -64,15 +64,6 @@ def _check_memory(bundle: Bundle) -> None:
             f"the weights take {need / 1e9:.1f} GB of memory; this machine has {have / 1e9:.1f} GB",
             "build them smaller with `canvasrt build … --target cpu --precision int4`, or use a larger machine",
         )
-
-
-def _limit(most: int, wanted: int | None) -> int:
-    if wanted is not None and wanted > most:
-        raise UsageError(
-            f"--max-model-len is {wanted}, but the engines support at most {most}",
-            f"give at most {most}, or build engines with a larger --max-context",
-        )
-    return most if wanted is None else wanted
 
 
 def check_device(device: str | None) -> None:

@@ -54,13 +54,18 @@ def read_pictures(
 ) -> list[Picture]:
     """Return a request's image files as patches. `budgets` holds one budget per file. Raises CanvasError as
     `read_picture` does, or if the files together have too many pixels."""
+    check_pixels(files)
+    return [read_picture(file, vision, each) for file, each in zip(files, budgets, strict=True)]
+
+
+def check_pixels(files: Sequence[bytes]) -> None:
+    """Raise CanvasError if a request's image files together have too many pixels, or if one is not an image."""
     total = sum(_size(file) for file in files)
     if total > MAX_PIXELS:
         raise CanvasError(
             f"{len(files)} images have {total} pixels together",
             f"send at most {MAX_PIXELS // 10**6} million pixels in one request",
         )
-    return [read_picture(file, vision, each) for file, each in zip(files, budgets, strict=True)]
 
 
 def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:

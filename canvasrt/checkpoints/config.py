@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
-from canvasrt.checkpoints.locate import read_json
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.types import Json
@@ -85,20 +83,6 @@ class ModelConfig:
     eoi_token_id: int | None = None
     vision: Json | None = None
 
-    @classmethod
-    def from_checkpoint(cls, folder: Path | str) -> tuple[ModelConfig, SamplerDefaults]:
-        """Read a folder in the Hugging Face layout.
-
-        Raises CanvasError if a file is missing or broken, or if the architecture is not supported.
-        """
-        folder = Path(folder)
-        config = read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        model, sampler = read_config(config, read_json(generation) if generation.exists() else None)
-        if model.vision:
-            _check_preprocessing(folder, model.vision)
-        return model, sampler
-
     def to_json(self) -> Json:
         """Return a JSON object with one key per field."""
         data = asdict(self)
@@ -115,8 +99,14 @@ class ModelConfig:
         return cls(**values)
 
 
-def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, SamplerDefaults]:
-    """Parse config.json and generation_config.json. `generation` is None if the checkpoint has no such file."""
+def read_config(
+    config: Json, generation: Json | None, preprocessing: Mapping[str, Json] | None = None
+) -> tuple[ModelConfig, SamplerDefaults]:
+    """Parse config.json and generation_config.json. `generation` is None if the checkpoint has no such file.
+
+    preprocessing: the files that say how images are prepared, by name. Raises CanvasError if the architecture, or such
+    a way of preparing images, is not supported.
+    """
     if config.get("model_type") != MODEL_TYPE:
         raise CanvasError(
             f"config.json describes a {config.get('model_type')!r} model, not {MODEL_TYPE!r}",
@@ -153,15 +143,14 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
         vision=vision or None,
     )
     _check(model)
-    return model, _sampler(generation or {})
+    sampler = _sampler(generation or {})
+    _check_preprocessing(preprocessing or {}, vision or {})
+    return model, sampler
 
 
-def _check_preprocessing(folder: Path, vision: Json) -> None:
+def _check_preprocessing(files: Mapping[str, Json], vision: Json) -> None:
     """Raise CanvasError if the checkpoint expects images to be prepared differently than in `runtime/pictures.py`."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if not (folder / name).exists():
-            continue
-        data = read_json(folder / name)
+    for name, data in files.items():
         given = _Fields(data.get("image_processor") or data, name)
         given.only("do_resize", True)
         given.only("resample", 3)  # bicubic

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
-from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults, read_config
+from canvasrt.checkpoints.locate import find_checkpoint, read_files
 from canvasrt.checkpoints.quantized import Quantization, quantization_of
 from canvasrt.errors import CanvasError
-from canvasrt.hashes import hash_files
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -22,13 +21,14 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint in a local folder. `quantization` is None for plain weights. `hashes` (file name → SHA-256) is None
-    unless `hashed` returned this description."""
+    """A checkpoint in a local folder. `quantization` is None for plain weights. `tensors` are the names of its tensors.
+    `hashes` (`fingerprint`: file name → SHA-256) is None until its files are hashed."""
 
     folder: Path
     model: ModelConfig
     sampler: SamplerDefaults
     quantization: Quantization | None
+    tensors: frozenset[str] = frozenset()
     hashes: Mapping[str, str] | None = None
 
     @property
@@ -47,10 +47,6 @@ class Description:
                 " quantizes it with the adapter merged",
             )
 
-    def hashed(self, hasher: Callable[..., dict[str, str]] = hash_files) -> Description:
-        """Return a copy of this description with the hashes of all files that affect a bundle."""
-        return replace(self, hashes=fingerprint(self.folder, hasher))
-
 
 def describe(name: str | Path) -> Description:
     """Describe a checkpoint. `name` is a folder, the name of a bundled checkpoint, or a hub name to download.
@@ -58,7 +54,7 @@ def describe(name: str | Path) -> Description:
     Raises CanvasError if there is no such checkpoint, if its weights are incomplete, or if its architecture is not
     supported.
     """
-    folder = find_checkpoint(name)
-    quantization = quantization_of(folder)
-    model, sampler = ModelConfig.from_checkpoint(folder)
-    return Description(folder, model, sampler, quantization)
+    files = read_files(find_checkpoint(name))
+    quantization = quantization_of(files)
+    model, sampler = read_config(files.config, files.generation, files.preprocessing)
+    return Description(files.folder, model, sampler, quantization, files.tensors)

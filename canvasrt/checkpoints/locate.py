@@ -1,11 +1,12 @@
-"""Resolves a CHECKPOINT argument: a folder, a hub name, or the name of a bundled checkpoint."""
+"""Resolves a CHECKPOINT argument (a folder, a hub name, or the name of a bundled checkpoint), and reads its small files."""
 
 from __future__ import annotations
 
 import json
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from canvasrt.defaults import ADAPTER_FILES
@@ -17,6 +18,8 @@ DEMO = "demo"
 # Name of a bundled checkpoint → its folder next to the demo's code.
 BUNDLED = {DEMO: "checkpoint", "demo-vision": "checkpoint-vision"}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
+PREPROCESSING = ("preprocessor_config.json", "processor_config.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 # The folder of the demo's checkpoints and prompts.
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
@@ -45,7 +48,7 @@ def is_hub_name(name: str) -> bool:
 
 def _locate(name: str) -> Path:
     path = Path(name).expanduser()
-    if name in BUNDLED and not (path / "config.json").exists():
+    if name in BUNDLED and not (path / CONFIG).exists():
         return demo_checkpoint(name)
     if path.is_dir():
         return path.resolve()
@@ -79,8 +82,8 @@ def _fetch(name: str) -> Path:
     return Path(found)
 
 
-def check_weights(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files. Raises CanvasError if a file is truncated or missing."""
+def check_weights(folder: Path) -> None:
+    """Raise CanvasError if the checkpoint has no weights, or if one of their files is truncated or missing."""
     index = read_index(folder)
     if index is None:
         files = _unlisted(folder)
@@ -94,7 +97,41 @@ def check_weights(folder: Path) -> list[Path]:
         )
     for path in files:
         _check_safetensors(path)
-    return files
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What the small files in a checkpoint's `folder` say: the objects in its JSON files, and the names of its tensors.
+
+    `generation` and `modelopt` (hf_quant_config.json) are None if there is no such file. `preprocessing` has the files
+    that say how images are prepared, by name; only those of a model with a vision tower are read.
+    """
+
+    folder: Path
+    config: Json
+    generation: Json | None = None
+    modelopt: Json | None = None
+    preprocessing: Mapping[str, Json] = field(default_factory=dict)
+    tensors: frozenset[str] = frozenset()
+
+
+def read_files(folder: Path) -> CheckpointFiles:
+    """Read a checkpoint's small files. Raises CanvasError if a file is damaged, or if there is no config.json."""
+    modelopt = _read_if_there(folder / MODELOPT)
+    config = read_json(folder / CONFIG)
+    generation = _read_if_there(folder / GENERATION)
+    images = PREPROCESSING if config.get("vision_config") else ()
+    found = {name: _read_if_there(folder / name) for name in images}
+    preprocessing = {name: data for name, data in found.items() if data is not None}
+    index = read_index(folder)
+    tensors = (
+        index if index is not None else set().union(*map(_check_safetensors, _unlisted(folder)))
+    )
+    return CheckpointFiles(folder, config, generation, modelopt, preprocessing, frozenset(tensors))
+
+
+def _read_if_there(file: Path) -> Json | None:
+    return read_json(file) if file.exists() else None
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
@@ -135,14 +172,6 @@ def check_adapter(folder: Path) -> None:
                 f"{folder} is not an adapter: it has no {name}",
                 "name a folder that PEFT's save_pretrained() wrote",
             )
-
-
-def tensor_names(folder: Path) -> frozenset[str]:
-    """Return the names of a checkpoint's tensors, from its index or from the headers of its files."""
-    index = read_index(folder)
-    if index is not None:
-        return frozenset(index)
-    return frozenset().union(*map(_check_safetensors, _unlisted(folder)))
 
 
 def _unlisted(folder: Path) -> list[Path]:

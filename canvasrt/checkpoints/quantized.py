@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from canvasrt.checkpoints.locate import read_json, tensor_names
+from canvasrt.checkpoints.locate import CONFIG, MODELOPT, CheckpointFiles
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.types import Json
 
-CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
 _MODELOPT = {each.modelopt: each for each in FORMATS.values() if each.modelopt}
 _LAYOUTS = {
     layout: (each, each.compressed)
@@ -55,20 +54,17 @@ class Quantization:
         return asdict(self)
 
 
-def quantization_of(folder: Path) -> Quantization | None:
-    """Return how the checkpoint in `folder` was quantized; None if its weights are not quantized.
+def quantization_of(files: CheckpointFiles) -> Quantization | None:
+    """Return how a checkpoint was quantized; None if its weights are not quantized.
 
     Raises CanvasError for broken files, and for unsupported algorithms; the message names the algorithm.
     """
-    file = folder / MODELOPT_CONFIG
-    if file.exists():
-        modelopt = read_json(file)
-        found = modelopt.get("quantization")
+    if files.modelopt is not None:
+        file, found = files.folder / MODELOPT, files.modelopt.get("quantization")
         if not isinstance(found, dict):
             raise _broken(file, "it has no `quantization` object")
-        return _modelopt(file, found, modelopt.get("producer"))
-    file = folder / CONFIG
-    found = read_json(file).get("quantization_config")
+        return _modelopt(file, found, files.modelopt.get("producer"))
+    file, found = files.folder / CONFIG, files.config.get("quantization_config")
     if found is None:
         return None
     if not isinstance(found, dict):
@@ -77,7 +73,7 @@ def quantization_of(folder: Path) -> Quantization | None:
     if method == "modelopt":
         return _modelopt(file, found, found.get("producer"))
     if method == "compressed-tensors":
-        return _compressed_tensors(file, found)
+        return _compressed_tensors(file, found, files.tensors)
     raise _unknown(file, f"{method!r}")
 
 
@@ -98,7 +94,7 @@ def _modelopt(file: Path, found: Json, producer: object) -> Quantization | None:
     return Quantization(_producer("modelopt", producer), algorithm, most_demanding(formats))
 
 
-def _compressed_tensors(file: Path, found: Json) -> Quantization:
+def _compressed_tensors(file: Path, found: Json, tensors: Iterable[str]) -> Quantization:
     layout = found.get("format")
     groups = found.get("config_groups")
     if layout not in _LAYOUTS:
@@ -123,7 +119,7 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     made = Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
     # Also look for unsupported tensors, because configurations do not always mention them.
-    for name in () if format.rounds_inputs else sorted(tensor_names(file.parent)):
+    for name in () if format.rounds_inputs else sorted(tensors):
         if what := _INT4_EXTRAS.get(name.rpartition(".")[2]):
             raise CanvasError(
                 f"{name} in {file.parent}: INT4 with {what} is not supported", INT4_HINT

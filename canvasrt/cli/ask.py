@@ -103,7 +103,7 @@ def ask(
     wanted = Ask.from_json(decisions)  # a server would ignore unknown fields
     text = prompt.read_text(input)
     if is_url(where):
-        urls = [prompt.data_url(*each) for each in zip(image or (), files, strict=True)]
+        urls = [prompt.data_url(*each) for each in files]
         found = _of_server(where, decisions, text, seed, urls, image_tokens)
     else:
         found = _of_bundle(Path(where), wanted, text, seed, files, image_tokens, threads, device)
@@ -136,7 +136,7 @@ def _of_bundle(
     wanted: Ask,
     text: str,
     seed: int,
-    images: list[bytes],
+    images: list[tuple[Path, bytes]],
     budget: int,
     threads: Any,
     device: Any,
@@ -147,7 +147,6 @@ def _of_bundle(
     from canvasrt.runtime.tokenizer import Tokenizer
 
     model = open_model(bundle, threads, device=device)
-    assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
     pictures = prompt.pictures_of(images, budget, model)
     content: Any = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]

@@ -13,7 +13,9 @@ from canvasrt.defaults import MAX_BATCH, SLOTTED
 
 if TYPE_CHECKING:
     from canvasrt.build.calibration_needs import CalibrationNeeds
+    from canvasrt.build.checks import Verdict
     from canvasrt.build.plan import Plan
+    from canvasrt.build.reuse import Work
     from canvasrt.bundle import Bundle
 
 # Options whose values are too long for the summary.
@@ -37,7 +39,8 @@ def build(
 ) -> None:
     """Build engines for one or more targets; a repeated build reuses what has not changed."""
     from canvasrt.build.options import BuildOptions
-    from canvasrt.pipeline import build_all, plan_all
+    from canvasrt.build.reuse import find_work
+    from canvasrt.pipeline import build_work, plan_all
     from canvasrt.targets import parse_targets
 
     targets = parse_targets(target)
@@ -55,47 +58,32 @@ def build(
     with progress():
         plans = plan_all(source, targets, out, wanted, check=not dry_run)
         if not dry_run:
-            reused = [made.existing() is not None for made in plans]
-            _say_calibrations([each for each, kept in zip(plans, reused, strict=True) if not kept])
-            made = build_all(plans)
+            work = find_work(plans)
+            _say_calibrations(work)
+            made = build_work(work)
     if dry_run:
         _show_plans(plans)
     else:
-        _show_bundles(made, reused)
+        _show_bundles(made, work)
 
 
 def _show_plans(plans: Sequence[Plan]) -> None:
-    rows = []
-    for plan in plans:
-        not_here, hint = _why_not(plan)
-        rows.append({**plan.to_json(), "not_here": not_here, "hint": hint})
+    from canvasrt.build.checks import judge
+
+    verdicts = [judge(plan) for plan in plans]
+    rows = [
+        {**plan.to_json(), "not_here": verdict.not_here, "hint": verdict.hint}
+        for plan, verdict in zip(plans, verdicts, strict=True)
+    ]
 
     def render(console: Any) -> None:
-        for plan, row in zip(plans, rows, strict=True):
-            _draw_plan(console, plan, row["not_here"], row["hint"])
+        for plan, verdict in zip(plans, verdicts, strict=True):
+            _draw_plan(console, plan, verdict)
 
     emit(rows, render)
 
 
-def _why_not(plan: Plan) -> tuple[str | None, str | None]:
-    """Return two texts, each of which can be None: why the plan would be refused, and a hint. If this machine can build
-    the engines but has too little memory to run them, the hint says what would fit."""
-    from canvasrt.build.checks import check_plan, check_space, what_fits
-    from canvasrt.errors import CanvasError
-    from canvasrt.machine import memory_bytes
-
-    try:
-        check_plan(plan)
-        check_space([plan])
-    except CanvasError as error:
-        return error.message, error.hint
-    here = memory_bytes()
-    tight = plan.target.memory is None and plan.memory.total > here
-    return None, what_fits(plan, here) if tight else None
-
-
-def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None) -> None:
-    from canvasrt.build.checks import lighter_segments, requests_of
+def _draw_plan(console: Any, plan: Plan, verdict: Verdict) -> None:
     from canvasrt.machine import memory_bytes
 
     need, here = plan.memory, plan.needs
@@ -106,7 +94,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
     console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
     console.print(
-        f"  serves     up to {requests_of(plan)} at once,"
+        f"  serves     up to {plan.requests} at once,"
         f" reading prompts {plan.reading.prefill_chunk} tokens at a time{blind}"
     )
     console.print(
@@ -118,19 +106,21 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     there = plan.target.memory
     if there is None:
         on, there = "this machine", memory_bytes()
-    verdict = "fits" if need.total <= there else "does not fit"
-    console.print(f"  runs on    {on}, {size(there)}: {verdict}")
-    lighter = lighter_segments(plan)
-    less = f", {size(lighter[1])} with --layers-per-segment {lighter[0]}" if lighter else ""
+    fits = "fits" if need.total <= there else "does not fit"
+    console.print(f"  runs on    {on}, {size(there)}: {fits}")
+    less = ""
+    if verdict.lighter:
+        layers, memory = verdict.lighter
+        less = f", {size(memory)} with --layers-per-segment {layers}"
     if here.calibration:
         console.print(f"  calibrates {_calibration(here.calibration)}")
     console.print(
         f"  building   {size(here.memory)} of memory{less}; on disk {size(here.graphs)} of graphs"
         f" and {size(here.engines)} of engines, {size(plan.disk)} at the peak, minus what is in the cache"
     )
-    console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
-    if hint:
-        console.print(f"  hint       {hint}")
+    console.print(f"  build here {'no: ' + verdict.not_here if verdict.not_here else 'yes'}")
+    if verdict.hint:
+        console.print(f"  hint       {verdict.hint}")
 
 
 def _calibration(needs: CalibrationNeeds) -> str:
@@ -141,31 +131,30 @@ def _calibration(needs: CalibrationNeeds) -> str:
     )
 
 
-def _say_calibrations(plans: Sequence[Plan]) -> None:
+def _say_calibrations(work: Work) -> None:
     """Print how much memory and time calibrations will need, before they start."""
-    from canvasrt.build.reuse import is_calibrated, reusable_graphs
-
-    for plan in {each.precision.text: each for each in plans}.values():
-        same = [each for each in plans if each.precision.text == plan.precision.text]
-        if not plan.needs.calibration or reusable_graphs(same):
+    for kind, plan in {plan.precision.text: plan for plan in work.missing}.items():
+        needs = plan.needs.calibration
+        if needs is None or work.graphs[kind] is not None:
             continue
-        said = f"calibrating for {plan.precision.text}: {_calibration(plan.needs.calibration)}"
-        if is_calibrated(plan):
-            said = f"calibrated for {plan.precision.text} by an earlier build"
+        if kind in work.calibrated:
+            said = f"calibrated for {kind} by an earlier build"
+        else:
+            said = f"calibrating for {kind}: {_calibration(needs)}"
         print(said, file=sys.stderr, flush=True)
 
 
-def _show_bundles(made: Sequence[tuple[Plan, Bundle]], reused: Sequence[bool]) -> None:
+def _show_bundles(made: Sequence[tuple[Plan, Bundle]], work: Work) -> None:
     rows = [
         {
             "bundle": str(bundle.path),
             "target": plan.target.name,
             "digest": bundle.manifest.digest,
             "bytes": bundle.manifest.total_bytes,
-            "reused": kept,
+            "reused": found is not None,
             **{name: value for name, value in plan.options.items() if name not in LONG},
         }
-        for (plan, bundle), kept in zip(made, reused, strict=True)
+        for (plan, bundle), found in zip(made, work.bundles, strict=True)
     ]
 
     def render(console: Any) -> None:

@@ -162,27 +162,35 @@ def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
     return read_option(lambda: read_conditions(value))
 
 
-def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
-    """Read the files of --image. Raises UsageError for an unsupported budget, CanvasError for an unreadable file."""
+def read_images(images: Sequence[Path], budget: int) -> list[tuple[Path, bytes]]:
+    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, CanvasError for an unreadable file."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
         listed = ", ".join(map(str, BUDGETS))
         raise UsageError(f"--image-tokens is {budget}", f"give one of {listed}")
     try:
-        return [path.read_bytes() for path in images]
+        return [(path, path.read_bytes()) for path in images]
     except OSError as error:
         raise CanvasError(f"cannot read an image: {error}", "give readable files") from None
 
 
-def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Picture]:
-    """Return images as patches for the vision tower. Raises CanvasError if the model has no such tower."""
-    from canvasrt.runtime.pictures import read_pictures
+def pictures_of(files: Sequence[tuple[Path, bytes]], budget: int, model: Model) -> list[Picture]:
+    """Return images as patches for the vision tower. Raises CanvasError if the model has no such tower, and for a file
+    that is no image."""
+    from canvasrt.runtime.pictures import check_pixels, read_picture
 
     if not files:
         return []
     model.check_vision()
-    return read_pictures(list(files), model.config.vision or {}, [budget] * len(files))
+    pictures = []
+    for path, content in files:
+        try:
+            pictures.append(read_picture(content, model.config.vision or {}, budget))
+        except CanvasError as error:
+            raise CanvasError(f"{path}: {error.message}", error.hint) from None
+    check_pixels([content for _, content in files])
+    return pictures
 
 
 def data_url(path: Path, content: bytes) -> str:

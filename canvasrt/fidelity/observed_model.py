@@ -6,7 +6,7 @@ This works only with ONNX Runtime, because TensorRT engines do not expose intern
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
+from canvasrt.graphs.names import LOGITS
 from canvasrt.runtime.backends.onnxruntime import OrtBackend, OrtSegment
 from canvasrt.runtime.bundle_facts import pass_work
 from canvasrt.runtime.engine import Arrays
@@ -23,8 +24,6 @@ from canvasrt.runtime.open import open_model
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-LOGITS = "logits"
 
 
 class ObservingBackend(OrtBackend):
@@ -40,8 +39,12 @@ class ObservingBackend(OrtBackend):
         self._current: OnDemand | None = None
 
     def open(self, name: str, file: Path) -> Any:
+        import onnx_ir as ir
+
+        from canvasrt.graphs.observed import with_logits
+
         opened: Any
-        model = _load(file)
+        model = ir.load(file)
         if name == "head":
             opened = ObservedHead(self.open_graph(name, with_logits(model), file.parent))
         elif self._streamed and name != GEOMETRY:
@@ -141,73 +144,11 @@ class ObservedModel:
 
     def layers(self, segment: Mapping[str, Any]) -> OrtSegment | OnDemand:
         """Open a body segment that is cut at every layer; see `cut_layers`."""
+        import onnx_ir as ir
+
+        from canvasrt.graphs.observed import cut_layers
+
         assert self.backend is not None
         file = self.bundle.file(segment["file"])
-        model = cut_layers(_load(file), len(segment["layers"]))
+        model = cut_layers(ir.load(file), len(segment["layers"]))
         return self.backend.open_graph(segment["name"], model, file.parent)
-
-
-def with_logits(model: ir.Model) -> ir.Model:
-    """Add the logits to a head's outputs, and return the head. The logits are the value that its sampler divides by the
-    temperature. A shortened sampler multiplies a value by cap / temperature instead; the logits are then this value
-    times the cap."""
-    import onnx_ir as ir
-
-    divisions = [node for node in model.graph if node.op_type == "Div"]
-    (divided,) = (node for node in divisions if _source(node.inputs[1]) == "temperature")
-    factor = [node for node, place in divided.outputs[0].uses() if place]
-    if factor and factor[0].op_type == "Mul":
-        logits = ir.node("Mul", [factor[0].inputs[0], divided.inputs[0]])
-    else:
-        logits = ir.node("Identity", [divided.inputs[0]])
-    _add_output(model.graph, logits, LOGITS, ["batch", "length", "vocabulary"])
-    return model
-
-
-def _source(value: ir.Value | None) -> str | None:
-    """Return the name of the graph input from which a value was reshaped; the value's own name if it is an input."""
-    while value is not None and (node := value.producer()) is not None and node.inputs:
-        value = node.inputs[0]
-    return value.name if value is not None else None
-
-
-def cut_layers(model: ir.Model, count: int) -> ir.Model:
-    """Return a body segment of `count` layers, cut at every layer.
-
-    Layers k > 0 read an input `hidden_k`, and all layers but the last write an output `hidden_out_k`. So one run
-    computes every layer, each on a separate input.
-    """
-    import onnx_ir as ir
-
-    graph = model.graph
-    (hidden,) = (value for value in graph.inputs if value.name == "hidden")
-    assert hidden.shape is not None
-    shape = ["batch", "length", hidden.shape[2]]
-    for k in range(1, count):
-        norm = graph.initializers[f"layers.{k}.input_norm.weight"]
-        (border,) = next(node.inputs[:1] for node in graph if norm in node.inputs)
-        assert border is not None
-        given = ir.Value(
-            name=f"hidden_{k}", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape)
-        )
-        border.replace_all_uses_with(given)
-        graph.inputs.append(given)
-        _add_output(graph, ir.node("Identity", [border]), f"hidden_out_{k - 1}", shape)
-    return model
-
-
-def _add_output(graph: ir.Graph, node: ir.Node, name: str, shape: Sequence[Any]) -> None:
-    """Append a node, and make its result an output. The rest of the graph does not change."""
-    import onnx_ir as ir
-
-    (value,) = node.outputs
-    value.name, value.type = name, ir.TensorType(ir.DataType.FLOAT)
-    value.shape = ir.Shape(shape)
-    graph.append(node)
-    graph.outputs.append(value)
-
-
-def _load(file: Path) -> ir.Model:
-    import onnx_ir as ir
-
-    return ir.load(file)

@@ -88,34 +88,25 @@ def _answers(report: Json) -> Any:
 
 def _pace(report: Json) -> Any:
     rows = [*report["answers"]["tasks"], {"task": "all", "pace": report["pace"]}]
+    sides = (("transformers", THEIRS, "reference"), ("bundle", OURS, "bundle"))
     series = [
         (label, colour, [row["pace"][side]["steps_per_block"] for row in rows])
-        for label, colour, side in (
-            ("transformers", THEIRS, "reference"),
-            ("bundle", OURS, "bundle"),
-        )
+        for label, colour, side in sides
     ]
-    figure, axes = figure_of(2.6)
-    bars(axes, [row["task"] for row in rows], series, "{:.1f}")
-    axes.set_ylabel("denoising steps per block")
-    return figure
+    return bars([row["task"] for row in rows], series, "{:.1f}", "denoising steps per block")
 
 
 def _segments(report: Json) -> Any:
     rows = report["segments"]
+    outputs = (
+        *(("hidden states", OURS, "hidden_out"), ("keys", THIRD, "keys")),
+        ("values", THEIRS, "values"),
+    )
     series = [
-        (label, colour, [row[key]["denoise"] for row in rows])
-        for label, colour, key in (
-            ("hidden states", OURS, "hidden_out"),
-            ("keys", THIRD, "keys"),
-            ("values", THEIRS, "values"),
-        )
+        (label, colour, [row[key]["denoise"] for row in rows]) for label, colour, key in outputs
     ]
-    figure, axes = figure_of(2.6)
     names = [f"{row['name']} (layers {row['layers'][0]} to {row['layers'][-1]})" for row in rows]
-    bars(axes, names, series, "{:.2g}")
-    axes.set_ylabel("relative error, denoising")
-    return figure
+    return bars(names, series, "{:.2g}", "relative error, denoising")
 
 
 def _layers(report: Json) -> Any:
@@ -123,12 +114,8 @@ def _layers(report: Json) -> Any:
     phases = (("encode", THIRD), ("denoise", OURS))
     series = [(phase, colour, [row[phase] for row in rows]) for phase, colour in phases]
     few = len(rows) <= LABELLED
-    figure, axes = figure_of(2.6)
     names = [f"{row['layer']} {row['kind']}" if few else str(row["layer"]) for row in rows]
-    bars(axes, names, series, "{:.2g}")
-    axes.set_xlabel("layer")
-    axes.set_ylabel("relative error of its output")
-    return figure
+    return bars(names, series, "{:.2g}", "relative error of its output", "layer")
 
 
 def _experts(report: Json) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.description import describe
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
@@ -57,7 +57,8 @@ class ReferenceModel:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self.config, self.sampler = ModelConfig.from_checkpoint(checkpoint)
+        described = describe(checkpoint)
+        self.config, self.sampler = described.model, described.sampler
         # Memory limits the number of requests per pass: requests keep their logits between steps, and a step needs
         # several arrays that are as large as all these logits. Each array is limited to 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size

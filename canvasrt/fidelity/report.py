@@ -10,8 +10,7 @@ from typing import Any
 from canvasrt import progress
 from canvasrt.build.memory import parameters
 from canvasrt.bundle import Bundle, made_by
-from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.quantized import quantization_of
+from canvasrt.checkpoints.description import Description, describe
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import ask_questions, compare_pace
 from canvasrt.fidelity.compare import COMPARED_STEPS, PHASES, Steps, compare_steps
@@ -42,7 +41,8 @@ def measure_quality(
     model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few steps, and no
     free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
-    config, _ = ModelConfig.from_checkpoint(checkpoint)
+    described = describe(checkpoint)
+    config = described.model
     if config != bundle.manifest.model:
         raise CanvasError(
             f"{checkpoint} and {bundle.path} have different shapes",
@@ -50,7 +50,7 @@ def measure_quality(
         )
     _check_runs_here(bundle)
     progress.report("loading both sides")
-    streamed = is_streamed(config, checkpoint)
+    streamed = is_streamed(described)
     observed, reference = ObservedModel(bundle, streamed), ReferenceModel(checkpoint, streamed)
     tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
     room = observed.model.max_context - config.canvas_length
@@ -73,12 +73,12 @@ def measure_quality(
     return report
 
 
-def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
+def is_streamed(checkpoint: Description) -> bool:
     """Return whether both sides are streamed. They are if the model in fp32 needs over a third of this machine's
     available memory, or if the checkpoint is quantized.
     """
-    whole = 4 * sum(parameters(config).values())
-    return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None
+    whole = 4 * sum(parameters(checkpoint.model).values())
+    return whole > available_bytes() // 3 or checkpoint.quantization is not None
 
 
 def _check_runs_here(bundle: Bundle) -> None:

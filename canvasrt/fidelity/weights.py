@@ -173,8 +173,6 @@ class _Weights:
         return lowbits.scaled(lowbits.numbers_of(INT4, packed), None, scales, None)
 
     def array(self, name: str) -> np.ndarray:
-        import onnx_ir as ir
-
         from canvasrt.graphs import external
 
         value = self._all.get(name)
@@ -183,12 +181,7 @@ class _Weights:
                 f"{self.file} has no weight {name}",
                 "compare a bundle built with `canvasrt build --target cpu`",
             )
-        tensor = value.const_value
-        if not isinstance(tensor, ir.ExternalTensor):
-            return tensor.numpy()
-        # Bundles share files by hard links, which onnx refuses to follow.
-        shape = [int(size) for size in tensor.shape.numpy()]
-        return external.mapped(tensor).view(tensor.dtype.numpy()).reshape(shape)
+        return external.array(value.const_value)
 
 
 def _pairs(

@@ -1,1 +1,1 @@
-"""Edits ONNX graph files: weights, low-precision formats, and lowering for a CPU."""
+"""All edits of ONNX graphs: joining traced layers, quantized forms, lowering for a CPU, and cuts."""

@@ -15,8 +15,10 @@ from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.graphs import nbits
 from canvasrt.graphs.edit import (
     CONTRIB,
+    all_outputs,
     ancestors,
     drop_unused,
+    graph_input,
     input_of,
     insert,
     integers,
@@ -155,18 +157,15 @@ class _Layer:
         top_k = self._constant("top_k", [self._top_k])
         flat = self._add("Reshape", [self._index, self._constant("all", [-1])], "flat")
         # All layers count the tokens by equal nodes, so ONNX Runtime merges these nodes and runs them once.
-        positions = next(each for each in self._graph.inputs if each.name == "positions")
+        positions = graph_input(self._graph, "positions")
         tokens = self._add("Shape", [positions], "tokens")
         count = self._add("Mul", [self._add("ReduceProd", [tokens], "total"), top_k], "count")
         end = self._add("Squeeze", [count], "end")
         arange = self._add("Range", [zero, end, one], "arange")
         # Distinct keys make the order stable: by expert, then by token.
         key = self._add("Add", [self._add("Mul", [flat, count], "major"), arange], "key")
-        ordered = self._add(
-            "TopK", [key, count], "sorted", "order", axis=-1, largest=0, sorted=1
-        ).producer()
-        assert ordered is not None
-        order = ordered.outputs[1]
+        smallest = {"axis": -1, "largest": 0, "sorted": 1}
+        _, order = all_outputs(self._add("TopK", [key, count], "sorted", "order", **smallest))
         inverse = self._add("ScatterElements", [order, order, arange], "inverse", axis=0)
         by_token = self._constant("by_token", [-1, self._top_k])
         place = self._add("Reshape", [inverse, by_token], "place")
@@ -195,9 +194,7 @@ class _Layer:
         return self._add("Concat", outputs, f"{what}_joined", axis=0)
 
     def _split(self, x: ir.Value, sizes: ir.Value, names: list[str], axis: int) -> list[ir.Value]:
-        node = self._add("Split", [x, sizes], *names, axis=axis).producer()
-        assert node is not None
-        return list(node.outputs)
+        return list(all_outputs(self._add("Split", [x, sizes], *names, axis=axis)))
 
     def _add(self, kind: str, inputs: list[ir.Value], *names: str, **attributes: Any) -> ir.Value:
         full = [f"{self._prefix}/{name}" for name in names]

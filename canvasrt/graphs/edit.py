@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,27 +15,39 @@ _STILL_CONSTANT = ("Constant", "Transpose", "Cast", "Reshape", "Unsqueeze", "Mul
 
 
 def insert(
-    before: ir.Node,
+    where: ir.Node | ir.Graph,
     kind: str,
     inputs: Sequence[ir.Value | None],
     *names: str,
     domain: str = "",
+    suffix: str = "_node",
     **attributes: Any,
 ) -> ir.Value:
-    """Insert a node before `before`. Its outputs get `names`; an empty name omits one. Return the first output."""
+    """Insert a node before the node `where`, or at the end of the graph `where`. Return its first output.
+
+    Its outputs get `names`; an empty name omits one. Its own name is the first of them plus `suffix`.
+    """
     node = ir.node(
         kind,
         inputs,
         attributes,
         domain=domain,
-        num_outputs=len(names),
-        name=f"{names[0]}_node",
+        outputs=[ir.val(name) for name in names],
+        name=f"{names[0]}{suffix}",
     )
-    for output, name in zip(node.outputs, names, strict=True):
-        output.name = name
-    assert before.graph is not None
-    before.graph.insert_before(before, node)
+    if isinstance(where, ir.Graph):
+        where.append(node)
+    else:
+        assert where.graph is not None
+        where.graph.insert_before(where, node)
     return node.outputs[0]
+
+
+def all_outputs(value: ir.Value) -> Sequence[ir.Value]:
+    """Return all outputs of the node that computes `value`."""
+    node = value.producer()
+    assert node is not None
+    return node.outputs
 
 
 def replace(old: ir.Value, new: ir.Value) -> None:
@@ -56,6 +68,12 @@ def input_of(node: ir.Node, place: int = 0) -> ir.Value:
     if value is None:
         raise ValueError(f"{node.name} has no input {place}")
     return value
+
+
+def graph_input(graph: ir.Graph, name: str) -> ir.Value:
+    """Return the graph's input `name`."""
+    (found,) = (value for value in graph.inputs if value.name == name)
+    return found
 
 
 def made_by(value: ir.Value | None, kind: str) -> ir.Node | None:
@@ -79,9 +97,10 @@ def next_node(value: ir.Value, kind: str) -> ir.Node:
         value = node.outputs[0]
 
 
-def ancestors(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield all nodes that a value depends on, directly or indirectly, nearest first."""
-    queue, seen = [value], {value}
+def ancestors(*values: ir.Value, given: Collection[ir.Value] = ()) -> Iterator[ir.Node]:
+    """Yield all nodes that compute `values`, directly or indirectly, nearest first. Nodes that only serve to compute the
+    values in `given` are left out."""
+    queue, seen = [each for each in values if each not in given], {*values, *given}
     while queue:
         node = queue.pop(0).producer()
         if node is not None:
@@ -116,7 +135,7 @@ def integers_of(value: ir.Value | None) -> list[int] | None:
 
 def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
     """Add an int64 initializer."""
-    return _initializer(graph, ir.tensor(np.array(values, np.int64), name=name))
+    return initializer(graph, name, data=ir.tensor(np.array(values, np.int64), name=name))
 
 
 def part(
@@ -128,27 +147,27 @@ def part(
     assert isinstance(tensor, ir.ExternalTensor)
     row = tensor.nbytes // tensor.shape.numpy()[0]
     length = int(np.prod(shape, dtype=np.int64)) * tensor.dtype.bitwidth // 8
-    return _initializer(
-        graph,
-        ir.ExternalTensor(
-            location=tensor.location,
-            offset=int(tensor.offset or 0) + first * row,
-            length=length,
-            dtype=tensor.dtype,
-            shape=ir.Shape(shape),
-            name=name,
-            base_dir=tensor.base_dir,
-        ),
+    shared = ir.ExternalTensor(
+        location=tensor.location,
+        offset=int(tensor.offset or 0) + first * row,
+        length=length,
+        dtype=tensor.dtype,
+        shape=ir.Shape(shape),
+        name=name,
+        base_dir=tensor.base_dir,
     )
+    return initializer(graph, name, data=shared)
 
 
-def _initializer(graph: ir.Graph, tensor: Any) -> ir.Value:
-    value = ir.Value(
-        name=tensor.name,
-        type=ir.TensorType(tensor.dtype),
-        shape=tensor.shape,
-        const_value=tensor,
-    )
+def initializer(
+    graph: ir.Graph,
+    name: str,
+    dtype: ir.DataType | None = None,
+    shape: Sequence[int] | None = None,
+    data: ir.TensorProtocol | None = None,
+) -> ir.Value:
+    """Add an initializer: either `data`, or a dtype and shape whose data is written later."""
+    value = ir.val(name, dtype, shape, const_value=data)
     graph.initializers.add(value)
     return value
 

@@ -13,6 +13,7 @@ from canvasrt.checkpoints.weight_names import TABLE
 from canvasrt.defaults import TABLE_PIECE_BYTES
 from canvasrt.graphs.edit import (
     CONTRIB,
+    all_outputs,
     drop_unused,
     input_of,
     insert,
@@ -115,12 +116,11 @@ class _Pieces:
         """Return the product `[…, D]` of the input `[…, V]` of `node` and the table, as a sum over the pieces."""
         sizes = integers(self._graph, f"{TABLE}/sizes", np.diff(self._cuts))
         names = [f"{TABLE}/share_{number}" for number in range(len(self._codes))]
-        split = insert(node, "Split", [input_of(node), sizes], *names, axis=-1).producer()
-        assert split is not None
+        shares = all_outputs(insert(node, "Split", [input_of(node), sizes], *names, axis=-1))
         wide = self._dequantized(node, "soft")
         parts = [
             insert(node, "MatMul", [share, each], f"{TABLE}/soft_{number}")
-            for number, (share, each) in enumerate(zip(split.outputs, wide, strict=True))
+            for number, (share, each) in enumerate(zip(shares, wide, strict=True))
         ]
         return insert(node, "Sum", parts, f"{TABLE}/soft")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
@@ -90,7 +89,7 @@ class _Geometry:
             return self._add(node, inputs).outputs[value.index() or 0]
         if value.is_initializer():
             return self._weight(value)
-        known = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        known = ir.val(value.name, type=value.type, shape=value.shape)
         return self.inputs.setdefault(str(value.name), known)
 
     def _add(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
@@ -118,14 +117,10 @@ class _Geometry:
         """Return this graph's copy of a body's weight, named by a hash of its content."""
         tensor = value.const_value
         assert tensor is not None
-        data = b"".join(external.pieces(tensor))
-        shape = [int(size) for size in tensor.shape.numpy()]
-        digest = hashlib.sha256(f"{tensor.dtype.name} {shape} ".encode() + data).hexdigest()
-        name = f"weight_{digest[:16]}"
-        array = ir.tensor(np.frombuffer(data, tensor.dtype.numpy()).reshape(shape), name=name)
-        known = ir.Value(
-            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=array
-        )
+        data = external.array(tensor)
+        about = f"{tensor.dtype.name} {list(data.shape)} ".encode()
+        name = f"weight_{hashlib.sha256(about + data.tobytes()).hexdigest()[:16]}"
+        known = ir.val(name, const_value=ir.tensor(data, name=name))
         return self.weights.setdefault(name, known)
 
 

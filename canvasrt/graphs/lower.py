@@ -7,8 +7,7 @@ until `nbits` and `cpu_experts` replace it by MatMulNBits. Weights are streamed:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,50 +15,37 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from canvasrt.bundle import Bundle
 from canvasrt.formats import ALL_CODES, Codes, NumberFormat, rounding_format
-from canvasrt.graphs import embedding_table, external, lowbits
-from canvasrt.graphs.edit import drop_unused, input_of, insert, sizes_of
+from canvasrt.graphs import external, lowbits
+from canvasrt.graphs.edit import drop_unused, initializer, input_of, insert, sizes_of
 from canvasrt.graphs.external import Stored
-from canvasrt.graphs.names import CODES, DOMAIN, SCALES, TABLE_VALUES, UNPACK
+from canvasrt.graphs.names import (
+    BLOCK_SCALES,
+    CODES,
+    DOMAIN,
+    FACTOR,
+    SCALE,
+    SCALES,
+    TABLE_VALUES,
+    UNPACK,
+    VALUES,
+)
 from canvasrt.graphs.rounding import operator, rounding
-from canvasrt.progress import report
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-_VALUES = ".values"
-_BLOCK_SCALES = ".block_scales"
-_PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
+_PARTS = (VALUES, BLOCK_SCALES, SCALE, FACTOR)
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 # How many numbers are converted to float32 at a time, and how many bytes of signed INT4 codes to unsigned codes.
 _PIECE = 1 << 22
 
 
-def lower(
-    graphs: Bundle,
-    out: Path,
-    write: Callable[[Path, Path], object] | None = None,
-) -> dict[str, Any]:
-    """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
-
-    Files, inputs and outputs keep their names; bfloat16 and E4M3 inputs and outputs become float32. The embedding
-    table is written too, in INT8 if it is quantized. Return the table's entry for the manifest; segments' entries do
-    not change. If `write` is given, it is called instead of `lower_graph`.
-    """
-    write = write or lower_graph
-    files = [segment["file"] for segment in graphs.manifest.segments]
-    for number, name in enumerate(files):
-        report("lowering graphs for a CPU", number, len(files))
-        write(graphs.file(name), out / name)
-    (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
-    return {
-        **embedding_table.embedding_entry(out / head),
-        **embedding_table.host_head_of(graphs.manifest.embedding),
-    }
-
-
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, and its weight files, whose names do not change, next to `out`."""
+    """Write the graph file `source` to `out` in a form that ONNX Runtime runs on a CPU, and its weight files, whose names
+    do not change, next to `out`.
+
+    Inputs and outputs keep their names; those in bfloat16 and E4M3 become float32. An embedding table in INT8 stays so.
+    """
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
@@ -70,16 +56,14 @@ def lower_graph(source: Path, out: Path) -> None:
         model.functions[function.identifier()] = function
         model.opset_imports[function.domain] = 1
     own = source.with_suffix(".bin").name
-    with contextlib.ExitStack() as stack:
-        files = {own: stack.enter_context(out.with_suffix(".bin").open("wb"))}
+
+    def items() -> Iterator[tuple[Stored, str | None]]:
         for name, value in model.graph.initializers.items():
-            item = written.get(name) or _wide(value)
-            found = getattr(value.const_value, "location", None)
-            location = own if found is None or name in written else str(found)
-            if location not in files:
-                files[location] = stack.enter_context((out.parent / location).open("wb"))
-            external.append(model, item, files[location])
-    ir.save(model, out)
+            location = getattr(value.const_value, "location", own)
+            apart = None if name in written or location == own else str(location)
+            yield written.get(name) or _wide(value), apart
+
+    external.write(model, items(), out)
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
@@ -87,11 +71,11 @@ def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
     written."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
-    for name in [name for name in packed if name.endswith(_VALUES)]:
+    for name in [name for name in packed if name.endswith(f".{VALUES}")]:
         if name == TABLE_VALUES:  # stays: `embedding_table` rewrites it later
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
-        items = kind(graph, name.removesuffix(_VALUES)).rewrite()
+        items = kind(graph, name.removesuffix(f".{VALUES}")).rewrite()
         written |= {item.name: item for item in items}
     return written
 
@@ -101,57 +85,45 @@ class _Weight:
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
         self.graph, self.name = graph, name
-        values = {part: graph.initializers.get(name + part) for part in _PARTS}
+        values = {part: graph.initializers.get(f"{name}.{part}") for part in _PARTS}
         self.values = {part: value for part, value in values.items() if value is not None}
         self.tensors: dict[str, Any] = {part: v.const_value for part, v in self.values.items()}
-        self.shape = tuple(sizes_of(self.values[_VALUES]))
+        self.shape = tuple(sizes_of(self.values[VALUES]))
 
     def rewrite(self) -> list[Stored]:
         """Replace codes, scales and factor by one plain weight. Return the new initializers, whose data is yet to be
         written."""
-        plain = _initializer(self.graph, Stored(self.name, _FLOAT, self.shape, self._read))
-        self._dequantized().replace_all_uses_with(plain)
-        for part in (".scale", ".factor"):
+        plain = initializer(self.graph, self.name, _FLOAT, self.shape)
+        _dequantized(self.values[VALUES], cast=True).replace_all_uses_with(plain)
+        for part in (SCALE, FACTOR):
             if part in self.values and (scaled := _multiplication(self.values[part])):
                 scaled.outputs[0].replace_all_uses_with(input_of(scaled))
         return [Stored(self.name, _FLOAT, self.shape, self._read)]
 
-    def _dequantized(self) -> ir.Value:
-        """Return the output of the weight's DequantizeLinear, or of the cast that follows it."""
-        (dequantize,) = self.values[_VALUES].consumers()
-        wide = dequantize.outputs[0]
-        users = wide.consumers()
-        return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
-
     def _read(self) -> Iterator[memoryview]:
         """Yield the plain weight's bytes, one matrix at a time. Experts have one matrix each."""
         rank = len(self.shape)
-        codes = _codes_of(self.tensors[_VALUES])
-        blocks = self.tensors.get(_BLOCK_SCALES)
-        scale = _floats(self.tensors[".scale"])
-        factor = self.tensors.get(".factor")
+        codes = _codes_of(self.tensors[VALUES])
+        blocks = self.tensors.get(BLOCK_SCALES)
+        scale = _floats(self.tensors[SCALE])
+        factor = self.tensors.get(FACTOR)
         factors = None if factor is None else _floats(factor)
-        data = {part: _bytes(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors}
+        data = {
+            part: external.mapped(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors
+        }
         count = self.shape[0] if rank == 3 else 1
         for index in range(count):
             # The parts of this matrix, each `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
             wide = lowbits.scaled(
-                lowbits.numbers_of(codes, parts[_VALUES]),
+                lowbits.numbers_of(codes, parts[VALUES]),
                 scale,
-                parts.get(_BLOCK_SCALES),
+                parts.get(BLOCK_SCALES),
                 None if blocks is None else _codes_of(blocks),
             )
             if factors is not None:
                 wide = wide * factors.reshape(count, -1)[index][:, None]
             yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
-
-
-def _initializer(graph: ir.Graph, item: Stored) -> ir.Value:
-    """Add an initializer whose data is written later."""
-    value = ir.Value(name=item.name, type=ir.TensorType(item.dtype), shape=ir.Shape(item.shape))
-    graph.initializers[item.name] = value
-    return value
 
 
 def _multiplication(value: ir.Value) -> ir.Node | None:
@@ -170,24 +142,24 @@ class _Int4Weight(_Weight):
 
     def rewrite(self) -> list[Stored]:
         *rows, width = self.shape
-        blocks = self.tensors[_BLOCK_SCALES].shape.numpy()
+        blocks = self.tensors[BLOCK_SCALES].shape.numpy()
         items = [
             Stored(self.name + CODES, ir.DataType.UINT8, (*rows, width // 2), self._codes),
             Stored(self.name + SCALES, _FLOAT, tuple(map(int, blocks)), self._scales),
         ]
-        inputs = [_initializer(self.graph, item) for item in items]
-        (dequantize,) = self.values[_VALUES].consumers()
+        inputs = [initializer(self.graph, each.name, each.dtype, each.shape) for each in items]
+        (dequantize,) = self.values[VALUES].consumers()
         name = f"{self.name}/unpacked"
         unpacked = insert(dequantize, UNPACK, inputs, name, domain=DOMAIN)
         dequantize.outputs[0].replace_all_uses_with(unpacked)
         return items
 
     def _scales(self) -> Iterator[memoryview]:
-        scales = np.ascontiguousarray(_floats(self.tensors[_BLOCK_SCALES]))
+        scales = np.ascontiguousarray(_floats(self.tensors[BLOCK_SCALES]))
         yield scales.reshape(-1).view(np.uint8).data
 
     def _codes(self) -> Iterator[memoryview]:
-        data = _bytes(self.tensors[_VALUES])
+        data = external.mapped(self.tensors[VALUES])
         for start in range(0, len(data), _PIECE):
             yield (data[start : start + _PIECE] ^ lowbits.INT4_OFFSET).data
 
@@ -203,7 +175,7 @@ def _round_inputs(graph: ir.Graph) -> None:
         if kind is None or node.outputs[0].is_graph_output():
             continue
         x, scale = input_of(node), input_of(node, 1)
-        last = _dequantized(node)
+        last = _dequantized(node.outputs[0], cast=bool(node.domain))
         gather = x.producer()
         if gather is not None and gather.op_type == "Gather" and len(x.consumers()) == 1:
             gather.replace_input_with(0, _rounded(gather, kind, input_of(gather), scale))
@@ -225,15 +197,14 @@ def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) 
     return output
 
 
-def _dequantized(quantize: ir.Node) -> ir.Value:
-    """Return the product's input: the output of the DequantizeLinear after a quantizer or, if a cast follows, of that
-    cast."""
-    (dequantize,) = quantize.outputs[0].consumers()
-    value = dequantize.outputs[0]
-    users = value.consumers()
-    if [node.op_type for node in users] == ["Cast"] and quantize.domain:
-        value = users[0].outputs[0]
-    return value
+def _dequantized(codes: ir.Value, cast: bool) -> ir.Value:
+    """Return the output of the only node that reads `codes`, a DequantizeLinear; with `cast`, that of the cast that
+    follows it, if there is one."""
+    (dequantize,) = codes.consumers()
+    wide = dequantize.outputs[0]
+    users = wide.consumers()
+    is_cast = cast and [node.op_type for node in users] == ["Cast"]
+    return users[0].outputs[0] if is_cast else wide
 
 
 def _lower_cache(graph: ir.Graph) -> None:
@@ -281,21 +252,14 @@ def _wide(value: ir.Value) -> Stored:
     found = external.from_graph(value)
     if found.dtype != _BFLOAT16:
         return found
-
-    bits = _bytes(value.const_value).view(np.uint16)
+    assert value.const_value is not None
+    bits = external.mapped(value.const_value).view(np.uint16)
 
     def pieces() -> Iterator[memoryview]:
         for start in range(0, len(bits), _PIECE):
             yield lowbits.from_bf16(bits[start : start + _PIECE]).view(np.uint8).data
 
     return replace(found, dtype=_FLOAT, read=pieces)
-
-
-def _bytes(tensor: Any) -> np.ndarray:
-    """Return a tensor's bytes; external data is memory-mapped."""
-    if isinstance(tensor, ir.ExternalTensor):
-        return external.mapped(tensor)
-    return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
 def _codes_of(tensor: Any) -> Codes:
@@ -305,8 +269,4 @@ def _codes_of(tensor: Any) -> Codes:
 
 def _floats(tensor: Any) -> np.ndarray:
     """Return a small bfloat16 or float32 tensor's values in float32."""
-    data = _bytes(tensor)
-    shape = tuple(int(size) for size in tensor.shape.numpy())
-    if tensor.dtype == _BFLOAT16:
-        return lowbits.from_bf16(data.view(np.uint16)).reshape(shape)
-    return data.view(np.float32).reshape(shape)
+    return external.array(tensor).astype(np.float32)

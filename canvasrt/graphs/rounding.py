@@ -46,14 +46,11 @@ class _Body:
         self.nodes.append(node)
         return node.outputs[0]
 
-    def constant(self, value: float) -> ir.Value:
-        return self.add("Constant", value=ir.tensor(np.array(value, np.float32)))
-
-    def byte(self, value: int) -> ir.Value:
-        return self.add("Constant", value=ir.tensor(np.array(value, np.uint8)))
+    def constant(self, value: Any, dtype: type[np.number[Any]] = np.float32) -> ir.Value:
+        return self.add("Constant", value=ir.tensor(np.array(value, dtype)))
 
     def integers(self, *values: int) -> ir.Value:
-        return self.add("Constant", value=ir.tensor(np.array(values, np.int64)))
+        return self.constant(values, np.int64)
 
     def nearest(self, value: ir.Value, codes: Codes) -> ir.Value:
         """Round to the nearest number that these codes encode. Ties go to even; anything beyond the largest number
@@ -116,8 +113,8 @@ def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
 
 def _unpack_int4(body: _Body) -> ir.Value:
     """Dequantize unsigned INT4 codes, two per byte, each 8 above the signed code; `scale` is `[…, in / block]`."""
-    low = body.add("BitwiseAnd", body.x, body.byte(15))
-    high = body.add("BitShift", body.x, body.byte(4), direction="RIGHT")
+    low = body.add("BitwiseAnd", body.x, body.constant(15, np.uint8))
+    high = body.add("BitShift", body.x, body.constant(4, np.uint8), direction="RIGHT")
     last = body.integers(-1)
     pairs = [body.add("Unsqueeze", each, last) for each in (low, high)]
     codes = body.add("Cast", body.add("Concat", *pairs, axis=-1), to=_FLOAT)

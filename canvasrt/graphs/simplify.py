@@ -13,8 +13,10 @@ import onnx_ir as ir
 
 from canvasrt.graphs.edit import (
     CONTRIB,
+    all_outputs,
     ancestors,
     drop_unused,
+    graph_input,
     input_of,
     insert,
     integers,
@@ -66,8 +68,7 @@ def _share_lengths(graph: ir.Graph) -> None:
 def _share_phase(graph: ir.Graph) -> None:
     """Expand the phase, `causal`, to one value per token. With this value, each layer selects its encoder or decoder
     scalar. Layers share everything except this selection."""
-    (causal,) = (value for value in graph.inputs if value.name == "causal")
-    for choice in causal.consumers():
+    for choice in graph_input(graph, "causal").consumers():
         if choice.op_type != "Where":
             continue
         chosen = choice.outputs[0]
@@ -112,9 +113,8 @@ def _split_heads(graph: ir.Graph) -> None:
             continue
         sizes = integers(graph, f"{source.name}_sizes", np.diff([*firsts, heads]))
         names = [f"{source.name}_part_{number}" for number in range(len(nodes))]
-        split = insert(nodes[0], "Split", [source, sizes], *names, axis=1).producer()
-        assert split is not None
-        for node, output in zip(nodes, split.outputs, strict=True):
+        split = all_outputs(insert(nodes[0], "Split", [source, sizes], *names, axis=1))
+        for node, output in zip(nodes, split, strict=True):
             replace(node.outputs[0], output)
 
 
@@ -264,7 +264,5 @@ def _join_norms(graph: ir.Graph) -> None:
             domain=CONTRIB,
             epsilon=node.attributes["epsilon"].as_float(),
         )
-        joined = normed.producer()
-        assert joined is not None
         replace(node.outputs[0], normed)
-        replace(total, joined.outputs[3])
+        replace(total, all_outputs(normed)[3])

@@ -72,9 +72,15 @@ def _svg(figure: Any, description: str) -> str:
 
 
 def bars(
-    axes: Any, names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]], form: str
-) -> None:
-    """Draw groups of bars, and their values if there is room for text. A series is a label, a colour and values."""
+    names: Sequence[str],
+    series: Sequence[tuple[str, str, Sequence[float]]],
+    form: str,
+    unit: str,
+    below: str = "",
+) -> Any:
+    """Return a figure of groups of bars, with their values if there is room for text. A series is a label, a colour
+    and values; `unit` labels the y axis, `below` the x axis."""
+    figure, axes = figure_of(2.6)
     width = 0.8 / len(series)
     for number, (label, colour, values) in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
@@ -90,7 +96,11 @@ def bars(
     # The default formatter prints a factor under the legend.
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
+    axes.set_xlabel(below)
+    axes.set_ylabel(unit)
+    if len(series) > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
+    return figure
 
 
 def points(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,30 @@ from canvasrt.errors import CanvasError
 _MISSING = object()
 
 
+_BOOLEAN = "tag:yaml.org,2002:bool"
+
+
+class _Loader(yaml.SafeLoader):
+    """Has YAML 1.2's booleans: `yes`, `no`, `on` and `off` are strings."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [each for each in known if each[0] != _BOOLEAN]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _BOOLEAN, re.compile("(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
 def read_yaml(file: Path, hint: str) -> Any:
     """Return the document in a YAML file. The message of a CanvasError names the file and the broken line."""
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return _Loader(file.read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise CanvasError(f"cannot read {file}: {why}", hint) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-13-01
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         problem = getattr(error, "problem", None) or "it cannot be parsed"

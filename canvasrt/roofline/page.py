@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,40 +51,40 @@ def _parts(made: Json) -> Any:
     for row in made["each"]:
         held = times[row["segment"]]
         held[row["part"]] = held.get(row["part"], 0.0) + row["us"] / 1e3
-    _stacked(axes, names, [times[name] for name in names])
+    places = list(range(len(names)))[::-1]
+    totals = _stack(axes, axes.barh, places, [times[name] for name in names])
+    axes.set_yticks(places, names)
+    axes.set_xlim(0, 1.03 * max(totals))
     axes.set_xlabel("milliseconds, predicted")
+    axes.grid(axis="x")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
     return figure
 
 
-def _stacked(axes: Any, names: Sequence[str], times: Sequence[Json]) -> None:
-    places = list(range(len(names)))[::-1]
-    left = [0.0] * len(names)
+def _stack(
+    axes: Any, draw: Callable[..., Any], places: Sequence[int], times: Sequence[Json]
+) -> list[float]:
+    """Draw a bar at each place, divided into parts of the network; return the bars' totals. `draw` is `axes.bar` or
+    `axes.barh`."""
+    ends = [0.0] * len(places)
     whole = max(sum(each.values()) for each in times)
     for part in PARTS:
         values = [each.get(part, 0.0) for each in times]
         if not any(values):
             continue
-        bars = axes.barh(places, values, 0.7, left=left, color=_COLOUR[part], label=part)
+        bars = draw(places, values, 0.65, ends, color=_COLOUR[part], label=part)
         labels = [f"{value:.2g}" if value > _LABELLED * whole else "" for value in values]
         axes.bar_label(bars, labels, label_type="center", fontsize=8, color="white")
-        left = [before + value for before, value in zip(left, values, strict=True)]
-    axes.set_yticks(places, names)
-    axes.set_xlim(0, 1.03 * whole)
-    axes.grid(axis="x")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
+        ends = [before + value for before, value in zip(ends, values, strict=True)]
+    return ends
 
 
 def _growth(grown: Sequence[Json], by: str, label: str) -> Any:
     """Draw one bar per size, divided into parts of the network and labelled with its total; the floor is a line."""
     figure, axes = figure_of(3.2)
     places = list(range(len(grown)))
-    below = [0.0] * len(grown)
-    for part in PARTS:
-        values = [each["parts"].get(part, 0.0) for each in grown]
-        if any(values):
-            axes.bar(places, values, 0.6, bottom=below, color=_COLOUR[part], label=part)
-            below = [before + value for before, value in zip(below, values, strict=True)]
-    for place, total in zip(places, below, strict=True):
+    totals = _stack(axes, axes.bar, places, [each["parts"] for each in grown])
+    for place, total in zip(places, totals, strict=True):
         axes.annotate(f"{total:.3g}", (place, total), ha="center", va="bottom", fontsize=8.5)
     floors = [each["floor_ms"] for each in grown]
     axes.hlines(

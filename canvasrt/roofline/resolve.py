@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from canvasrt.roofline.dims import UNKNOWN, Dim, fix, times
 from canvasrt.roofline.fused_attention import is_attention, operands
@@ -163,7 +164,8 @@ def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
     A sum over tokens, `[1, E, C]`, must not match as a reshape of its operand, `[T, E, C]`.
     """
     known = [each for each in candidates if UNKNOWN not in each]
-    for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, _reduced, _widened):
+    reduced = partial(_same_axes, reduced=True)
+    for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, reduced, _widened):
         for candidate in known:
             dims = attempt(wanted, candidate)
             if dims is not None:
@@ -171,15 +173,16 @@ def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
     return None
 
 
-def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
+def _same_axes(wanted: Dims, candidate: Dims, reduced: bool = False) -> Dims | None:
+    """Match a candidate with the same axes. If `reduced`, the candidate can have any size where `wanted` has size 1."""
     if len(wanted) != len(candidate):
         return None
     pairs = list(zip(wanted, candidate, strict=True))
-    if any(
-        isinstance(other, int) if size == UNRESOLVED else size != other for size, other in pairs
-    ):
-        return None
-    return candidate
+    fitting = (
+        isinstance(other, str) if size == UNRESOLVED else size == other or (reduced and size == 1)
+        for size, other in pairs
+    )
+    return tuple(o if s == UNRESOLVED else s for s, o in pairs) if all(fitting) else None
 
 
 def _squeezed(wanted: Dims, candidate: Dims) -> Dims | None:
@@ -253,19 +256,6 @@ def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
     if wanted[:before] != candidate[:before] or not isinstance(rows, str) or "+" in rows:
         return None
     return None if rows == UNKNOWN else (*wanted[:before], f"{rows}/{_TILE_ROWS}", *wanted[-4:])
-
-
-def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match a candidate with as many axes as `wanted`. Where `wanted` has size 1, the candidate can have any size."""
-    if len(wanted) != len(candidate) or 1 not in wanted:
-        return None
-    pairs = list(zip(wanted, candidate, strict=True))
-    if any(
-        isinstance(other, int) if size == UNRESOLVED else size not in (other, 1)
-        for size, other in pairs
-    ):
-        return None
-    return tuple(other if size == UNRESOLVED else size for size, other in pairs)
 
 
 def _widened(wanted: Dims, candidate: Dims) -> Dims | None:

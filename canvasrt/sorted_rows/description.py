@@ -13,6 +13,7 @@ from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
+from canvasrt.graphs.names import CARRIED, EXPERT_INDEX, EXPERT_INPUT, EXPERT_ROWS, SHARES
 from canvasrt.pass_shapes import BLOCK_ROWS
 
 SORTED_SUFFIX = ".sorted.json"
@@ -22,14 +23,6 @@ PROGRAM_OUTPUTS = 64
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Formats whose products take quantized rows.
 ROUNDED = ("fp8", "nvfp4")
-# Values between pieces: the experts' input, the chosen experts, and the experts' result, which has one row per token and
-# chosen expert.
-EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
-# Values that a piece passes to the next piece: the routing weights of a token's experts, and two values with the shape
-# of hidden states.
-SHARES, CARRIED = "shares", ("carried_0", "carried_1")
-# The suffix of SHARES and CARRIED in the names of a piece's outputs.
-OUT = "_out"
 # Buffers between kernels: the experts' lists of rows, the lengths of these lists, and the experts' inner states.
 ORDER, COUNTS, INNER = "order", "counts", "inner"
 SORT, ROUND, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "round_rows", "gate_up", "down"

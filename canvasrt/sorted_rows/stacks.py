@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.graphs import external
-from canvasrt.graphs.edit import sizes_of
+from canvasrt.graphs.edit import graph_input, sizes_of
 from canvasrt.graphs.lowbits import Bytes, Floats
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
@@ -32,9 +32,9 @@ class GraphExperts:
     def __init__(self, model: ir.Model, sizes: ExpertSizes, formats: Mapping[str, str]) -> None:
         """`formats` maps the names of the graph's quantized weights to their formats."""
         self._graph, self._sizes, self._formats = model.graph, sizes, formats
-        (hidden,) = (value for value in model.graph.inputs if value.name == "hidden")
-        assert hidden.dtype is not None
-        self.dtype = str(hidden.dtype.numpy().name)
+        dtype = graph_input(model.graph, "hidden").dtype
+        assert dtype is not None
+        self.dtype = str(dtype.numpy().name)
         self._count = sum(str(v.name).startswith("new_key_") for v in model.graph.outputs)
         self.forms = [self._layer_forms(number) for number in range(self._count)]
 
@@ -105,7 +105,7 @@ class GraphExperts:
     def _numbers(self, name: str) -> Floats:
         tensor = self._graph.initializers[name].const_value
         assert tensor is not None
-        return tensor.numpy().astype(np.float32)
+        return external.array(tensor).astype(np.float32)
 
     def _pieces(self, name: str) -> Iterator[Bytes]:
         """Yield a stack's bytes, one expert at a time."""

@@ -14,27 +14,26 @@ from canvasrt.containers.batch.lines import Line
 from canvasrt.containers.batch.run import Reply
 from canvasrt.containers.openai.app import ENDPOINTS
 from canvasrt.containers.openai.body import read_body
+from canvasrt.containers.openai.endpoint import Run
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
-from canvasrt.containers.openai.generation import Run, Served, answer_inputs
+from canvasrt.containers.openai.generation import Served, answer_inputs
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.upstream import triton_error
 from canvasrt.containers.tensors import ANSWERS, INPUTS, OUTPUTS, StreamEvent
-from canvasrt.containers.triton.grammar import prepare_grammars
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
-from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
+from canvasrt.containers.triton.prompt_encoder import SLOW, is_long
 from canvasrt.containers.triton.replies import Replies
 from canvasrt.containers.triton.request import read_request
-from canvasrt.containers.triton.start import generator_maker, open_all
+from canvasrt.containers.triton.start import generator_maker, open_all, prompt_encoder
 from canvasrt.containers.triton.tickets import Ticket, describe
 from canvasrt.containers.triton.worker import Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import EngineError
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Event
-from canvasrt.runtime.tokenizer import Tokenizer
 
 _PAUSE = 0.1  # seconds until a refused request is tried again
 _ENDPOINTS = {each.path: each for each in ENDPOINTS}
@@ -58,10 +57,7 @@ class Local:
             lambda gpu: open_model(bundle.path, options.threads, gpu=gpu), 1, True
         )
         self._model = model
-        tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
-        if tokenizer is not None:
-            prepare_grammars(model, tokenizer)
-        self._encoder = PromptEncoder(tokenizer, model.max_context)
+        self._encoder = prompt_encoder(model)
         self._thinks = bundle.mentions("enable_thinking")
         canvas = model.config.canvas_length
         self._served = Served(
@@ -92,15 +88,11 @@ class Local:
         ignored = Ignored(thinks=self._thinks)
         try:
             body = read_body(endpoint.body, line.body, ignored)
-            try:
+            with endpoint.naming():
                 asked = endpoint.parse(body)
                 inputs = answer_inputs(asked, self._served)
-                seed = inputs[0]["seed"] if inputs else 0
-                reply = endpoint.reply(body, asked, seed, self._served)
-                run = Run(self, self._metrics, inputs, {}, asked, reply, endpoint.path)
-                return Reply(200, reply.whole(await run.answers()))
-            except ApiError as error:
-                raise endpoint.renamed(error) from error
+            run = Run(endpoint, body, asked, inputs, self._served, self, self._metrics, {})
+            return Reply(200, run.reply.whole(await run.answers()))
         except ApiError as error:
             return Reply(error.status, error.to_json())
 

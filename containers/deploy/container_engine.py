@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class ContainerEngine:
         if done.returncode != 0:
             raise CanvasError(
                 f"{self.name} {arguments[0]} failed: {last_line(done.stderr)}",
-                f"run it yourself: {self.name} {' '.join(arguments)}",
+                f"run it yourself: {shlex.join([self.name, *arguments])}",
             )
         return done.stdout
 

@@ -15,7 +15,7 @@ from canvasrt.containers.deploy.container_engine import (
     last_line,
 )
 from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
-from canvasrt.containers.deploy.packages import Package, load, open_package
+from canvasrt.containers.deploy.packages import Package, load, load_words, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.image_settings import PROBE
 from canvasrt.containers.ports import PortRequest, check_distinct, listen, url_host
@@ -108,13 +108,12 @@ def commands_of(package: str, options: DeployOptions, engine: str | None = None)
             raise
         found = Package(package, None, "image", {}, None)
     store = "containers-storage" if chosen.name == "podman" else "docker-daemon"
-    first = {
-        "context": f"{chosen.name} build --tag {shlex.quote(found.tag)} {shlex.quote(package)}",
-        "docker": f"{chosen.name} load --input {shlex.quote(package)}",
-        "oci": f"skopeo copy oci:{shlex.quote(package)} {store}:{shlex.quote(found.tag)}",
-    }
-    commands = [first[found.kind]] if found.kind in first else []
-    return [*commands, shlex.join(run_command(found, options, chosen))]
+    commands = [run_command(found, options, chosen)]
+    if found.kind == "oci":
+        commands.insert(0, ["skopeo", "copy", f"oci:{found.path}", f"{store}:{found.tag}"])
+    elif found.path is not None:
+        commands.insert(0, [chosen.name, *load_words(found)])
+    return [*map(shlex.join, commands)]
 
 
 def addresses(options: DeployOptions) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,22 +63,27 @@ def load(package: Package, engine: ContainerEngine) -> None:
     """Build the image or load it into the container engine. Raises CanvasError if that fails."""
     if package.path is None:
         return
-    if package.kind == "context":
-        done = engine.run("build", "--tag", package.tag, str(package.path))
-    elif package.kind == "docker":
-        done = engine.run("load", "--input", str(package.path))
-    else:
+    words = load_words(package)
+    if package.kind == "oci":
         with scratch(package.path.resolve().with_name(f"{package.path.name}.load")) as folder:
             write_archive(package.path, package.tag, folder / "archive")
             done = engine.run("load", "--input", str(folder / "archive"))
+    else:
+        done = engine.run(*words)
     if done.returncode != 0:
-        what = "build" if package.kind == "context" else "load"
         raise CanvasError(
-            f"{engine.name} cannot {what} {package.path}: {last_line(done.stderr)}",
-            f"run it yourself: {engine.name} build {package.path}"
-            if what == "build"
+            f"{engine.name} cannot {words[0]} {package.path}: {last_line(done.stderr)}",
+            f"run it yourself: {shlex.join([engine.name, *words])}"
+            if package.kind == "context"
             else "check it with `canvasrt verify`, and check the free space on its disk",
         )
+
+
+def load_words(package: Package) -> list[str]:
+    """Return the container engine's arguments that build a folder's image, or load an archive."""
+    if package.kind == "context":
+        return ["build", "--tag", package.tag, str(package.path)]
+    return ["load", "--input", str(package.path)]
 
 
 def _context(path: Path) -> Package:

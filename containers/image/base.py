@@ -182,12 +182,16 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
                 f"{path} is neither an OCI layout nor a docker archive",
                 _GET_ONE,
             )
-    if architecture is not None and base.architecture != architecture:
-        raise CanvasError(
-            f"the base image {path} is for {base.architecture}, but the engines need {architecture}",
-            f"use the image for that platform: skopeo copy --override-arch {architecture} …",
-        )
+    if architecture not in (None, base.architecture):
+        raise _for_other(path, base.architecture, architecture)
     return base
+
+
+def _for_other(path: Path, found: str, wanted: str | None) -> CanvasError:
+    return CanvasError(
+        f"the base image {path} is for {found}, but the engines need {wanted}",
+        f"use the image for that platform: skopeo copy --override-arch {wanted} …",
+    )
 
 
 @contextmanager
@@ -330,10 +334,7 @@ def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
         return fitting[0]
     if not fitting and images:
         names = ", ".join(each["platform"]["architecture"] for each in images)
-        raise CanvasError(
-            f"the base image {path} is for {names}, but the engines need {architecture}",
-            f"use the image for that platform: skopeo copy --override-arch {architecture} …",
-        )
+        raise _for_other(path, names, architecture)
     raise CanvasError(
         f"{path} contains {len(fitting)} images",
         "give a layout with one image, or one per platform",

@@ -19,7 +19,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.staging import link_or_copy
 from canvasrt.types import Json
 
-# Called with the number of bytes read since the previous call.
+# Called after each file with its number of bytes.
 Counter = Callable[[int], None]
 
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -236,7 +236,9 @@ def write_tar(file: Any, entries: Iterable[LayerEntry], count: Counter | None = 
                 archive.addfile(info, io.BytesIO(entry.content))
             elif entry.source is not None:
                 with entry.source.open("rb") as source:
-                    archive.addfile(info, cast(IO[bytes], _Counting(source, count)))
+                    archive.addfile(info, source)
+                if count is not None:
+                    count(info.size)
             else:
                 archive.addfile(info)
     return total
@@ -256,17 +258,3 @@ def _header(entry: LayerEntry) -> tarfile.TarInfo:
     else:
         info.type, info.mode = tarfile.DIRTYPE, 0o755
     return info
-
-
-class _Counting:
-    """Reads from a file, and reports how much was read."""
-
-    def __init__(self, file: IO[bytes], count: Counter | None) -> None:
-        self._file = file
-        self._count = count
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        if self._count is not None:
-            self._count(len(data))
-        return data

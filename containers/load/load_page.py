@@ -11,7 +11,7 @@ import numpy as np
 
 from canvasrt.containers.load.measure import COMPARED, LoadSummary, Round
 from canvasrt.pages import render_page, section, table_of
-from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
+from canvasrt.pages.drawing import OURS, THEIRS, bars, drawing, figure_of
 from canvasrt.types import Json
 
 _COLOURS = (OURS, THEIRS)
@@ -98,9 +98,12 @@ def load_page(
 ) -> str:
     """Return the page as HTML. Raises CanvasError if matplotlib is not installed."""
     drawn = {
-        "throughput": _throughput(rounds),
-        "latency": _latency(rounds),
-        "timeline": _timeline(rounds),
+        name: drawing(name, about, draw, rounds)
+        for name, about, draw in (
+            ("throughput", "Tokens per second of each round", _throughput),
+            ("latency", "Share of calls by latency", _latency),
+            ("timeline", "Latency of each call by its scheduled start", _timeline),
+        )
     }
     failed = sum(sum(each.errors.values()) for each in summaries.values())
     calls = sum(each.calls for each in summaries.values())
@@ -122,63 +125,48 @@ def settings_line(settings: Json) -> str:
     )
 
 
-def _throughput(rounds: Mapping[str, Sequence[Round]]) -> str:
-    def draw() -> Any:
-        figure, axes = figure_of(2.5)
-        width = 0.8 / len(rounds)
+def _throughput(rounds: Mapping[str, Sequence[Round]]) -> Any:
+    numbers = [str(n) for n in range(1, 1 + max(map(len, rounds.values())))]
+    series = [
+        (server, colour, [LoadSummary.of([each]).tokens_per_second for each in taken])
+        for colour, (server, taken) in zip(_COLOURS, rounds.items(), strict=False)
+    ]
+    return bars(numbers, series, "{:,.0f}", "tokens per second", "round")
+
+
+def _latency(rounds: Mapping[str, Sequence[Round]]) -> Any:
+    figure, pair = figure_of(2.9, columns=2)
+    for axes, name in zip(pair, ("first", "total"), strict=True):
         for number, (server, taken) in enumerate(rounds.items()):
-            rates = [LoadSummary.of([each]).tokens_per_second for each in taken]
-            places = np.arange(len(taken)) + 1 + (number - (len(rounds) - 1) / 2) * width
-            axes.bar(places, rates, 0.92 * width, color=_COLOURS[number], label=server)
-        axes.set_xticks(range(1, 1 + max(map(len, rounds.values()))))
-        axes.set_xlabel("round")
-        axes.set_ylabel("tokens per second")
-        axes.grid(axis="y")
-        _legend(axes, rounds)
-        return figure
-
-    return drawing("throughput", "Tokens per second of each round", draw)
-
-
-def _latency(rounds: Mapping[str, Sequence[Round]]) -> str:
-    def draw() -> Any:
-        figure, pair = figure_of(2.9, columns=2)
-        for axes, name in zip(pair, ("first", "total"), strict=True):
-            for number, (server, taken) in enumerate(rounds.items()):
-                values = sorted(1e3 * getattr(call, name) for call in _good(taken, name))
-                shares = 100 * (np.arange(len(values)) + 1) / max(1, len(values))
-                axes.step(values, shares, where="post", color=_COLOURS[number], label=server)
-            axes.set_xlabel(f"{_SERIES[name]}, ms")
-            axes.set_ylim(0, 103)
-            axes.set_xlim(left=0)
-            axes.grid()
-        pair[0].set_ylabel("calls within, %")
-        _legend(pair[1], rounds, "lower right")
-        return figure
-
-    return drawing("latency", "Share of calls by latency", draw)
-
-
-def _timeline(rounds: Mapping[str, Sequence[Round]]) -> str:
-    def draw() -> Any:
-        figure, axes = figure_of(2.6)
-        for number, (server, taken) in enumerate(rounds.items()):
-            origin = min(each.start for each in taken)
-            points = [(call.due - origin, 1e3 * call.total) for call in _good(taken, "total")]
-            axes.plot(
-                *zip(*points, strict=True) if points else ((), ()),
-                ".",
-                color=_COLOURS[number],
-                label=server,
-            )
-        axes.set_xlabel("due, s after the server's first round began")
-        axes.set_ylabel("whole answer, ms")
-        axes.set_ylim(bottom=0)
+            values = sorted(1e3 * getattr(call, name) for call in _good(taken, name))
+            shares = 100 * (np.arange(len(values)) + 1) / max(1, len(values))
+            axes.step(values, shares, where="post", color=_COLOURS[number], label=server)
+        axes.set_xlabel(f"{_SERIES[name]}, ms")
+        axes.set_ylim(0, 103)
+        axes.set_xlim(left=0)
         axes.grid()
-        _legend(axes, rounds)
-        return figure
+    pair[0].set_ylabel("calls within, %")
+    _legend(pair[1], rounds, "lower right")
+    return figure
 
-    return drawing("timeline", "Latency of each call by its scheduled start", draw)
+
+def _timeline(rounds: Mapping[str, Sequence[Round]]) -> Any:
+    figure, axes = figure_of(2.6)
+    for number, (server, taken) in enumerate(rounds.items()):
+        origin = min(each.start for each in taken)
+        points = [(call.due - origin, 1e3 * call.total) for call in _good(taken, "total")]
+        axes.plot(
+            *zip(*points, strict=True) if points else ((), ()),
+            ".",
+            color=_COLOURS[number],
+            label=server,
+        )
+    axes.set_xlabel("due, s after the server's first round began")
+    axes.set_ylabel("whole answer, ms")
+    axes.set_ylim(bottom=0)
+    axes.grid()
+    _legend(axes, rounds)
+    return figure
 
 
 def _good(taken: Sequence[Round], name: str) -> list[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -20,13 +20,14 @@ from canvasrt.containers.openai.body import (
     Strings,
     translated,
 )
-from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.chat import chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import (
     AnthropicError,
     ApiError,
     bad_request,
     in_anthropics_form,
+    rename,
 )
 from canvasrt.containers.openai.fields import ANTHROPIC, Table
 from canvasrt.containers.openai.generation import (
@@ -39,7 +40,7 @@ from canvasrt.containers.openai.generation import (
 )
 from canvasrt.containers.openai.messages import has_images
 from canvasrt.containers.openai.parse_answer import Piece
-from canvasrt.containers.openai.tools import MAX_TOOLS
+from canvasrt.containers.openai.tools import MAX_TOOLS, ChatRequest
 from canvasrt.containers.tensors import MAX_STOPS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.sampling_params import check_sampling
@@ -111,15 +112,17 @@ def count(body: MessagesRequest) -> Generation:
     for any image, because an image's number of tokens depends on its size."""
     asked = messages_generation(body)
     try:
-        check_sampling(asked.options, asked.names)
+        check_sampling(asked.options)
     except CanvasError as error:
-        raise bad_request(f"{error.message}: {error.hint}.") from None
+        wrong = bad_request(f"{error.message}: {error.hint}.", error.message.partition(" ")[0])
+        rename(wrong, asked.names)
+        raise wrong from None
     if has_images(asked.messages or []):
         raise bad_request("The tokens of images cannot be counted: send text.")
     options = {"tokenize": json.dumps({"spell": False, "add_generation_prompt": True})}
     if "template" in asked.options:
         options["template"] = asked.options["template"]
-    return Generation(options, messages=asked.messages, seed=0, plain=True, ignored=asked.ignored)
+    return replace(asked, options=options, seed=0, plain=True, n=1)
 
 
 def _chat(body: MessagesRequest) -> ChatRequest:
@@ -355,22 +358,6 @@ class CountReply(Reply):
         return {"input_tokens": len(answers[0].final.prompt_token_ids)}
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Replace a chat's field names in an error's message with Anthropic's, and return the error.
-
-    If the context is too short, the message begins as Anthropic's: Claude Code then asks for fewer tokens, or compacts
-    the conversation.
-    """
-    for chat, own in _NAMES.items():
-        error.message = re.sub(chat, own, error.message)
-    if error.code == "context_length_exceeded":
-        fewer = re.search(r"of (\d+) tokens and (\d+) .* of (\d+) tokens: .*ask for", error.message)
-        begin = "input length and `max_tokens` exceed context limit: {} + {} > {}. "
-        begin = begin.format(*fewer.groups()) if fewer else "prompt is too long: "
-        error.message = begin + error.message
-    return error
-
-
 MESSAGES = Endpoint(
     "/v1/messages",
     "Answer a conversation, in Anthropic's form.",
@@ -379,7 +366,7 @@ MESSAGES = Endpoint(
     MessageReply,
     Message,
     True,
-    renamed,
+    _NAMES,
     AnthropicError,
 )
 COUNT = Endpoint(
@@ -389,6 +376,6 @@ COUNT = Endpoint(
     count,
     CountReply,
     Counted,
-    renamed=renamed,
+    names=_NAMES,
     error=AnthropicError,
 )

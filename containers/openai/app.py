@@ -21,10 +21,10 @@ from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.body_pool import BodyPool
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.decisions import DECISIONS
-from canvasrt.containers.openai.endpoint import Endpoint, add_endpoint
+from canvasrt.containers.openai.endpoint import Endpoint, Run, add_endpoint
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.fields import Ignored
-from canvasrt.containers.openai.generation import Run, Served, answer_inputs
+from canvasrt.containers.openai.generation import Served, answer_inputs
 from canvasrt.containers.openai.health import QUIET, ServerState, add_health
 from canvasrt.containers.openai.infill import INFILL
 from canvasrt.containers.openai.metrics import FrontMetrics, OtherMetrics, gpu_text, triton_text
@@ -113,36 +113,25 @@ class Front:
         ignored = None if self._options.strict else Ignored(self._options.lenient, thinks)
         body = await self.pool.run(len(raw), read_body, endpoint.body, raw, ignored)
         body.check_model(self._options.names)
-        try:
+        with endpoint.naming():
             asked = await self.pool.run(len(raw), endpoint.parse, body)
             size = len(raw)
             if asked.messages is not None and self._fetcher is not None:
                 budget = request.scope[AT_END].enter_context(self._fetcher.request())
                 size += await inline(asked.messages, self._fetcher, budget)
             inputs = await self.pool.run(size, answer_inputs, asked, self._served)
-            self.metrics.ignore(ignored or ())
-            request.scope[MORE](max(len(inputs) - 1, 0))
-            seed = inputs[0]["seed"] if inputs else 0
-            reply = endpoint.reply(body, asked, seed, self._served)
-            run = Run(
-                self._upstream,
-                self.metrics,
-                inputs,
-                parameters_of(request),
-                asked,
-                reply,
-                endpoint.path,
-            )
-            if endpoint.streams and body.stream:
-                chunks = run.chunks(self.pool)
-                if reply.media_type == "text/event-stream":
-                    chunks = kept_alive(chunks, lambda error: run.failed(endpoint.renamed(error)))
-                return await streamed(request.receive, chunks, reply.media_type)
-            answers = await unless_disconnected(request.receive, run.answers())
-            size = sum(len(each.final.logprobs) + len(each.final.text) for each in answers)
-            return await self.pool.run(size, lambda: JSONResponse(reply.whole(answers)))
-        except ApiError as error:
-            raise endpoint.renamed(error) from error
+        self.metrics.ignore(ignored or ())
+        request.scope[MORE](max(len(inputs) - 1, 0))
+        given = (self._served, self._upstream, self.metrics, parameters_of(request))
+        run = Run(endpoint, body, asked, inputs, *given)
+        if endpoint.streams and body.stream:
+            chunks = run.chunks(self.pool)
+            if endpoint.reply.media_type == "text/event-stream":
+                chunks = kept_alive(chunks, run.failed)
+            return await streamed(request.receive, chunks, endpoint.reply.media_type)
+        answers = await unless_disconnected(request.receive, run.answers())
+        size = sum(len(each.final.logprobs) + len(each.final.text) for each in answers)
+        return await self.pool.run(size, lambda: JSONResponse(run.reply.whole(answers)))
 
     def _admit(self, request: Request) -> None:
         """Count a request against its caller's limit until its reply has ended.

@@ -14,45 +14,20 @@ from canvasrt.containers.openai.body import (
     OWN,
     UNLIMITED,
     Budget,
-    ImageTokens,
     Sampling,
     about,
     fail,
 )
-from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table, settle
+from canvasrt.containers.openai.errors import bad_request, leading
+from canvasrt.containers.openai.fields import COMPLETION, Table, settle
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_formats import Format, format_of
-from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs, template_names
+from canvasrt.containers.openai.tools import ChatRequest, schemas, template_inputs, template_names
 from canvasrt.containers.openai.vllm_fields import canvas_of, read_of, sampling_of
 from canvasrt.runtime.sampling_params import MAX_INT32
 
-
-class ChatRequest(Conversation):
-    """The body of a chat completion."""
-
-    table: ClassVar[Table] = CHAT
-
-    max_completion_tokens: Budget = None
-    image_tokens: ImageTokens = None
-
-    def check(self, size: int) -> None:
-        super().check(size)
-        if self.max_completion_tokens is not None and self.max_tokens not in (
-            None,
-            self.max_completion_tokens,
-        ):
-            raise bad_request(
-                "max_tokens and max_completion_tokens disagree; send one of them.",
-                "max_tokens",
-                "invalid_value",
-            )
-
-    @property
-    def token_budget(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
+# Refusals name it as `grammar.schema` or "the grammar".
+_GRAMMAR = leading("grammar") + r"|(?<=^The )grammar\b"
 
 
 def _prompts(value: Any) -> Any:
@@ -101,42 +76,25 @@ def chat_generation(request: ChatRequest) -> Generation:
     """Return a chat's generation. Raises ApiError for invalid tools or formats."""
     wanted = format_of(request)
     inputs = template_inputs(request, wanted)
-    asked = Generation(
-        {**_options(request, wanted), **inputs},
-        messages=request.messages,
-        image_tokens=request.image_tokens,
-        tools=schemas(request),
-        parallel_calls=request.parallel_tool_calls is not False,
-        **_shared(request, wanted),
-    )
+    asked = _generation(request, wanted)
+    asked.options |= inputs
+    asked.messages, asked.image_tokens = request.messages, request.image_tokens
+    asked.tools, asked.parallel_calls = schemas(request), request.parallel_tool_calls is not False
     of_tools = "grammar" in inputs and (wanted is None or "prefix" in inputs)
-    asked.names |= template_names(request) | ({"grammar": "tools"} if of_tools else {})
+    asked.names |= template_names(request) | ({_GRAMMAR: "tools"} if of_tools else {})
     return asked
 
 
 def completion_generation(request: CompletionRequest) -> Generation:
     """Return a completion's generation. Raises ApiError for an invalid prompt or format."""
     prompts = [_prompt(each) for each in request.prompt]
-    wanted = format_of(request)
-    options, shared = _options(request, wanted), _shared(request, wanted)
-    return Generation(options, prompts=prompts, plain=True, **shared)
+    asked = _generation(request, format_of(request))
+    asked.prompts, asked.plain = prompts, True
+    return asked
 
 
-def _shared(request: Sampling, wanted: Format | None) -> dict[str, Any]:
-    return {
-        "n": request.n or 1,
-        "seed": request.seed,
-        "names": {
-            "max_new_tokens": request.token_budget[0],
-            "grammar": wanted.path if wanted else "response_format",
-            **sampling_of(request)[1],
-            **canvas_of(request)[1],
-        },
-        "ignored": request.ignored,
-    }
-
-
-def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
+def _generation(request: Sampling, wanted: Format | None) -> Generation:
+    """Return a generation without its prompts."""
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
     if isinstance(request, CompletionRequest):
         given["echo"] = request.echo or None
@@ -146,7 +104,7 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
     given["grammar"] = json.dumps(wanted.grammar) if wanted else None
     given["stop"], given["stop_token_ids"] = request.stop, request.stop_token_ids
     given["ignore_eos"] = request.ignore_eos or None
-    given["max_new_tokens"] = request.token_budget[1]
+    name, given["max_new_tokens"] = request.token_budget
     given |= read_of(request)
     if given["ignore_eos"] and given["grammar"]:
         raise bad_request(
@@ -155,11 +113,19 @@ def _options(request: Sampling, wanted: Format | None) -> dict[str, Any]:
             "unsupported_parameter",
         )
     given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None
-    given |= sampling_of(request)[0]
-    canvas = canvas_of(request)[0]
+    sampling, sampling_names = sampling_of(request)
+    canvas, canvas_names = canvas_of(request)
+    given |= sampling
     given["canvas"] = json.dumps(canvas) if canvas or request.canvas is not None else None
     given["drafts"] = request.wants_drafts or None
-    return {name: value for name, value in given.items() if value is not None and value != []}
+    path = wanted.path if wanted else "response_format"
+    return Generation(
+        {name: value for name, value in given.items() if value is not None and value != []},
+        n=request.n or 1,
+        seed=request.seed,
+        names={"max_new_tokens": name, _GRAMMAR: path, **sampling_names, **canvas_names},
+        ignored=request.ignored,
+    )
 
 
 def _prompt(prompt: str | Sequence[int]) -> dict[str, Any]:

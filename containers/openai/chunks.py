@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.chat import (
-    ChatRequest,
     CompletionRequest,
     chat_generation,
     completion_generation,
@@ -29,6 +28,7 @@ from canvasrt.containers.openai.generation import (
     own_parts,
 )
 from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.containers.openai.vllm_fields import vllm_scores
 from canvasrt.types import Json
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -21,7 +22,8 @@ from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import DECISION, Table, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
-from canvasrt.containers.openai.responses import renamed
+from canvasrt.containers.openai.response_events import usage_of
+from canvasrt.containers.openai.responses import NAMES
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.questions import text_of
@@ -87,21 +89,11 @@ class DecisionReply(Reply):
     text_field = "input"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
-        final, usage = answers[0].final, self.usage
         return {
             "model": self.body.model,
-            "answers": json.loads(final.text)["answers"],
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": usage.cached_tokens,
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": 0,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt_tokens,
-            },
-            "canvasrt": {**self.own_fields(), "passes": usage.denoising_steps},
+            "answers": json.loads(answers[0].final.text)["answers"],
+            "usage": usage_of(replace(self.usage, completion_tokens=0)),
+            "canvasrt": {**self.own_fields(), "passes": self.usage.denoising_steps},
         }
 
 
@@ -158,20 +150,16 @@ def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
     """Return a message's text or, if the message has images, its content parts in a chat's form."""
     if not isinstance(content, list) or not any(map(_is_image, content)):
         return text_of(content, path)
-    return [
-        _image(each, f"{path}[{i}]")
-        if _is_image(each)
-        else {"type": "text", "text": text_of([each], f"{path}[{i}]")}
-        for i, each in enumerate(content)
-    ]
+    return [_part(each, f"{path}[{i}]") for i, each in enumerate(content)]
 
 
 def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("input_image", "image_url")
 
 
-def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return an image part in a chat's form."""
+def _part(part: Any, path: str) -> dict[str, Any]:
+    if not _is_image(part):
+        return {"type": "text", "text": text_of([part], path)}
     image = part.get("image_url")
     if isinstance(image, str):
         image = {"url": image, "detail": part.get("detail")}
@@ -187,5 +175,5 @@ DECISIONS = Endpoint(
     decide,
     DecisionReply,
     Decisions,
-    renamed=renamed,
+    names=NAMES,
 )

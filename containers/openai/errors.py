@@ -104,9 +104,17 @@ class ApiError(Exception):
 
 
 def in_anthropics_form(error: ApiError) -> AnthropicError:
-    """Return the body of an error in Anthropic's form."""
-    kind = "api_error" if error.status >= 500 else "invalid_request_error"
-    details = {"type": _ANTHROPICS.get(error.status, kind), "message": error.message}
+    """Return the body of an error in Anthropic's form.
+
+    If the context is too short, the message begins as Anthropic's: Claude Code then asks for fewer tokens, or compacts
+    the conversation.
+    """
+    kind, begin = "api_error" if error.status >= 500 else "invalid_request_error", ""
+    if error.code == "context_length_exceeded":
+        fewer = re.search(r"of (\d+) tokens and (\d+) .* of (\d+) tokens: .*ask for", error.message)
+        begin = "input length and `max_tokens` exceed context limit: {} + {} > {}. "
+        begin = begin.format(*fewer.groups()) if fewer else "prompt is too long: "
+    details = {"type": _ANTHROPICS.get(error.status, kind), "message": begin + error.message}
     return {"type": "error", "error": AnthropicDetails(**details)}  # type: ignore[typeddict-item]
 
 
@@ -164,17 +172,22 @@ def from_validation(error: ValidationError) -> ApiError:
     return bad_request(f"Invalid {param!r}: {message}.", param, code)
 
 
-def rename(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Replace a chat's field names (the keys of `names`) in an error with the field names of the request's own API (the
-    values), and return the error."""
-    for name, own in names.items():
-        if error.param and re.match(rf"{re.escape(name)}\b", error.param):
-            error.param = own + error.param[len(name) :]
-            # `messages` is also an ordinary word, so only `messages[` is replaced.
-            word = re.escape(name) + (r"(?=\[)" if name == "messages" else r"\b")
-            error.message = re.sub(rf"(?<!\w){word}", own, error.message)
-            break
-    return error
+def rename(error: ApiError, names: Mapping[str, str]) -> bool:
+    """Replace our parameter names in an error with those of the request's API; return whether there were any. `names` maps
+    patterns of the former to the latter. A pattern must match in `param`, because many names are also words."""
+    found = False
+    for pattern, own in names.items():
+        if error.param and re.search(pattern, error.param):
+            found, own = True, own.replace("\\", r"\\")
+            error.param = re.sub(pattern, own, error.param)
+            error.message = re.sub(pattern, own, error.message)
+    return found
+
+
+def leading(name: str) -> str:
+    """Return the pattern of a parameter's path at the beginning of a text, where a variable named `a` is written `A`.
+    Elsewhere, `name` is an ordinary word."""
+    return rf"^(?i:{re.escape(name)})\b[\w.\[\]]*"
 
 
 def path_of(loc: tuple[int | str, ...]) -> str:

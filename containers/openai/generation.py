@@ -6,27 +6,19 @@ An endpoint parses its body to a `Generation`; its `Reply` renders the answers i
 from __future__ import annotations
 
 import json
-import re
 import secrets
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.body import MAX_ANSWERS
-from canvasrt.containers.openai.body_pool import BodyPool
-from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.errors import ApiError, bad_request, rename
 from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.messages import Chat, read_messages
-from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
-from canvasrt.containers.openai.tracing import Blocks
-from canvasrt.containers.openai.upstream import Answers, Source
 from canvasrt.containers.tensors import MAX_GRAMMAR
-from canvasrt.errors import CanvasError
 from canvasrt.runtime.pictures import BUDGETS
 
 _MOST_SENT = 64 * 2**20  # characters of text plus bytes of images, summed over all answers
@@ -65,7 +57,7 @@ class Generation:
     tools: Mapping[str, Mapping[str, Any]] | None = None
     parallel_calls: bool = True
     plain: bool = False  # if true, the text is not parsed for thoughts and tool calls
-    # Names of the model's inputs → the caller's names.
+    # Patterns of the model's inputs → the names of the body's fields that set them.
     names: dict[str, str] = field(default_factory=dict)
     # Warnings about ignored fields; None if unknown fields are refused.
     ignored: Ignored | None = None
@@ -89,6 +81,9 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
     for prompt in prompts:
         count = len(prompt.get("prompt_ids", ()))
         if served.max_context is not None and count > served.max_context:
+            if "tokenize" in asked.options:  # the tokens are to be decoded
+                problem = f"tokens has {count} tokens; at most {served.max_context} are allowed."
+                raise bad_request(problem, "tokens", "invalid_value")
             raise bad_request(
                 f"The prompt ({count} tokens) plus the new tokens exceed the context of"
                 f" {served.max_context}: shorten it to {served.max_context - served.canvas} tokens, for"
@@ -99,9 +94,10 @@ def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[
     if len(prompts) * n > MAX_ANSWERS:
         raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
     if (size := len(asked.options.get("grammar", ""))) > MAX_GRAMMAR:
-        name = asked.names.get("grammar", "response_format")
-        problem = f"{name} has {size} characters of JSON; at most {MAX_GRAMMAR} are allowed."
-        raise bad_request(problem, name, "invalid_value")
+        problem = f"grammar has {size} characters of JSON; at most {MAX_GRAMMAR} are allowed."
+        error = bad_request(problem, "grammar", "invalid_value")
+        rename(error, asked.names)
+        raise error
     _check_size([{**asked.options, **prompt} for prompt in prompts], n)
     seed = secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed
     return [{**asked.options, **prompt, "seed": seed + i} for prompt in prompts for i in range(n)]
@@ -181,8 +177,8 @@ class Reply(ABC):
     """Renders the answers to one request in an API's format: at once, or as the objects of a stream."""
 
     media_type = "text/event-stream"
-    # The body's field that holds the prompt.
-    text_field = "messages"
+    # The body's field that holds the prompt. Errors about none of the body's fields name it, unless it is None.
+    text_field: str | None = "messages"
 
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         """`seed` is the first answer's seed."""
@@ -229,120 +225,6 @@ class Reply(ABC):
         """Return the fields that we add to a reply: the seed, and warnings about ignored parameters."""
         ignored = self.asked.ignored
         return {"seed": self.seed, **({"warnings": ignored} if ignored else {})}
-
-    def named(self, error: ApiError) -> ApiError:
-        """Replace the model's field names in an error with the caller's, and return the error."""
-        path = error.param or ""
-        field = re.split(r"\W", path, maxsplit=1)[0]
-        names = self.asked.names
-        if own := names.get(path) or names.get(field):
-            error.param = own
-            if own.startswith("chat_template_kwargs."):
-                # Only at the start, because `path` can also be an ordinary word.
-                start = rf"^{re.escape(path)}\b"
-                error.message = re.sub(start, own, error.message, flags=re.IGNORECASE)
-            else:
-                count = 1 if field == "grammar" else -1
-                error.message = error.message.replace(path, own, count)
-        elif field not in type(self.body).model_fields or field == self.text_field:
-            error.param = self.text_field
-        return error
-
-
-class Run:
-    """One request while the model answers it."""
-
-    def __init__(
-        self,
-        upstream: Source,
-        metrics: FrontMetrics,
-        inputs: list[dict[str, Any]],
-        parameters: Mapping[str, int | str],
-        asked: Generation,
-        reply: Reply,
-        endpoint: str,
-    ) -> None:
-        self._begin = time.perf_counter()
-        self._answers = Answers(upstream, inputs, parameters)
-        self._count = len(inputs)
-        self._metrics, self._asked, self._reply = metrics, asked, reply
-        self._endpoint = endpoint
-        self._blocks = Blocks()
-
-    async def answers(self) -> list[Answer]:
-        """Return all answers. Raises ApiError if the request fails."""
-        finals: dict[int, StreamEvent] = {}
-        async with aclosing(self._events()) as events:
-            async for index, event in events:
-                if event.event == "final":
-                    finals[index] = event
-        return [
-            Answer(self._asked.parser().put(finals[index].text, final=True), finals[index])
-            for index in range(self._count)
-        ]
-
-    async def chunks(self, pool: BodyPool) -> AsyncGenerator[bytes, None]:
-        """Yield the reply as a stream. Raises ApiError only before the first chunk."""
-        reply, begun = self._reply, False
-        parsers: dict[int, AnswerParser | PlainText] = {}
-        try:
-            async with aclosing(self._events()) as events:
-                async for index, event in events:
-                    size, begun = len(event.logprobs), True
-                    if event.event == "draft":
-                        chunks = reply.draft(index, event)
-                    else:
-                        chunks = []
-                        if index not in parsers:
-                            parsers[index] = self._asked.parser()
-                            seconds = time.perf_counter() - self._begin
-                            self._metrics.first_piece[self._endpoint].add(seconds)
-                            chunks += reply.open(index)
-                        if event.event == "final":
-                            rest = parsers[index].put("", final=True)
-                            chunks += reply.close(index, Answer(rest, event))
-                        else:
-                            pieces = parsers[index].put(event.text)
-                            chunks += await pool.run(size, reply.add, index, pieces, event)
-                    for chunk in chunks:
-                        yield await pool.run(size, reply.encode, chunk)
-            last = reply.end()
-        except ApiError as error:
-            if not begun:
-                raise
-            last = reply.failed(error)
-        for chunk in last:
-            yield reply.encode(chunk)
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the last chunks of a stream that fails."""
-        return b"".join(map(self._reply.encode, self._reply.failed(error)))
-
-    async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        """Yield pairs of an answer's index and an event, as events arrive. Errors have the caller's field names."""
-        try:
-            async with self._answers as answers:
-                async for index, event in answers:
-                    self._blocks.see(index, event)
-                    if event.event == "final":
-                        self._add_usage(index, event)
-                    yield index, event
-        except CanvasError as error:  # a value that its tensor cannot hold
-            raise self._reply.named(
-                bad_request(f"{error.message}: {error.hint}.", None, "invalid_value")
-            ) from error
-        except ApiError as error:
-            raise (self._reply.named(error) if error.status == 400 else error) from None
-
-    def _add_usage(self, index: int, final: StreamEvent) -> None:
-        prompt, number = divmod(index, self._asked.n)
-        self._reply.usage.add(final, prompt, first_of_prompt=number == 0)
-        if final.steps:  # an encode-only request has no steps
-            self._metrics.add(
-                len(final.prompt_token_ids) if number == 0 else 0,
-                len(final.token_ids),
-                sum(final.steps),
-            )
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:

@@ -48,13 +48,9 @@ class Middleware:
         origin: Origin | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._timeout = timeout
-        self._origin = origin
-        self._app = app
-        self._places = places or Places(0)
-        self._state = state
-        self._metrics = metrics
-        self._max_body = max_body
+        self._app, self._state, self._metrics = app, state, metrics
+        self.max_body, self.places = max_body, places or Places(0)
+        self.origin, self.timeout = origin, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,10 +58,7 @@ class Middleware:
             return
         if scope["method"] == "HEAD":  # handled as GET; uvicorn drops the response body
             scope = {**scope, "method": "GET"}
-        exchange = _Exchange(scope, receive, send, self._max_body)
-        if scope.get("client") in self._places.reserved and scope["path"] not in HEALTH:
-            exchange.refusal = too_many_connections()
-        exchange.origin, exchange.timeout = self._origin, self._timeout
+        exchange = _Exchange(self, scope, receive, send)
         begin = time.perf_counter()
         try:
             with ExitStack() as scope[AT_END]:
@@ -97,28 +90,18 @@ class Middleware:
 class _Exchange:
     """One request and its response."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
+    def __init__(self, limits: Middleware, scope: Scope, receive: Receive, send: Send) -> None:
         self.id = _given_id(scope) or f"req_{uuid.uuid4().hex}"
         self.status = DISCONNECTED
         scope[ID] = self.id
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._left = max_body
-        self._max_body = max_body
+        self._scope, self._receive, self._send = scope, receive, send
+        self._limits, self._left = limits, limits.max_body
         self._started = self._ended = False
-        self.refusal: ApiError | None = None
-        self.origin: Origin | None = None
-        self.timeout: float | None = None
         self._timer: asyncio.Timeout | None = None
 
     async def run(self, app: ASGIApp) -> None:
         try:
-            if self.refusal is not None:
-                raise self.refusal
-            if self.origin is not None:
-                self.origin.check(self._scope)
-            self._check_length()
+            self._check()
             await self._answer(app)
             if not self._ended:
                 self.status = DISCONNECTED
@@ -138,7 +121,7 @@ class _Exchange:
         except TimeoutError:
             if self._timer is None or not self._timer.expired():
                 raise
-            raise too_late(self.timeout or 0) from None
+            raise too_late(self._limits.timeout or 0) from None
         finally:
             self._timer = None
 
@@ -154,8 +137,8 @@ class _Exchange:
                 raise self._too_large()
             if not message.get("more_body", False):
                 self._scope[BEGIN] = begin = time.monotonic()
-                if self.timeout is not None:
-                    self._limit(begin + self.timeout + _GRACE)
+                if (timeout := self._limits.timeout) is not None:
+                    self._limit(begin + timeout + _GRACE)
         return message
 
     async def send(self, message: Message) -> None:
@@ -172,16 +155,24 @@ class _Exchange:
         if not self._started:
             await response(self._scope, self._receive, self.send)
 
-    def _check_length(self) -> None:
-        headers: dict[bytes, Any] = dict(self._scope["headers"])
+    def _check(self) -> None:
+        """Raise ApiError for a request that must not reach the application."""
+        scope, limits = self._scope, self._limits
+        if scope.get("client") in limits.places.reserved and scope["path"] not in HEALTH:
+            error = unavailable("Too many connections are open.", "too_many_connections")
+            error.headers["Connection"] = "close"
+            raise error
+        if limits.origin is not None:
+            limits.origin.check(scope)
+        headers: dict[bytes, Any] = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body:
+        if length.isdigit() and int(length) > limits.max_body:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"The body of the request is larger than {self._max_body} bytes.",
+            f"The body of the request is larger than {self._limits.max_body} bytes.",
             code="request_too_large",
         )
 
@@ -196,13 +187,6 @@ def _given_id(scope: Scope) -> str:
     """Return the request id that the caller sent; empty if there is none, or if the id is not safe to log."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if _ID.fullmatch(given) else ""
-
-
-def too_many_connections() -> ApiError:
-    """Return the error for a caller on a connection that is reserved for health checks."""
-    error = unavailable("Too many connections are open.", "too_many_connections")
-    error.headers["Connection"] = "close"
-    return error
 
 
 def internal_error(id: str, path: str) -> Response:

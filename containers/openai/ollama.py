@@ -15,14 +15,13 @@ from typing_extensions import TypedDict
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.body import OWN, Body, MaybeMessages, about, check_parts, translated
 from canvasrt.containers.openai.chat import (
-    ChatRequest,
     CompletionRequest,
     chat_generation,
     completion_generation,
 )
 from canvasrt.containers.openai.chunks import token_score, visible_scores
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, rename
+from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.fields import OLLAMA, Table, settle
 from canvasrt.containers.openai.generation import (
     Answer,
@@ -32,6 +31,7 @@ from canvasrt.containers.openai.generation import (
     finish_reason,
 )
 from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.types import Json
 
 # Supported options → fields of a chat.
@@ -40,12 +40,10 @@ _OPTIONS = {"num_predict": "max_tokens"} | {
 }
 
 
-# Fields of a chat → Ollama's fields.
-_NAMES = {own: f"options.{name}" for name, own in _OPTIONS.items()} | {
-    "response_format.json_schema.schema": "format",
-    "response_format": "format",
-    "reasoning_effort": "think",
-    "enable_thinking": "think",
+# Patterns of a chat's fields → Ollama's fields.
+_NAMES = {rf"(?<![\w.]){own}\b": f"options.{name}" for name, own in _OPTIONS.items()} | {
+    r"(?<![\w.])response_format(\.json_schema\.schema)?\b": "format",
+    r"(?<![\w.])(reasoning_effort|enable_thinking)\b": "think",
 }
 
 
@@ -307,8 +305,7 @@ class ChatLines(GenerateReply):
 
 
 def _endpoint(path: str, about: str, body: Any, parse: Callable[..., Any], reply: Any) -> Endpoint:
-    renamed = partial(rename, names=_NAMES)
-    return Endpoint(path, about, body, parse, reply, OllamaAnswer, True, renamed, OllamaError)
+    return Endpoint(path, about, body, parse, reply, OllamaAnswer, True, _NAMES, OllamaError)
 
 
 CHAT = _endpoint("/api/chat", "Ollama's chats.", OllamaChat, chat, ChatLines)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.messages import is_remote
 
 MAX_IMAGE_BYTES = 20 * 2**20
@@ -267,28 +267,17 @@ async def inline(
             "messages",
             "invalid_value",
         )
-    sizes = await asyncio.gather(
-        *(_inline(image, where, fetcher, budget) for where, image in found)
-    )
-    return sum(sizes)
 
+    async def fetched(where: str, image: dict[str, Any]) -> int:
+        try:
+            image["url"] = await fetcher.fetched(image["url"], budget)
+        except Refused as error:
+            message = f"The image of {where} is not available: {error}."
+            raise bad_request(message, where, "invalid_image_url") from error
+        return len(image["url"])
 
-async def _inline(
-    image: dict[str, Any], where: str, fetcher: Fetcher, budget: ImageBudget | None
-) -> int:
-    try:
-        url = await fetcher.fetched(image["url"], budget)
-    except Refused as error:
-        raise _refusal(where, error) from error
-    image["url"] = url
-    return len(url)
+    return sum(await asyncio.gather(*(fetched(*each) for each in found)))
 
 
 def _remote(image: Any) -> bool:
     return isinstance(image, dict) and isinstance(image.get("url"), str) and is_remote(image["url"])
-
-
-def _refusal(where: str, error: Refused) -> ApiError:
-    return bad_request(
-        f"The image of {where} is not available: {error}.", where, "invalid_image_url"
-    )

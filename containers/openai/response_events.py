@@ -17,6 +17,7 @@ from canvasrt.containers.openai.generation import (
     Generation,
     Reply,
     Served,
+    Usage,
     finish_reason,
     own_parts,
 )
@@ -88,6 +89,7 @@ class ResponseReply(Reply):
         """Return the response in its current state."""
         given = self.body.repeated()
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        steps = self.usage.denoising_steps
         return {
             "id": self._id,
             "object": "response",
@@ -110,7 +112,7 @@ class ResponseReply(Reply):
             "tools": given.get("tools", []),
             "top_p": given.get("top_p"),
             "truncation": "disabled",
-            "usage": _usage(final) if final else None,
+            "usage": {**usage_of(self.usage), "denoising_steps": steps} if final else None,
             "user": given.get("user"),
             "canvasrt": {**self.own_fields(), **(own_parts(final) if final else {})},
         }
@@ -182,16 +184,15 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return part | ({"annotations": [], "logprobs": []} if kind == "content" else {})
 
 
-def _usage(final: StreamEvent) -> dict[str, Any]:
-    prompt, answer = len(final.prompt_token_ids), len(final.token_ids)
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Return the `usage` object of a response or a decision."""
     return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": final.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": answer,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
         # Thoughts count as output tokens; their number is not known here.
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + answer,
-        "denoising_steps": sum(final.steps),
+        "total_tokens": usage.total_tokens,
     }
 
 

@@ -17,21 +17,20 @@ from canvasrt.containers.openai.body import (
     Strict,
     translated,
 )
-from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.chat import chat_generation
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request, rename
+from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import RESPONSE, Table, known
 from canvasrt.containers.openai.generation import Generation
 from canvasrt.containers.openai.response_events import Response, ResponseReply
-from canvasrt.containers.openai.tools import MAX_TOOLS, Effort, Function
+from canvasrt.containers.openai.tools import MAX_TOOLS, ChatRequest, Effort, Function
 
-# Names of a chat's parameters → their names in `/v1/responses`.
-_NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
+# Patterns of a chat's parameters → their names in `/v1/responses`.
+NAMES = {
+    r"(?<![\w.])messages(?=\[|$)": "input",  # otherwise an ordinary word
+    r"(?<![\w.])max_completion_tokens\b": "max_output_tokens",
+    r"(?<![\w.])reasoning_effort\b": "reasoning.effort",
+    r"(?<![\w.])response_format(\.json_schema)?\b": "text.format",
 }
 MAX_REPEATED = 1 << 20  # characters of JSON that a response repeats
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -122,11 +121,6 @@ def response_generation(request: ResponsesRequest) -> Generation:
         body[name] = getattr(request, name)
     body["response_format"] = _format(request.text)
     return chat_generation(translated(ChatRequest, body, request))
-
-
-def renamed(error: ApiError) -> ApiError:
-    """Replace a chat's parameter names in an error with those of a response, and return the error."""
-    return rename(error, _NAMES)
 
 
 def _format(text: Text | None) -> dict[str, Any] | None:
@@ -242,5 +236,5 @@ RESPONSES = Endpoint(
     ResponseReply,
     Response,
     streams=True,
-    renamed=renamed,
+    names=NAMES,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from typing_extensions import TypedDict
 from canvasrt.containers.openai.body import about
 from canvasrt.containers.openai.decisions import Ask
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.fields import DECISION, Ignored, known
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
 from canvasrt.types import Json
@@ -42,7 +41,10 @@ def ask(body: SystemOneRequest) -> Generation:
     state = "null" if body.state is None else _text(body.state)
     if not state.strip():
         raise bad_request("state is empty.", "state", "invalid_value")
-    return body.asking([{"role": "user", "content": state}], questions)
+    asked = body.asking([{"role": "user", "content": state}], questions)
+    names = {rf"questions\[{i}\]": f"questions.{name}" for i, name in enumerate(body.questions)}
+    asked.names = names | {r"\.(choices|levels)\b": ".criteria"}
+    return asked
 
 
 class SystemOneReply(Reply):
@@ -64,24 +66,6 @@ class SystemOneReply(Reply):
             "usage": {"input_tokens": self.usage.prompt_tokens, "output_tokens": 0},
             "canvasrt": self.own_fields(),
         }
-
-    def named(self, error: ApiError) -> ApiError:
-        """Replace the model's names in an error with System One's: a question's number becomes the question's name, and
-        `choices` and `levels` become `criteria`."""
-        names = list(self.body.questions)
-
-        def name(match: re.Match[str]) -> str:
-            number = int(match[1])
-            return f"questions.{names[number]}" if number < len(names) else match[0]
-
-        def renamed(text: str) -> str:
-            named = re.sub(r"questions\[(\d{1,4})\]", name, text)
-            return re.sub(r"\.(choices|levels)\b", ".criteria", named)
-
-        error = super().named(error)
-        error.message = renamed(error.message)
-        error.param = renamed(error.param) if error.param else None
-        return error
 
 
 def _question(question: Any, name: str, ignored: Ignored | None) -> dict[str, Any]:

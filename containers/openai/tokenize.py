@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -12,12 +11,11 @@ from typing_extensions import TypedDict
 
 from canvasrt.containers.openai import fields
 from canvasrt.containers.openai.body import Body, Messages
-from canvasrt.containers.openai.chat import ChatRequest
 from canvasrt.containers.openai.endpoint import Endpoint
-from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.generation import Answer, Generation, Reply
 from canvasrt.containers.openai.messages import has_images
-from canvasrt.containers.openai.tools import Tools, template_inputs
+from canvasrt.containers.openai.tools import ChatRequest, Tools, template_inputs
 from canvasrt.runtime.sampling_params import MAX_INT32
 from canvasrt.types import Json
 
@@ -107,6 +105,8 @@ def _encoding(options: Json, **more: Any) -> Generation:
 class TokenizeReply(Reply):
     """Renders the tokens of a prompt."""
 
+    text_field = None
+
     def whole(self, answers: Sequence[Answer]) -> Json:
         final = answers[0].final
         return {
@@ -116,9 +116,6 @@ class TokenizeReply(Reply):
             "token_strs": json.loads(final.text).get("tokens"),
         }
 
-    def named(self, error: ApiError) -> ApiError:
-        return error
-
 
 class DetokenizeReply(Reply):
     """Renders the text of tokens."""
@@ -127,15 +124,6 @@ class DetokenizeReply(Reply):
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         return {"prompt": json.loads(answers[0].final.text)["text"] if answers else ""}
-
-
-def _of_tokens(error: ApiError) -> ApiError:
-    """If an error is about the length of the prompt, return an error about the field `tokens` instead."""
-    if error.code != "context_length_exceeded":
-        return error
-    count, most = re.findall(r"\d+", error.message)[:2]
-    message = f"tokens has {count} tokens; at most {most} are allowed."
-    return bad_request(message, "tokens", "invalid_value")
 
 
 TOKENIZE = Endpoint(
@@ -153,5 +141,4 @@ DETOKENIZE = Endpoint(
     detokenize,
     DetokenizeReply,
     Detokenized,
-    renamed=_of_tokens,
 )

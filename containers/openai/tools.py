@@ -1,16 +1,17 @@
-"""Converts a request's fields about tools and thinking to inputs of the chat template and to grammars."""
+"""The body of chats. Converts its fields about tools and thinking to inputs of the chat template and to grammars."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from canvasrt.chat_tokens import CALL
-from canvasrt.containers.openai.body import Messages, Sampling, Strict, about
-from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.body import Budget, ImageTokens, Messages, Sampling, Strict, about
+from canvasrt.containers.openai.errors import bad_request, leading
+from canvasrt.containers.openai.fields import CHAT, Table
 from canvasrt.containers.openai.response_formats import Format
 
 MAX_TOOLS = 128  # as in OpenAI's API
@@ -64,8 +65,10 @@ class AllowedTools(Strict):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-class Conversation(Sampling):
-    """The fields of a chat that control thinking and tools."""
+class ChatRequest(Sampling):
+    """The body of a chat completion."""
+
+    table: ClassVar[Table] = CHAT
 
     messages: Messages
     tools: Annotated[Tools | None, about("Functions that the model may call.")] = None
@@ -78,9 +81,29 @@ class Conversation(Sampling):
         bool | None, about("Whether the model thinks before it answers.")
     ] = None
     chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Budget = None
+    image_tokens: ImageTokens = None
+
+    def check(self, size: int) -> None:
+        super().check(size)
+        if self.max_completion_tokens is not None and self.max_tokens not in (
+            None,
+            self.max_completion_tokens,
+        ):
+            raise bad_request(
+                "max_tokens and max_completion_tokens disagree; send one of them.",
+                "max_tokens",
+                "invalid_value",
+            )
+
+    @property
+    def token_budget(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
 
     @model_validator(mode="after")
-    def _allow(self) -> Conversation:
+    def _allow(self) -> ChatRequest:
         """Drop the tools that `tool_choice` does not allow."""
         if isinstance(self.tool_choice, AllowedTools):
             allowed = self.tool_choice.allowed_tools
@@ -96,14 +119,14 @@ class Conversation(Sampling):
         return self
 
 
-def schemas(request: Conversation) -> dict[str, Mapping[str, Any]] | None:
+def schemas(request: ChatRequest) -> dict[str, Mapping[str, Any]] | None:
     """Return a map from each tool's name to the schema of its parameters; None if the request allows no tool calls."""
     if not request.tools or request.tool_choice == "none":
         return None
     return {each.function.name: each.function.parameters or {} for each in request.tools}
 
 
-def _check(request: Conversation) -> None:
+def _check(request: ChatRequest) -> None:
     """Raise ApiError if `tools` has a name twice or does not fit `tool_choice`."""
     names = [each.function.name for each in request.tools or ()]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -124,7 +147,7 @@ def _check(request: Conversation) -> None:
         )
 
 
-def template_inputs(request: Conversation, wanted: Format | None = None) -> dict[str, Any]:
+def template_inputs(request: ChatRequest, wanted: Format | None = None) -> dict[str, Any]:
     """Return the model's inputs for thinking and tools. `wanted` is the format of an answer without calls.
 
     If a call is required, the prompt contains the beginning of the call, so no thought precedes the call.
@@ -149,7 +172,7 @@ def template_inputs(request: Conversation, wanted: Format | None = None) -> dict
     return inputs
 
 
-def _thinking(request: Conversation) -> bool | None:
+def _thinking(request: ChatRequest) -> bool | None:
     """Return whether the model is to think; None if the request does not specify that. Some clients send
     `reasoning_effort` to every model, so a model that cannot think ignores that field."""
     if request.enable_thinking is not None or request.reasoning_effort is None:
@@ -162,17 +185,18 @@ def _thinking(request: Conversation) -> bool | None:
     return True
 
 
-def template_names(request: Conversation) -> dict[str, str]:
-    """Return a map from variables of the template to the request's fields that set them."""
-    names = {name: f"chat_template_kwargs.{name}" for name in request.chat_template_kwargs or {}}
+def template_names(request: ChatRequest) -> dict[str, str]:
+    """Return a map from patterns of the template's variables to the request's fields that set them."""
+    given = request.chat_template_kwargs or {}
+    names = {leading(name): f"chat_template_kwargs.{name}" for name in given}
     if request.enable_thinking is not None:
-        names["enable_thinking"] = "enable_thinking"
+        names[leading("enable_thinking")] = "enable_thinking"
     elif request.reasoning_effort is not None:
-        names["enable_thinking"] = "reasoning_effort"
+        names[leading("enable_thinking")] = "reasoning_effort"
     return names
 
 
-def tools_grammar(request: Conversation, wanted: Format | None = None) -> dict[str, Any] | None:
+def tools_grammar(request: ChatRequest, wanted: Format | None = None) -> dict[str, Any] | None:
     """Return the grammar that enforces the tools' schemas in calls, or None if no schema is enforced.
 
     A required call follows its tool's schema. An optional call follows the schema only if its tool is `strict`. An

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 _PROBE = 3.0
 # Seconds added to the timeout here, so that the model reports the timeout first.
 _GRACE = 1.0
-_Done = object()
 _ABSENT = "unknown model|not ready|no available versions|[Ss]tub process"
 MAX_IDLE = 64  # idle streams to keep
 CHANNEL = [
@@ -174,63 +173,46 @@ async def _end_of(stream: Stream) -> ApiError:
     return unavailable("The request was aborted: the server is stopping.", "stopping")
 
 
-class Answers:
-    """Sends several requests, and iterates over pairs of a request's index and an event, as the events arrive.
+async def events_of(
+    upstream: Source,
+    requests: list[dict[str, Any]],
+    parameters: Mapping[str, int | str] | None = None,
+) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+    """Send several requests, and yield pairs of a request's index and an event, as the events arrive. Closing the iterator
+    cancels the running requests."""
+    given: dict[str, int | str] = {**(parameters or {}), ANSWERS: len(requests)}
+    queue: asyncio.Queue[Any] = asyncio.Queue()
 
-    Leaving the asynchronous context manager cancels the running requests.
-    """
-
-    def __init__(
-        self,
-        upstream: Source,
-        requests: list[dict[str, Any]],
-        parameters: Mapping[str, int | str] | None = None,
-    ) -> None:
-        self._upstream = upstream
-        self._parameters: dict[str, int | str] = {**(parameters or {}), ANSWERS: len(requests)}
-        self._requests = requests
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> Answers:
-        self._tasks = [
-            asyncio.create_task(self._run(number, inputs))
-            for number, inputs in enumerate(self._requests)
-        ]
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, StreamEvent]]:
-        left = len(self._tasks)
-        while left:
-            item = await self._queue.get()
-            if item is _Done:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-
-    async def _run(self, number: int, inputs: dict[str, Any]) -> None:
+    async def ask(number: int, inputs: dict[str, Any]) -> None:
         try:
-            async with contextlib.aclosing(
-                self._upstream.stream(inputs, self._parameters)
-            ) as events:
+            async with contextlib.aclosing(upstream.stream(inputs, given)) as events:
                 async for event in events:
-                    self._queue.put_nowait((number, event))
-            self._queue.put_nowait(_Done)
+                    queue.put_nowait((number, event))
+            queue.put_nowait(None)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # gRPC also raises CancelledError if this process has cancelled the call.
-            self._queue.put_nowait(triton_error("CANCELLED", "the call was cancelled"))
+            queue.put_nowait(triton_error("CANCELLED", "the call was cancelled"))
         except Exception as error:
-            self._queue.put_nowait(error)
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(ask(*each)) for each in enumerate(requests)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def triton_error(code: str, details: str) -> ApiError:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.containers.openai.body import Sampling
-from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.errors import bad_request, leading
 from canvasrt.runtime.conditions import MAX_ALLOWED
 from canvasrt.types import Json
 
@@ -30,7 +30,7 @@ def sampling_of(request: Sampling) -> tuple[dict[str, int], dict[str, str]]:
 
 
 def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the model's `canvas`, and a map from its fields to the settings of vLLM that they came from.
+    """Return the model's `canvas`, and a map from patterns of its fields to the settings of vLLM that they came from.
 
     Raises ApiError for wrong settings, such as a pin without a seed token, or a seed together with `canvas`.
     """
@@ -41,7 +41,7 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
             raise _wrong(
                 "diffusion_seed_canvas", "cannot be combined with canvas: send one of them"
             )
-        names["canvas"] = "diffusion_seed_canvas"
+        names[leading("canvas")] = "diffusion_seed_canvas"
         canvas = {"seed": seed}
     if pinned:
         if far := [each for each in pinned if each >= len(seed or ())]:
@@ -58,8 +58,9 @@ def canvas_of(request: Sampling) -> tuple[dict[str, Any], dict[str, str]]:
         free = set(range(width)) - set(pinned or ())
         canvas["allow"] = {str(each): tokens for each in sorted(free)}
     if request.min_tokens:
-        names = {"canvas": "min_tokens"} | names if not canvas else names
-        names["canvas.least"] = "min_tokens"
+        if not canvas:
+            names.setdefault(leading("canvas"), "min_tokens")
+        names = {leading("canvas.least"): "min_tokens"} | names
         canvas["least"] = request.min_tokens
     return canvas, names
 

@@ -1,26 +1,48 @@
-"""Runs pip to download wheels for another machine."""
+"""The wheels that packages install: their hashes, and downloads by pip for another machine."""
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from canvasrt.cache import cache_folder
 from canvasrt.containers.names import MACHINES
-from canvasrt.containers.package.lock import locked
 from canvasrt.containers.package.requirements import Pin, canonical_name
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
 from canvasrt.staging import scratch
 
+# The SHA-256 of every wheel that packages install, by platform. `.ci/lock-images` updates it from the package index.
+LOCK = Path(__file__).parent / "lock.json"
 # tritonserver needs glibc 2.35, so every image has at least that version.
 _GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 _LEGACY = ("manylinux2014", "manylinux2010", "manylinux1")
+
+
+class Locked(NamedTuple):
+    """A wheel of the package index."""
+
+    file: str
+    sha256: str
+
+
+def locked(pin: Pin, python: str, architecture: str) -> Locked | None:
+    """Return a distribution's wheel for a platform; None if the table of hashes lacks it."""
+    found = _table().get(f"cp{python}-{architecture}", {}).get(str(pin))
+    return Locked(*found) if found else None
+
+
+@cache
+def _table() -> dict[str, dict[str, list[str]]]:
+    return json.loads(LOCK.read_text(encoding="utf-8"))
 
 
 def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path]:

@@ -44,15 +44,6 @@ def check_machine(settings: Settings) -> None:
         listen(each.host, each.port, each.option).close()
 
 
-def check_context(wanted: int | None, most: int) -> None:
-    """Raise CanvasError if `--max-model-len` exceeds `most`, the engines' limit in tokens."""
-    if wanted is not None and wanted > most:
-        raise CanvasError(
-            f"--max-model-len is {wanted}, but the engines support at most {most}",
-            f"give at most {most}, or build engines with a larger --max-context",
-        )
-
-
 def _ports(settings: Settings) -> list[PortRequest]:
     front = settings.front
     found = [PortRequest("--port", front.host, front.port)]

@@ -21,7 +21,7 @@ from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import url_host
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.serve.build_engines import Wait
-from canvasrt.containers.serve.checks import check_context, check_machine
+from canvasrt.containers.serve.checks import check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.gpus import gpus_of
 from canvasrt.containers.serve.output import ServerOutput
@@ -31,6 +31,7 @@ from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_pr
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.supervisor import StopRequest, Supervisor, stop_request
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.bundle_facts import limited_context
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     configure(settings.front.log_level, settings.front.json_logs)
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
-    check_context(settings.model.max_model_len, profile.max_context)
+    context = limited_context(profile.max_context, settings.model.max_model_len)
     check_machine(settings)
-    about = about_model(source, profile, settings.model.max_model_len)
+    about = about_model(source, profile, context)
     settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
     gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
     if settings.ready_timeout is None:
@@ -136,9 +137,7 @@ def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready:
         )
 
 
-def about_model(
-    source: Bundle, profile: ServingProfile, max_model_len: int | None
-) -> dict[str, Any]:
+def about_model(source: Bundle, profile: ServingProfile, max_context: int) -> dict[str, Any]:
     """Return the facts about the model for `/v1/metadata` and `/v1/manifest`."""
     manifest = source.manifest
     return {
@@ -146,7 +145,7 @@ def about_model(
         "profile": {"id": profile.id, "name": profile.name, "tags": profile.tags},
         "target": profile.target.name,
         "precision": profile.precision,
-        "max_context": max_model_len or profile.max_context,
+        "max_context": max_context,
         "canvas_length": manifest.model.canvas_length,
         "vision": source.takes_images,
         "thinking": source.mentions("enable_thinking"),
@@ -174,7 +173,7 @@ def decisions(settings: Settings) -> dict[str, Any]:
     """Return the result of a dry run: all decisions about a run, without API keys."""
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
-    check_context(settings.model.max_model_len, profile.max_context)
+    context = limited_context(profile.max_context, settings.model.max_model_len)
     return {
         "bundle": str(source.path),
         "profile": profile.to_json(),
@@ -191,7 +190,7 @@ def decisions(settings: Settings) -> dict[str, Any]:
         },
         "served_model_names": list(settings.front.names),
         **asdict(settings.model),
-        "max_model_len": settings.model.max_model_len or profile.max_context,
+        "max_model_len": context,
         "api_keys": len(settings.front.keys),
         "tls": settings.ssl_mode or "disabled",
         "cache": str(settings.cache) if settings.cache else None,

@@ -18,7 +18,6 @@ import numpy as np
 # Exists only inside Triton's Python backend.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
-from canvasrt.bundle import load_bundle
 from canvasrt.containers.heartbeat import Heartbeat, leave_reason
 from canvasrt.containers.logs import configure
 from canvasrt.containers.names import (
@@ -31,22 +30,20 @@ from canvasrt.containers.names import (
 )
 from canvasrt.containers.tensors import ANSWERS, ARRIVED, CANCEL_PARAMETER, ERRORS, STREAM_MODEL
 from canvasrt.containers.triton.answer_model import AnswerModel
-from canvasrt.containers.triton.grammar import prepare_grammars
 from canvasrt.containers.triton.inputs import caller_of, check_parameters, check_shapes, read_inputs
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
-from canvasrt.containers.triton.prompt_encoder import SLOW, PromptEncoder, is_long
+from canvasrt.containers.triton.prompt_encoder import SLOW, is_long
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.sink import CALL_PARAMETER, FINAL, ResponseSink
-from canvasrt.containers.triton.start import generator_maker, open_all
+from canvasrt.containers.triton.start import generator_maker, open_all, prompt_encoder
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
 from canvasrt.containers.triton.workers import Workers
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.watch import Watch
 
 __all__ = ["AnswerModel", "StreamModel"]  # existing packages import both from this module
@@ -83,14 +80,9 @@ class StreamModel:
         if evidence and EVIDENCE_VARIABLE in os.environ:
             Path(os.environ[EVIDENCE_VARIABLE]).write_text(json.dumps(evidence), "utf-8")
         self._model = models[0]  # the models of all GPUs have the same limits
-        bundle = load_bundle(engines, check=False)  # open_model has checked it
-        manifest = bundle.manifest
-        tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
-        if tokenizer is not None:
-            prepare_grammars(self._model, tokenizer)
-        max_batch = int(
-            parameters.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH
-        )
+        self._encoder = prompt_encoder(self._model)
+        built = self._model.bundle.manifest.options.get("max_batch")
+        max_batch = int(parameters.get("max_batch") or built or MAX_BATCH)
 
         sys.setswitchinterval(_SWITCH)
         # Slow requests are prepared on threads, so that other requests need not wait. Those that only tokenize share a
@@ -107,7 +99,6 @@ class StreamModel:
             options.request_timeout,
         )
         self._options = options
-        self._encoder = PromptEncoder(tokenizer, self._model.max_context)
         self._cancelled_calls: dict[str, threading.Event] = {}
 
     def execute(self, requests: list[Any]) -> None:

@@ -93,8 +93,6 @@ def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
 
 
 def _sandbox_of(model: Model) -> GrammarSandbox:
-    if model.bundle is None:
-        raise CanvasError("the model was not opened from a bundle", "open a bundle")
     return _sandbox(model.bundle.path, model.config.vocab_size, model.config.eos_token_ids)
 
 

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from canvasrt.containers.triton.grammar import prepare_grammars
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.prefix import PrefixCache
+from canvasrt.runtime.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,14 @@ def open_all(
             model.share_passes(False)
             model.warm_up()
     return _alike(models), next(each for each in found if each and not each["shared"])
+
+
+def prompt_encoder(model: Model) -> PromptEncoder:
+    """Return the encoder of a model's prompts. Also prepares its grammars."""
+    tokenizer = Tokenizer.load(model.bundle) if model.bundle.manifest.tokenizer else None
+    if tokenizer is not None:
+        prepare_grammars(model, tokenizer)
+    return PromptEncoder(tokenizer, model.max_context)
 
 
 def generator_maker(model: Model, max_batch: int, cache: int) -> Callable[[], Generator]:

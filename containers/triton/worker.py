@@ -75,7 +75,6 @@ class Worker:
         self._refusal: Overloaded | None = None
         self._generator = make()
         self._arrived: queue.SimpleQueue[_Known | None] = queue.SimpleQueue()
-        self._sinks: dict[int, Sink] = {}
         self._known: dict[int, _Known] = {}  # keyed by the request's id
         self._closing = False
         self._cancel_check = 0.0
@@ -214,7 +213,7 @@ class Worker:
             known.ticket.leave()
             fail(known.ticket.sink, error)
             return
-        self._sinks[id], self._known[id] = known.ticket.sink, known
+        self._known[id] = known
 
     def _hand_over(self) -> None:
         """Give requests that wait for their first pass to workers that have a place for them."""
@@ -224,7 +223,6 @@ class Worker:
             id = self._generator.withdraw() if free else None
             if free is None or id is None:
                 return
-            self._sinks.pop(id, None)
             free._queue(self._known.pop(id))
 
     def _drop_cancelled(self) -> None:
@@ -235,30 +233,30 @@ class Worker:
         self._drop_late()
         # Waiting requests use no resources, so only some are checked at a time.
         running = self._generator.running
-        waiting = [id for id in self._sinks if id not in running]
+        waiting = [id for id in self._known if id not in running]
         begin = self._next_check % max(1, len(waiting))
         self._next_check = begin + CANCEL_CHECKS
         for id in [*running, *waiting[begin : begin + CANCEL_CHECKS]]:
-            if id in self._sinks and _is_cancelled(self._sinks[id]):
+            if id in self._known and _is_cancelled(self._known[id].ticket.sink):
                 self._generator.cancel(id)
 
     def _drop_late(self) -> None:
         self.tickets.end_late()
         for id, known in self._known.items():
-            if known.ticket.is_late and self._sinks.pop(id, None) is not None:
+            if known.ticket.is_late:
                 self._generator.cancel(id)
 
     def _deliver(self, event: Event) -> None:
-        sink = self._sinks.get(event.id)
-        if event.id in self._known:
-            self._known[event.id].begun = True
+        known = self._known.get(event.id)
+        if known is None:
+            return
+        known.begun = True
         if isinstance(event, Finished):
-            self._sinks.pop(event.id, None)
             self._forget(event.id)
-        if sink is None:
+        if known.ticket.is_late:  # its sink has the error
             return
         try:
-            sink.event(event)
+            known.ticket.sink.event(event)
         except Exception:  # the sink no longer accepts events
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
@@ -299,10 +297,8 @@ class Worker:
         untouched = [
             id
             for id, known in self._known.items()
-            if id not in running and not known.begun and id in self._sinks
+            if id not in running and not known.begun and not known.ticket.is_late
         ]
-        for id in untouched:
-            del self._sinks[id]
         return [self._known.pop(id) for id in untouched]
 
     def _replace_generator(self, suspects: list[_Known]) -> None:
@@ -338,8 +334,7 @@ class Worker:
         self._lost(error)
 
     def _fail_all(self, error: Exception) -> None:
-        sinks = list(self._sinks.values())
-        self._sinks.clear()
+        sinks = [known.ticket.sink for known in self._known.values()]
         for id in list(self._known):
             self._forget(id)
         for sink in sinks:

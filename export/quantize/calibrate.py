@@ -117,7 +117,7 @@ def _observe(
     config = weights.config
     formats = recipe.formats(config)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
-    work = prompts.check()
+    work = prompts.work
     # The network has all that the generator needs of a `Model` for requests without images.
     saved = SavedSweeps(room / "sweeps", device_here())
     network: Any = StreamedNetwork(weights, work.together, saved)

@@ -32,21 +32,22 @@ from canvasrt.export.modelopt import StoredCodes
 from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.calibrate import Calibration, calibrate
-from canvasrt.export.quantize.forms import (
-    KEY_SCALE,
-    VALUE_SCALE,
-    graph_items,
-    quantized_items,
-)
-from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.export.quantize.stored_weights import StoredWeights
 from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS, PLAIN
-from canvasrt.graphs import lowbits
+from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.embedding_table import embedding_entry, host_head_of
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.packed import Form, Packed
+from canvasrt.graphs.quantized import (
+    KEY_SCALE,
+    VALUE_SCALE,
+    quantize_cache,
+    quantize_graph,
+    stored_parts,
+)
 from canvasrt.progress import counter
 from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, link_or_copy, staging
@@ -183,6 +184,40 @@ class Quantizer:
         }
 
 
+def quantized_items(
+    model: ir.Model,
+    items: Iterable[Weight | Stored],
+    forms: Mapping[str, Form],
+    pack: Callable[[Any], Packed],
+    cache_scales: Mapping[str, float] | None = None,
+) -> Iterator[Weight | Stored]:
+    """Rewrite `model` when iteration starts. Yield the weights to write: unquantized ones, the parts of quantized ones,
+    and the cache's scales.
+
+    Args:
+        forms: the quantized weights' forms by initializer name.
+        pack: quantizes an item. It is called for one item at a time, in order.
+        cache_scales: an FP8 key-value cache's scales by initializer name; None if the cache has the graph's dtype.
+    """
+    if forms:
+        quantize_graph(model, forms)
+    scales = [] if cache_scales is None else quantize_cache(model)
+    for item in items:
+        if item.name not in forms:
+            yield item
+            continue
+        if item.name in model.graph.initializers:  # the unquantized table, kept for lookups
+            yield item
+        packed = pack(item)
+        if packed.form != forms[item.name]:
+            raise ValueError(f"{item.name} was quantized to {packed.form}, not as planned")
+        yield from stored_parts(model, item.name, packed)
+    for name in scales:
+        assert cache_scales is not None
+        scale = np.array(cache_scales[name], np.float32)
+        yield external.stored(name, ir.DataType.FLOAT, (), scale)
+
+
 def quantize_graphs(
     graphs: Bundle | Path | str,
     out: Path | str,
@@ -265,7 +300,7 @@ def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
     anew = {CALIBRATION_FILE, *data, *(entry["file"] for entry in changed)}
     for name in files.keys() - anew:
         link_or_copy(graphs.file(name), out / name)
-    loaded = {entry["name"]: graph_items(graphs.file(entry["file"])) for entry in changed}
+    loaded = {entry["name"]: external.load(graphs.file(entry["file"])) for entry in changed}
     sizes = {
         name: sum(math.prod(item.shape) for item in items) for name, (_, items, _) in loaded.items()
     }

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.formats import E2M1, FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import Bytes, Floats
+from canvasrt.graphs.packed import Form, Packed
 
 # The search for a block's scale starts at this share of the block's largest magnitude. Smaller shares were never best.
 _LEAST_REACH = 0.7

@@ -53,7 +53,18 @@ def without_unique(schema: Any, path: str, root: Any = None, names: bool = False
     }
 
 
-def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
+def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
+    """Return the arrays that satisfy a schema, and null if its type allows that."""
+    wanted = schema.get("type")
+    kinds = wanted if isinstance(wanted, list) else [wanted]
+    if "array" not in kinds or any(each not in ("array", "null") for each in kinds):
+        raise CanvasError(
+            f"{path} has uniqueItems, but its type is {wanted!r}",
+            'give it the type "array", or leave out uniqueItems',
+        )
+    known = {"type", "items", "minItems", "maxItems", "uniqueItems", "$defs", *_ABOUT}
+    if others := sorted(set(schema) - known):
+        raise CanvasError(f"{path} has uniqueItems next to {others[0]}", "leave out one of them")
     items = schema.get("items")
     reference = items.get("$ref") if isinstance(items, Mapping) else None
     if isinstance(reference, str) and reference.startswith("#/"):
@@ -63,8 +74,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
     values = items.get("enum") if isinstance(items, Mapping) else None
     if isinstance(items, Mapping) and items.get("type") == "boolean":
         values = [False, True]
-    known = {"type", "items", "minItems", "maxItems", "uniqueItems", "$defs", *_ABOUT}
-    if schema.get("type") != "array" or not isinstance(values, list) or set(schema) - known:
+    if not isinstance(values, list):
         raise CanvasError(
             f"{path} has uniqueItems whose items are not a list of values",
             "give items an enum, or leave out uniqueItems",
@@ -85,4 +95,5 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[list[Any]]:
             f"{path}: {shown} arrays satisfy its uniqueItems",
             f"allow 1 to {MAX_ARRAYS} short arrays, by its enum and maxItems, or leave out uniqueItems",
         )
-    return [list(each) for size in sizes for each in permutations(values, size)]
+    arrays = [list(each) for size in sizes for each in permutations(values, size)]
+    return [*arrays, None] if "null" in kinds else arrays

@@ -110,16 +110,13 @@ class OrtCudaBackend:
 
 
 def loadable(file: Path) -> bytes:
-    """Return a graph in which ArgMax reads float32, because the provider has no ArgMax for bf16."""
-    onnx = require("onnx", "export")
-    model = onnx.load(file, load_external_data=False)
-    nodes = model.graph.node
-    for place, node in reversed([(i, n) for i, n in enumerate(nodes) if n.op_type == "ArgMax"]):
-        wide = f"{node.input[0]}.float32"
-        cast = onnx.helper.make_node("Cast", [node.input[0]], [wide], to=onnx.TensorProto.FLOAT)
-        node.input[0] = wide
-        nodes.insert(place, cast)
-    return bytes(model.SerializeToString())
+    """Return a graph in a form that the provider runs; its weights stay in their files."""
+    ir = require("onnx_ir", "export")
+    from canvasrt.graphs.cuda import widen_argmax
+
+    model = ir.load(file)
+    widen_argmax(model)
+    return bytes(ir.to_proto(model).SerializeToString())
 
 
 def check_loaded(providers: Iterable[str]) -> None:

@@ -13,21 +13,23 @@ import numpy as np
 
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
+from canvasrt.graphs.names import (
+    CARRIED,
+    EXPERT_INDEX,
+    EXPERT_INPUT,
+    EXPERT_ROWS,
+    OUT,
+    SHARES,
+)
 from canvasrt.pass_shapes import BLOCK_ROWS, SLOT_SIZES
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.bundle_facts import host_dtype
 from canvasrt.runtime.engine import Engine, EngineCall, KernelCall
 from canvasrt.sorted_rows.description import (
-    CARRIED,
     COUNTS,
-    EXPERT_INDEX,
-    EXPERT_INPUT,
-    EXPERT_ROWS,
     INNER,
     ORDER,
-    OUT,
     PROGRAM_OUTPUTS,
-    SHARES,
     SORT,
     STACK_PARTS,
     KernelImage,

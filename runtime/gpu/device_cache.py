@@ -32,17 +32,17 @@ class DeviceRow:
     hidden: int | None = None
     # Rows per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
     # number of the body segment.
-    loads: dict[tuple[int, int], int] = field(default_factory=dict)
+    needs: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def load(self, segment: int) -> int:
+    def need(self, segment: int) -> int:
         """Return the rows per expert that a segment needs in the current block; 0 if no expert was overloaded so
         far."""
-        return self.loads.get((self.length, segment), 0)
+        return self.needs.get((self.length, segment), 0)
 
-    def overload(self, segment: int, load: int) -> None:
+    def overload(self, segment: int, rows: int) -> None:
         """Set the rows per expert that a segment needs until the block ends, even if the request is parked
         meanwhile."""
-        self.loads[self.length, segment] = load
+        self.needs[self.length, segment] = rows
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class DeviceCache:
         if row.kv_slot is not None:
             self._rows[row.kv_slot] = None
         row.kv_slot, row.length, row.hidden = None, 0, None
-        row.loads.clear()
+        row.needs.clear()
 
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int

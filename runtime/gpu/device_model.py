@@ -14,11 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from canvasrt.bundle import Bundle
-from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.engine_profiles import passes_taken
 from canvasrt.pass_shapes import PassPlan, PassShape, canvas_sizes
-from canvasrt.runtime.bundle_facts import Table, map_table
-from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
+from canvasrt.runtime.engine import DeviceBackend, Pitched
 from canvasrt.runtime.gpu.device_cache import DeviceRow, Resident
 from canvasrt.runtime.gpu.launches import Launches, OwnPasses, Pass, too_full, upload_inputs
 from canvasrt.runtime.gpu.prefix_pages import Pages
@@ -40,42 +38,12 @@ class DeviceModel(Model):
     # Turns are long, because a parked request must be encoded again.
     quantum = 96
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        sampler: SamplerDefaults,
-        segments: Sequence[DeviceSegment],
-        table: Table,
-        max_context: int,
-        backend: DeviceBackend,
-        bundle: Bundle | None = None,
-        vision: Engine | None = None,
-    ) -> None:
-        """Allocate all memory. `segments` are the body segments in order, then the head."""
-        super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
+    def __init__(self, bundle: Bundle, backend: DeviceBackend, max_context: int) -> None:
+        """Open every engine of a bundle, and allocate all memory."""
+        super().__init__(bundle, max_context, backend.rows_apart)
         self.device = backend.device
         self.device_name = backend.device.name
         self._backend = backend
-        self.segments = tuple(segments)
-        self._plan = self._plan_of(bundle)
-        self.prefill_chunk, self.max_batch = self._plan.prefill_chunk, self._plan.batch
-        past = {"sliding": self._plan.window, "full": self._plan.widths[-1]}
-        self.shapes = self._plan if self.rows_apart else self._plan.sharing()
-        engines = [segment.engine for segment in self.segments]
-        for engine in [*engines, vision] if vision else engines:
-            engine.prepare()
-        sizes = WorkspaceSizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
-        self.workspace = Workspace(self.device, config, self.segments, sizes)
-        self._cache = self.workspace.cache
-        self._sight = VisionTower(self.device, vision, config) if vision else None
-        self._launches = Launches(self.workspace, config, self.shapes)
-        self._pages: Pages | None = None
-        self.own_passes = OwnPasses(self.shapes.widths)
-
-    @classmethod
-    def open(cls, bundle: Bundle, backend: DeviceBackend, max_context: int) -> DeviceModel:
-        """Open every engine of a bundle."""
-        manifest = bundle.manifest
         opened = {
             entry["name"]: DeviceSegment(
                 backend.open_engine(
@@ -83,19 +51,23 @@ class DeviceModel(Model):
                 ),
                 tuple(entry.get("layers", ())),
             )
-            for entry in manifest.segments
+            for entry in bundle.manifest.segments
         }
         vision = opened.pop("vision", None)
-        return cls(
-            manifest.model,
-            manifest.sampler,
-            list(opened.values()),
-            map_table(bundle),
-            max_context,
-            backend,
-            bundle,
-            vision.engine if vision else None,
-        )
+        self.segments = tuple(opened.values())  # the body segments in order, then the head
+        self._plan = self._plan_of(bundle)
+        self.prefill_chunk, self.max_batch = self._plan.prefill_chunk, self._plan.batch
+        past = {"sliding": self._plan.window, "full": self._plan.widths[-1]}
+        self.shapes = self._plan if self.rows_apart else self._plan.sharing()
+        for each in [*self.segments, vision] if vision else self.segments:
+            each.engine.prepare()
+        sizes = WorkspaceSizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
+        self.workspace = Workspace(self.device, self.config, self.segments, sizes)
+        self._cache = self.workspace.cache
+        self._sight = VisionTower(self.device, vision.engine, self.config) if vision else None
+        self._launches = Launches(self.workspace, self.config, self.shapes)
+        self._pages: Pages | None = None
+        self.own_passes = OwnPasses(self.shapes.widths)
 
     @property
     def canvas_sizes(self) -> tuple[int, ...]:
@@ -103,10 +75,10 @@ class DeviceModel(Model):
         sizes = canvas_sizes(self.canvas_length)
         return tuple(each for each in sizes if pick({"batch": 1, "length": each}) is not None)
 
-    def _plan_of(self, bundle: Bundle | None) -> PassPlan:
+    def _plan_of(self, bundle: Bundle) -> PassPlan:
         """Return the bundle's pass plan for requests of `max_context` tokens. If the bundle has no plan, derive it from
         the engines' profiles."""
-        if bundle is not None and (listed := bundle.manifest.passes) is not None:
+        if (listed := bundle.manifest.passes) is not None:
             return PassPlan.from_json(listed).within(self.max_context)
         bodies = [segment.engine.profiles for segment in self.segments[:-1]]
         return passes_taken(self.config, bodies, self.max_context)
@@ -155,10 +127,10 @@ class DeviceModel(Model):
     def park(self, row: DeviceRow, hidden: Hidden) -> tuple[Hidden, bool]:
         if isinstance(hidden, Resident):
             hidden = self._fetch(row, hidden)
-        loads = dict(row.loads)
+        needs = dict(row.needs)
         self.release(row)
-        # `release` cleared the loads. Restore them, so that the block continues later with the same shapes.
-        row.loads |= loads
+        # `release` cleared the needs. Restore them, so that the block continues later with the same shapes.
+        row.needs |= needs
         return hidden, True
 
     def _fetch(self, row: DeviceRow, hidden: Hidden) -> np.ndarray:
@@ -206,7 +178,7 @@ class DeviceModel(Model):
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a request's pass can use the shared shape, even if the request is alone."""
-        if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
+        if self.rows_apart or isinstance(item, EncodeInput) or item.row.need(0):
             return False
         return len(item.noise) == self.canvas_length
 
@@ -304,7 +276,7 @@ class DeviceModel(Model):
         begin = 0
         while True:
             capacities = [
-                self.shapes.alone(this.canvas, this.width, row.load(number)).capacity
+                self.shapes.alone(this.canvas, this.width, row.need(number)).capacity
                 for number in range(len(self.segments[:-1]))
             ]
             over = self._run(this, capacities, begin)
@@ -313,10 +285,10 @@ class DeviceModel(Model):
             if capacities[over] == this.length:
                 raise too_full()
             self.counters.overflows += 1
-            begin, load = over, int(self.workspace.load(over).max())
+            begin, rows = over, int(self.workspace.fullest(over).max())
             # Padding is routed alike in all segments, so the segments after this one would overflow, too.
             for number in range(begin, len(capacities)):
-                row.overload(number, max(load, row.load(number)))
+                row.overload(number, max(rows, row.need(number)))
 
     def _begin(self, shape: PassShape, batch: Sequence[DenoiseInput]) -> Pass:
         """Prepare a denoising pass and upload its inputs."""
@@ -390,7 +362,7 @@ class DeviceModel(Model):
         self.workspace.results.download()
         self.device.synchronize()
         # After the first overflow, all later results are wrong.
-        over = (n for n, size in enumerate(capacities) if (self.workspace.load(n) > size).any())
+        over = (n for n, size in enumerate(capacities) if (self.workspace.fullest(n) > size).any())
         return next(over, None)
 
     def _copy(self, to: int, source: int, size: int) -> None:

@@ -40,7 +40,7 @@ def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if sharing changes no bits of a request's results.
 
     Runs a request in own passes of every width and in shared passes, alone and together with random requests, at every
-    place and under several expert loads. Every step may use the faster kind of pass only if all results have the same
+    place and under several loads of experts. Every step may use the faster kind of pass only if all results have the same
     bits. Otherwise tokens would depend on timing. Also warms up all shapes of the resulting plan. Call this only while no request is running."""
     if model.max_context <= model.canvas_length:
         model.warm_up()
@@ -161,7 +161,7 @@ class _Trial:
         self._model.own_passes = OwnPasses(widths, {width: 0.0} if width else {})
         found = self._model.denoise(inputs)
         for each in inputs:
-            each.row.loads.clear()
+            each.row.needs.clear()
         return found
 
     def bits(self, width: int, inputs: Sequence[DenoiseInput], index: int) -> bytes:

@@ -159,7 +159,7 @@ class Workspace:
         self._device.synchronize()
         return held.astype(np.float32)
 
-    def load(self, number: int) -> np.ndarray:
+    def fullest(self, number: int) -> np.ndarray:
         """Return, for every layer of a body segment, the number of tokens routed to its busiest expert, int64
         `[layers]`."""
         return self.results.view(f"load_{number}", len(self.segments[number].layers))

@@ -9,7 +9,7 @@ import pytest
 
 from bench import cpu
 from bench.__main__ import main
-from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.description import describe
 from tests.helpers.reference import Pair, demo
 
 pytestmark = pytest.mark.acceptance
@@ -32,7 +32,7 @@ def test_a_bundle_s_share_is_printed(
 
 def test_work_is_what_the_network_multiplies(demo: Pair) -> None:
     """Counted by hand for the demo: a canvas of 32 after 64 cached tokens."""
-    config, _ = ModelConfig.from_checkpoint(demo.checkpoint)
+    config = describe(demo.checkpoint).model
     sliding = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128
     full = 128 * (4 + 1) * 64 + 4 * 64 * 128
     mlp = 3 * 128 * (192 + 2 * 32)

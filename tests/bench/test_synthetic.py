@@ -12,7 +12,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from bench import synthetic
 from canvasrt.checkpoints.config import ModelConfig, read_config
-from canvasrt.checkpoints.quantized import quantization_of
+from canvasrt.checkpoints.description import describe
 from canvasrt.export.checkpoint import Checkpoint, Shard
 from canvasrt.export.segments import segments
 from canvasrt.graphs import lowbits
@@ -76,7 +76,7 @@ def test_nvfp4_is_laid_out_as_modelopt_writes_it(
         ours, theirs = (json.loads((tmp_path / n / file).read_text()) for n in ("ours", "theirs"))
         part = "quantization" if file.startswith("hf") else "quantization_config"
         assert set(ours[part]) <= set(theirs[part])
-    how = quantization_of(tmp_path / "ours")
+    how = describe(tmp_path / "ours").quantization
     assert how is not None
     assert (how.precision, how.algorithm, how.static) == ("nvfp4", "NVFP4", True)
 
@@ -90,7 +90,7 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
     synthetic.write_random_checkpoint(tmp_path / "ours", "small", layers=2, format="int4")
     ours, theirs = (_layout(tmp_path / name) for name in ("ours", "theirs"))
     assert ours == {name: each for name, each in theirs.items() if "vision" not in name}
-    how = quantization_of(tmp_path / "ours")
+    how = describe(tmp_path / "ours").quantization
     assert how is not None
     assert (how.precision, how.static) == ("int4", True)
     # Weights of variance 1 / inputs keep the activations' magnitude.

@@ -13,11 +13,11 @@ import pytest
 
 from canvasrt.build import checks
 from canvasrt.build import needs as host
-from canvasrt.build.checks import check_buildable, check_memory, check_source
+from canvasrt.build.checks import check_machine, check_memory, check_source
 from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
-from canvasrt.build.options import BuildOptions
-from canvasrt.build.plan import Plan, cut_alike, plan
-from canvasrt.build.precision import Precision, parse_precision
+from canvasrt.build.options import BuildOptions, Precision, parse_precision
+from canvasrt.build.plan import Plan, cut_alike
+from canvasrt.build.reuse import reusable_graphs
 from canvasrt.build.source import Source, find_source
 from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.cli import build as cli
@@ -29,6 +29,7 @@ from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
 from canvasrt.pipeline import plan_all
 from canvasrt.targets import find_target, parse_targets
 from tests.helpers.configs import RELEASED
+from tests.helpers.planned import plan
 
 
 def released(target: str, precision: str, context: int = 32_768, batch: int = 4) -> Plan:
@@ -37,12 +38,16 @@ def released(target: str, precision: str, context: int = 32_768, batch: int = 4)
     return plan(source, target, "out", options)
 
 
+def check_space(plans: list[Plan]) -> None:
+    checks.check_space(plans, reusable_graphs(plans))
+
+
 def test_a_dry_run_says_what_would_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal for a GPU names the way out. Anything may be built for a CPU; the message names the precisions that this
     machine can run."""
-    monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr(checks, "memory_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     monkeypatch.setattr(checks, "check_disk", lambda needed: None)
     plans = [released("rtx-4090", "fp8"), released("cpu", "fp32"), released("cpu", "int4", 4096, 1)]
@@ -65,7 +70,7 @@ def test_a_dry_run_says_what_would_fit(
 def test_a_dry_run_looks_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    not_here, hint = cli._why_not(released("cpu", "int4", 4096, 1))
+    not_here, hint, _ = checks.judge(released("cpu", "int4", 4096, 1))
     assert "only 1.0 GB are free" in str(not_here)
     assert "CANVASRT_CACHE" in str(hint)
 
@@ -77,17 +82,17 @@ QUANTIZED = Source(Path("fp8"), RELEASED, {"kind": "checkpoint"}, None, "fp8")
 def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    h100 = find_target("h100")
+    h100, made = find_target("h100"), released("h100", "fp8")
     assert builds_here(h100) == "needs its GPU (H100)"
     with pytest.raises(CanvasError, match=r"built on its GPU \(H100\)") as raised:
-        check_buildable(h100)
+        check_machine(made)
     assert "canvasrt[tensorrt]" in raised.value.hint
     assert "--dry-run" in raised.value.hint
     monkeypatch.setattr("canvasrt.machine.gpus", lambda: (Gpu("H100", 80 * 10**9, (9, 0), "1"),))
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     assert builds_here(h100) == "needs canvasrt[tensorrt]"
     with pytest.raises(CanvasError, match="tensorrt is not installed") as raised:
-        check_buildable(h100)
+        check_machine(made)
     assert raised.value.hint == "run `pip install 'canvasrt[tensorrt]'`"
 
 
@@ -262,16 +267,16 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)
     plans = [released("rtx-5090", "nvfp4"), released("rtx-pro-6000", "nvfp4")]
-    checks.check_space(plans)
+    check_space(plans)
     (total,) = needed.values()
     assert total == pytest.approx(2 * 16.1e9, rel=0.03)
-    checks.check_space(plans[:1])
+    check_space(plans[:1])
     assert 16.1e9 < next(iter(needed.values())) < 25e9
-    checks.check_space([*plans, released("dgx-spark", "nvfp4")])
+    check_space([*plans, released("dgx-spark", "nvfp4")])
     (more,) = needed.values()
     assert more - total == pytest.approx(16.1e9, rel=0.03)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: False)
-    checks.check_space([released("cpu", "fp32")])  # links to another disk are copies
+    check_space([released("cpu", "fp32")])  # links to another disk are copies
     assert needed[Path("out").resolve()] == pytest.approx(101e9, rel=0.03)
 
 
@@ -335,7 +340,7 @@ def test_a_calibration_is_planned_and_its_prompts_checked(
     assert (needs.work.prompts, needs.work.sweeps) == (3, needs.work.passes // 3)
     assert made.needs.memory >= needs.memory
     assert needs.seconds() >= 0
-    monkeypatch.setattr("canvasrt.pipeline.build_all", lambda plans: pytest.fail("built"))
+    monkeypatch.setattr("canvasrt.pipeline.build_work", lambda work: pytest.fail("built"))
     with pytest.raises(pytest.fail.Exception, match="built"):
         cli.build("demo", "rtx-5090", str(tmp_path / "out"), calibration=file)
     assert "calibrating for nvfp4-mixed: 3 prompts, " in capsys.readouterr().err
@@ -343,7 +348,7 @@ def test_a_calibration_is_planned_and_its_prompts_checked(
     with pytest.raises(
         CanvasError, match=r"writing graphs takes about 0\.9 GB of memory"
     ) as raised:
-        checks.check_space([made])
+        check_space([made])
     assert "--precision int4" in raised.value.hint
     monkeypatch.setattr("canvasrt.pipeline.hash_source", lambda *_: pytest.fail("hashed"))
     file.write_text('{"prompt_ids": [5]}\n{\n')

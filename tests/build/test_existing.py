@@ -11,6 +11,7 @@ import pytest
 from canvasrt.build.expert_forms import find_experts
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan
+from canvasrt.build.reuse import difference_from
 from canvasrt.bundle import made_by
 from canvasrt.pipeline import plan_all
 from canvasrt.targets import parse_targets
@@ -30,7 +31,7 @@ def difference(plan: Plan, **options: Any) -> str:
         options=plan.options | options,
         made_by=made_by([plan.target.builder, "triton"]),
     )
-    return plan._difference(SimpleNamespace(manifest=manifest))  # type: ignore[arg-type]
+    return difference_from(plan, manifest)  # type: ignore[arg-type]
 
 
 def test_the_same_build_is_taken(plan: Plan) -> None:

@@ -16,8 +16,8 @@ from canvasrt.build.memory import (
     parameters,
     vision_parameters,
 )
+from canvasrt.build.options import Precision
 from canvasrt.build.plan import Plan, PrefillPlan
-from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import layer_types, released_model

@@ -17,10 +17,9 @@ from canvasrt.build import checks
 from canvasrt.build import needs as host
 from canvasrt.build import plan as plans
 from canvasrt.build.calibration_needs import CalibrationNeeds, calibration_needs
-from canvasrt.build.options import BuildOptions
-from canvasrt.build.plan import Plan, plan
-from canvasrt.build.precision import parse_precision
-from canvasrt.build.reuse import held_bytes, is_calibrated
+from canvasrt.build.options import BuildOptions, parse_precision
+from canvasrt.build.plan import Plan
+from canvasrt.build.reuse import held_bytes, is_calibrated, reusable_graphs
 from canvasrt.build.source import Source, find_source
 from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.checkpoints.config import read_config
@@ -29,6 +28,7 @@ from canvasrt.pipeline import build_all, plan_all
 from canvasrt.targets import find_target
 from tests.helpers import library
 from tests.helpers.configs import RELEASED
+from tests.helpers.planned import plan
 
 PAGES = Path(__file__).parents[2]
 
@@ -158,7 +158,7 @@ def test_what_an_interrupted_build_holds_is_not_needed_again(
         broken.setattr(place, lambda *_: pytest.fail("interrupted"))
         with pytest.raises(pytest.fail.Exception, match="interrupted"):
             build_all([made])
-    checks.check_space([made])
+    checks.check_space([made], reusable_graphs([made]))
     first, again = needed
     assert first == made.disk
     assert again < 0.7 * first

@@ -9,7 +9,6 @@ import pytest
 
 from canvasrt.build import checks, tensorrt
 from canvasrt.build import plan as plans
-from canvasrt.build.graph_keys import quantized_from
 from canvasrt.build.options import BuildOptions
 from canvasrt.build.reuse import reusable_graphs
 from canvasrt.bundle import Bundle
@@ -51,22 +50,21 @@ def test_engines_in_the_cache_need_no_space_again_and_removed_weights_do(
     monkeypatch.setattr(checks, "check_disk", lambda folders: needed.append(folders[cache]))
     cpu, made = plan_all("demo", parse_targets("cpu,rtx-4090"), tmp_path / "out", OPTIONS)
     # A CPU runs the very codes and scales that engines are built from.
-    assert quantized_from(cpu) == quantized_from(made)
+    assert cpu.graphs_from == made.graphs_from
     other = replace(made, max_batch=2)
     graphs = graphs_of(made)
-    checks.check_space([made])
+    checks.check_space([made], reusable_graphs([made]))
     assert needed.pop() == made.disk - made.needs.graphs
     engine = stand_in(made, graphs, "body_0", tmp_path)
-    checks.check_space([made])
+    checks.check_space([made], reusable_graphs([made]))
     assert needed.pop() == pytest.approx(made.needs.engines - engine, rel=0.02)
     # A build of other engines needs the removed weights, so it writes all graphs again.
-    assert not reusable_graphs([other])
-    assert not reusable_graphs([made, other])
-    checks.check_space([other])
+    assert reusable_graphs([other]) == reusable_graphs([made, other]) == {"int4": None}
+    checks.check_space([other], reusable_graphs([other]))
     assert 0.9 * other.disk < needed.pop() <= other.disk
     for name in ("head", "vision"):
         stand_in(made, graphs, name, tmp_path)
-    checks.check_space([made])
+    checks.check_space([made], reusable_graphs([made]))
     assert needed.pop() == 0
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.options import BuildOptions
-from canvasrt.build.precision import parse_precision
+from canvasrt.build.options import BuildOptions, parse_precision
 from canvasrt.bundle import load_bundle
 from canvasrt.pipeline import build_all, graphs_of, plan_all
 from canvasrt.progress import listening

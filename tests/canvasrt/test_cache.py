@@ -45,9 +45,9 @@ def making(graphs: Bundle) -> Making:
 def test_the_same_is_made_once(making: Making, graphs: Bundle, tmp_path: Path) -> None:
     make, asked = making
     cache = GraphCache(tmp_path)
-    assert not cache.has_all(WHAT)
+    assert cache.find(WHAT) is None
     first = cache.get(WHAT, make)
-    assert cache.has_all(WHAT)
+    assert cache.find(WHAT)
     assert first.manifest == graphs.manifest
     assert cache.get(WHAT, make).path == first.path == tmp_path / "graphs" / key_of(WHAT)
     assert len(asked) == 1

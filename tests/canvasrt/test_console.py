@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from canvasrt.console import progress
+from canvasrt.console import console, progress, table
 from canvasrt.progress import report
 
 WORK = ("loading", "building", "asking")
@@ -28,6 +28,14 @@ def test_a_stage_of_unknown_length_ends_when_other_work_begins(
     lines = [line for line in shown.getvalue().splitlines() if "%" in line]
     ended = {name: "100%" in line for name in WORK for line in lines if name in line}
     assert ended == {"loading": True, "building": False, "asking": False}
+
+
+def test_a_terminal_that_claims_no_columns_shows_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    console().print(table(["name", "size"], [["a", "1"]]))
+    assert capsys.readouterr().out.split() == ["name", "size", "a", "1"]
 
 
 def test_without_a_terminal_the_time_left_is_said_now_and_then(

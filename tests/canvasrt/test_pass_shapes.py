@@ -68,7 +68,7 @@ def test_canvases_of_other_lengths(canvas: int) -> None:
     assert shapes.without_overflow().capacity == shapes.roomy >= canvas
     assert all(shape.capacity > 0 for shape in shapes)
     for size in canvas_sizes(canvas):
-        assert shapes.alone(size, 2048, load=canvas).capacity >= size
+        assert shapes.alone(size, 2048, need=canvas).capacity >= size
 
 
 def test_passes_that_are_shared_have_one_width() -> None:

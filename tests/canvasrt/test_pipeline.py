@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from canvasrt.build.options import BuildOptions
-from canvasrt.build.plan import plan
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build_bundle
 from canvasrt.progress import listening
+from tests.helpers.planned import plan
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_what_a_killed_build_left_takes_no_space_from_the_next(
     left = tmp_path / ".out.partial-99999999"
     left.mkdir()
     monkeypatch.setattr(
-        "canvasrt.pipeline.check_space", lambda plans: pytest.fail(f"left: {left.exists()}")
+        "canvasrt.pipeline.check_space", lambda *_: pytest.fail(f"left: {left.exists()}")
     )
     with pytest.raises(pytest.fail.Exception, match="left: False"):
         build_bundle(graphs.path, "cpu", tmp_path / "out")

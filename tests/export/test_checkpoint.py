@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.locate import check_weights, find_checkpoint, tensor_names
+from canvasrt.checkpoints.description import describe
+from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export_graphs
@@ -44,7 +44,7 @@ def test_shards_read_like_one_file(saved: Path, tmp_path: Path) -> None:
     random_model(SMALL).save_pretrained(tmp_path, max_shard_size="200KB")
     sharded = Checkpoint(tmp_path)
     assert len([*tmp_path.glob("*.safetensors")]) > 3
-    config, _ = ModelConfig.from_checkpoint(saved)
+    config = describe(saved).model
     for segment in segments(config):
         for weight in weights(segment.module, segment.sources, whole):
             for part in weight.parts:
@@ -63,14 +63,13 @@ def test_one_file_overrides_the_shards_of_an_earlier_save(copy: Path) -> None:
     assert torch.equal(Checkpoint(find_checkpoint(copy)).read(name), model.state_dict()[name])
     shard = next(copy.glob("model-00001-of-*"))
     os.truncate(shard, 100)
-    assert [each.name for each in check_weights(copy)] == ["model.safetensors"]
-    assert name in tensor_names(copy)
+    assert name in describe(copy).tensors
     shard.unlink()
     assert Checkpoint(find_checkpoint(copy)).file(name).name == "model.safetensors"
 
 
 def test_weights_are_placeholders_until_they_are_read(saved: Path) -> None:
-    config, _ = ModelConfig.from_checkpoint(saved)
+    config = describe(saved).model
     head = segments(config)[-2]
     table = head.module.get_parameter("table")
     assert table.untyped_storage().nbytes() == table.element_size()

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from canvasrt.build.source import find_source
 from canvasrt.bundle import Bundle
-from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.quantized import quantization_of
+from canvasrt.checkpoints.description import describe
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.compressed_tensors import Int4Codes, read_int4
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
+from canvasrt.recipes.recipe import Choice, Recipe
 from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import base_model, edit, save_compressed
 
@@ -57,7 +57,7 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
 
 def read(folder: Path, name: str) -> Int4Codes | None:
     """One weight of the first body segment."""
-    config, _ = ModelConfig.from_checkpoint(folder)
+    config = describe(folder).model
     part = segments(config, 6, torch.bfloat16)[0]
     found = weights(part.module, part.sources, Checkpoint(folder))
     return read_int4(next(weight for weight in found if weight.name == name))
@@ -100,6 +100,9 @@ def test_the_manifest_says_what_it_is(checkpoint: Path, exported: Bundle) -> Non
     (body,) = (each for each in exported.manifest.segments if "layers" in each)
     assert set(body["quantized"].values()) == {"int4"}
     assert len(body["quantized"]) == 12
+    chosen = Recipe.from_json(options["recipe"]).formats(exported.manifest.model)
+    assert chosen["table"] == Choice("int8")
+    assert {each.format for name, each in chosen.items() if name != "table"} == {"int4"}
 
 
 def test_one_scale_per_output_is_shared_by_its_blocks(copy: Path) -> None:
@@ -136,7 +139,7 @@ def test_what_has_no_product_is_refused_by_name(
     index = {"weight_map": {name: "model.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CanvasError, match=message):
-        quantization_of(copy)
+        find_source(copy)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from canvasrt.build.source import find_source
 from canvasrt.bundle import Bundle
-from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.quantized import quantization_of
+from canvasrt.checkpoints.description import describe
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export_graphs
@@ -157,7 +156,7 @@ def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
     """TensorRT needs constant activation scales; generating with the widened weights finds them."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [7 + i, 9, 30]}) + "\n" for i in range(2)))
-    how = quantization_of(dynamic)
+    how = describe(dynamic).quantization
     assert how is not None
     assert (how.precision, how.static) == ("fp8", False)
     bundle = export_graphs(dynamic, tmp_path / "graphs", calibration=prompts)
@@ -244,7 +243,7 @@ def test_damaged_scales_and_shapes(
 
 def codes_of(folder: Path, name: str) -> StoredCodes:
     """Return a weight of the body as the checkpoint stores it."""
-    config, _ = ModelConfig.from_checkpoint(folder)
+    config = describe(folder).model
     body = segments(config)[0]
     each = weights(body.module, body.sources, Checkpoint(folder))
     found = read_codes(next(weight for weight in each if weight.name == name))

@@ -22,12 +22,13 @@ from canvasrt.containers import processes, untrusted
 from canvasrt.containers.logs import Patient
 from canvasrt.containers.openai import body_pool, remote
 from canvasrt.containers.openai.body import read_body
-from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest, chat_generation
+from canvasrt.containers.openai.chat import CompletionRequest, chat_generation
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.generation import answer_inputs
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.ollama import OllamaChat, OllamaPrompt, generate
 from canvasrt.containers.openai.remote import Fetcher, ImageBudget, inline
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.containers.openai.upstream import triton_error
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.triton import grammar

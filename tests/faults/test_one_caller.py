@@ -18,12 +18,13 @@ from starlette.responses import Response
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.auth import Callers
-from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.chat import chat_generation
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.generation import answer_inputs
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import Middleware, parameters_of
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.containers.tensors import ARRIVED
 from canvasrt.containers.triton import grammar
 from canvasrt.containers.triton.options import ModelOptions

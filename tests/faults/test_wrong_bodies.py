@@ -10,16 +10,13 @@ import pytest
 
 from canvasrt.containers.openai.anthropic import MessagesRequest
 from canvasrt.containers.openai.body import Body, read_body
-from canvasrt.containers.openai.chat import (
-    ChatRequest,
-    CompletionRequest,
-    completion_generation,
-)
+from canvasrt.containers.openai.chat import CompletionRequest, completion_generation
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import Ignored
 from canvasrt.containers.openai.ollama import OllamaChat
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.containers.tensors import MAX_CANVAS
 from canvasrt.containers.triton.prompt_encoder import is_long
 from canvasrt.containers.triton.request import read_conditions_of

@@ -14,13 +14,13 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import unfinished
 from canvasrt.calibration_prompts import CALIBRATIONS, CalibrationPrompts, work_of
 from canvasrt.export.onnx import write_graph
-from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.calibrate import calibrate as calibrate_weights
-from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantize import quantized_items
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.export.quantize.stored_weights import StoredWeights
 from canvasrt.graphs import external, lowbits
+from canvasrt.graphs.packed import Form, Packed
 from canvasrt.recipes.recipe import Recipe
 from tests.helpers import library
 
@@ -52,10 +52,8 @@ def quantize_file(
     cache_scales: Mapping[str, float] | None = None,
 ) -> None:
     """Quantize the graph file `source` to `out`. Weights that it shares with other graphs stay in their files."""
-    model, items, apart = forms.graph_items(source)
-    written = forms.quantized_items(
-        model, items, planned, lambda item: pack(item.name), cache_scales
-    )
+    model, items, apart = external.load(source)
+    written = quantized_items(model, items, planned, lambda item: pack(item.name), cache_scales)
     write_graph(model, (each for each in written if each.name not in apart), out, own_files=apart)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -22,6 +22,7 @@ from transformers import (
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.graphs.edit import insert
 from tests.helpers import library
 
 BASE: dict[str, Any] = {
@@ -156,15 +157,12 @@ def _session(file: Path) -> onnxruntime.InferenceSession:
 
 def _expose_logits(file: Path) -> None:
     """Make the logits divided by the temperature an output of the graph; the head subtracts their largest."""
-    model = onnx.load(file, load_external_data=False)
-    (largest,) = [node for node in model.graph.node if node.op_type == "ReduceMax"]
-    model.graph.output.append(
-        onnx.helper.make_tensor_value_info(largest.input[0], onnx.TensorProto.FLOAT, None)
-    )
-    divided = model.graph.output[-1].name
-    model.graph.node.append(onnx.helper.make_node("Identity", [divided], ["logits"]))
-    model.graph.output[-1].name = "logits"
-    onnx.save(model, file)
+    model = ir.load(file)
+    (largest,) = [node for node in model.graph if node.op_type == "ReduceMax"]
+    logits = insert(model.graph, "Identity", [largest.inputs[0]], "logits")
+    logits.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.append(logits)
+    ir.save(model, file)
 
 
 @pytest.fixture(scope="session")

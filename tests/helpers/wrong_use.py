@@ -259,7 +259,7 @@ ELSEWHERE = {
     ("canvasrt/roofline/rates.py", "was measured on"): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/predict.py", "take no pass of"): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/predict.py", "do not suit"): "tests/canvasrt/roofline/test_predict.py",
-    ("runtime/open.py", "but the engines support at most"): (
+    ("runtime/bundle_facts.py", "but the engines support at most"): (
         "tests/containers/serve/test_checks.py"
     ),
     ("containers/ports.py", "give a port from 1 to 65535"): (
@@ -272,7 +272,7 @@ ELSEWHERE = {
         "tests/containers/image/test_image.py"
     ),
     # Typer refuses these values itself.
-    ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
+    ("build/options.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"
     ),
     (

@@ -96,3 +96,6 @@ def test_the_command_line_takes_images(
     assert capsys.readouterr().out.strip() not in COLORS
     assert run([*call, "--image", "none.webp"]) == 1
     assert "cannot read an image" in capsys.readouterr().err
+    text = str(ROOT / "README.md")
+    assert run([*call, *picture, "--image", text]) == 1
+    assert f"{text}: unsupported image format" in capsys.readouterr().err

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from canvasrt.checkpoints.config import SamplerDefaults
-from canvasrt.runtime.host_model import HostModel
-from tests.helpers.configs import CONFIG
+from canvasrt.runtime.bundle_facts import scaled_embeddings
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -25,7 +21,5 @@ def test_scaled_embeddings(dtype: str) -> None:
     weight = module.weight.detach()
     host = np.dtype(getattr(ml_dtypes, dtype, dtype))
     table = weight.float().numpy().astype(host)
-    config = replace(CONFIG, hidden_size=size, vocab_size=count)
-    model = HostModel(config, SamplerDefaults(), [], None, table, 64, True)  # type: ignore[arg-type]
-    found = model.embed(np.arange(count)).astype(host).astype(np.float32)
+    found = scaled_embeddings(table, np.arange(count)).astype(host).astype(np.float32)
     assert np.array_equal(found, module(torch.arange(count)).detach().float().numpy())

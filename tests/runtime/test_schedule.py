@@ -119,6 +119,14 @@ def test_a_hog_delays_others_by_its_share() -> None:
     assert np.percentile(beside, 99) <= 2 * np.percentile(alone, 99)
 
 
+def test_newcomers_do_not_wait_for_the_end_of_a_hog() -> None:
+    simulation = Simulation()
+    for _ in range(300):
+        simulation.ask("hog", 100)
+    times = simulation.latencies([f"key {number}" for number in range(8)], LENGTHS, 8)
+    assert times.max() <= 4 * QUANTUM
+
+
 def test_whoever_comes_back_owes_and_is_owed_nothing() -> None:
     simulation = Simulation()
     simulation.ask("idle", 1)

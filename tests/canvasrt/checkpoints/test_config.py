@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults, read_config
+from canvasrt.checkpoints.locate import read_files
 from canvasrt.checkpoints.released import TEXT_CONFIG, VISION_CONFIG, released_model
 from canvasrt.errors import CanvasError
 from tests.conftest import CONFIG, GENERATION_CONFIG
+
+
+def read_folder(folder: Path) -> tuple[ModelConfig, SamplerDefaults]:
+    files = read_files(folder)
+    return read_config(files.config, files.generation, files.preprocessing)
 
 
 def changed(**text: Any) -> dict[str, Any]:
@@ -43,7 +49,7 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 
 def test_reads_sizes_layers_and_sampler(checkpoint_files: Path) -> None:
-    model, sampler = ModelConfig.from_checkpoint(checkpoint_files)
+    model, sampler = read_folder(checkpoint_files)
     assert model.layers == (
         Layer("sliding", head_dim=16, num_kv_heads=1, rope_theta=10_000.0, rope_partial=1.0),
         Layer("full", head_dim=32, num_kv_heads=1, rope_theta=1_000_000.0, rope_partial=0.25),
@@ -69,7 +75,7 @@ def test_agrees_with_transformers_for_every_form_of_the_layer_overrides(tmp_path
     given |= {"num_key_value_heads": 2, "global_head_dim": 64, "num_global_key_value_heads": 1}
     text = DiffusionGemmaTextConfig(**{k: v for k, v in given.items() if k != "model_type"})
     DiffusionGemmaConfig(text_config=text, canvas_length=16).save_pretrained(tmp_path)
-    written, _ = ModelConfig.from_checkpoint(tmp_path)
+    written, _ = read_folder(tmp_path)
     older, _ = read_config({**CONFIG, "text_config": given}, None)
     expected = [text.per_layer_config[i] for i in range(2)]
     assert [layer.head_dim for layer in written.layers] == [e.head_dim for e in expected]
@@ -89,7 +95,7 @@ def test_reads_the_released_configuration_as_transformers_writes_it(tmp_path: Pa
         "05"
         in json.loads((tmp_path / "config.json").read_text())["text_config"]["per_layer_config"]
     )
-    model, _ = ModelConfig.from_checkpoint(tmp_path)
+    model, _ = read_folder(tmp_path)
     assert model.layers == released_model().layers
 
 
@@ -180,13 +186,13 @@ def test_refuses_images_prepared_in_another_way(file: str, tmp_path: Path) -> No
     given = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=4).to_dict()
     nested = file == "processor_config.json"
     (tmp_path / file).write_text(json.dumps({"image_processor": given} if nested else given))
-    ModelConfig.from_checkpoint(tmp_path)
+    read_folder(tmp_path)
     changes = {"rescale_factor": 1 / 127.5, "patch_size": 8, "max_soft_tokens": 140}
     for name, value in {"do_normalize": True, **changes}.items():
         other = {**given, "image_mean": [0.5] * 3, name: value}
         (tmp_path / file).write_text(json.dumps({"image_processor": other} if nested else other))
         with pytest.raises(CanvasError, match=f"{file}: {name}"):
-            ModelConfig.from_checkpoint(tmp_path)
+            read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -194,9 +200,9 @@ def test_refuses_images_prepared_in_another_way(file: str, tmp_path: Path) -> No
 def test_a_broken_file_is_named(checkpoint_files: Path, name: str, content: bytes) -> None:
     (checkpoint_files / name).write_bytes(content)
     with pytest.raises(CanvasError, match=name):
-        ModelConfig.from_checkpoint(checkpoint_files)
+        read_folder(checkpoint_files)
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match=r"no config\.json"):
-        ModelConfig.from_checkpoint(tmp_path)
+        read_folder(tmp_path)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from canvasrt.checkpoints.locate import CheckpointFiles, read_files
 from canvasrt.checkpoints.quantized import Quantization, quantization_of
 from canvasrt.errors import CanvasError
 
@@ -37,9 +37,8 @@ def rotated(*locations: str) -> dict[str, Any]:
     return {**found, "transform_config": config.model_dump()}
 
 
-def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
-    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    return folder
+def configured(quantization: dict[str, Any] | None) -> CheckpointFiles:
+    return CheckpointFiles(Path("checkpoint"), {"quantization_config": quantization})
 
 
 @pytest.mark.parametrize(
@@ -84,16 +83,14 @@ def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
         ),
     ],
 )
-def test_what_it_says(
-    tmp_path: Path, quantization: dict[str, Any] | None, expected: Quantization | None
-) -> None:
-    assert quantization_of(configured(tmp_path, quantization)) == expected
+def test_what_it_says(quantization: dict[str, Any] | None, expected: Quantization | None) -> None:
+    assert quantization_of(configured(quantization)) == expected
 
 
-def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
+def test_modelopts_own_file_is_enough() -> None:
     found = {"producer": {"version": "0.45.0"}, "quantization": {"quant_algo": "NVFP4"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(found))
-    assert quantization_of(tmp_path) == Quantization("modelopt 0.45.0", "NVFP4", "nvfp4")
+    files = CheckpointFiles(Path("checkpoint"), {}, modelopt=found)
+    assert quantization_of(files) == Quantization("modelopt 0.45.0", "NVFP4", "nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -136,15 +133,14 @@ def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_known_is_named(
-    tmp_path: Path, quantization: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_known_is_named(quantization: dict[str, Any], message: str) -> None:
     with pytest.raises(CanvasError, match=message):
-        quantization_of(configured(tmp_path, quantization))
+        quantization_of(configured(quantization))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"quantization": 4}'])
 def test_broken_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text(text)
     with pytest.raises(CanvasError, match=r"hf_quant_config\.json"):
-        quantization_of(tmp_path)
+        quantization_of(read_files(tmp_path))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.recipes.fields import read_yaml
 from tests.canvasrt.cli.conftest import Ask, fails
 from tests.conftest import Command
 from tests.helpers.reference import Pair
@@ -28,10 +29,17 @@ def test_a_bundle_answers(demo: Pair, tmp_path: Path, ask: Ask) -> None:
     assert "46" in ask("ask", demo.bundle, file, "12+34=", "--samples", "1")
 
 
+def test_yes_and_no_are_words(tmp_path: Path) -> None:
+    file = tmp_path / "questions.yaml"
+    file.write_text("[yes, No, on, true, False, truest]")
+    assert read_yaml(file, "") == ["yes", "No", "on", True, False, "truest"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("- [", "is not YAML"),
+        ("- 2026-13-01", "is not YAML"),
         ("{}", "holds no questions"),
         ("[{type: x}]", "type is 'x'"),
         (QUESTIONS.replace("samples", "sample"), "sample is unknown"),  # a server would ignore it

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.description import describe
 from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.cli.app import run
 from canvasrt.errors import CanvasError
@@ -134,8 +134,9 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
 
 def test_whole_generations_fit_the_engines_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canvasrt.fidelity.answers._run", lambda side, requests, what: requests)
-    config, sampler = ModelConfig.from_checkpoint(demo_checkpoint())
-    reference: Any = SimpleNamespace(config=config, sampler=sampler)
+    demo = describe("demo")
+    config = demo.model
+    reference: Any = SimpleNamespace(config=config, sampler=demo.sampler)
     prompts = PromptSet("texts", [[5] * 9, [5] * 20])
     for context, tokens in ((100, 64), (4096, 256)):
         engines: Any = SimpleNamespace(max_context=context)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.synthetic import write_random_checkpoint
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.checkpoints.locate import find_checkpoint
+from canvasrt.checkpoints.description import describe
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.fidelity import measure_quality, report
 from canvasrt.fidelity.observed_model import ObservedModel
@@ -180,11 +180,10 @@ def test_the_checkpoint_s_own_codes_must_be_the_same(int4: Any, tmp_path: Path) 
 
 
 def test_a_large_model_is_streamed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = find_checkpoint(str(tiny.checkpoint))
-    config = ReferenceModel(tiny.checkpoint).config
-    assert not report.is_streamed(config, checkpoint)
+    checkpoint = describe(tiny.checkpoint)
+    assert not report.is_streamed(checkpoint)
     monkeypatch.setattr(report, "available_bytes", lambda: 10**6)
-    assert report.is_streamed(config, checkpoint)
+    assert report.is_streamed(checkpoint)
     whole = measure_quality(load_bundle(tiny.bundle), tiny.checkpoint, 0)
     assert whole["ok"]
     assert whole["steps"]["prompts"] == 2

@@ -27,10 +27,8 @@ from canvasrt.graphs.nbits import use_nbits
 from canvasrt.graphs.simplify import simplify_layers
 from canvasrt.runtime.body_inputs import Geometry
 from tests.helpers import library
-from tests.helpers import quantized as shared
 from tests.helpers.graph_runs import head_feeds, random_feeds, without_slots
 
-plain_graphs, quantized = shared.plain_graphs, shared.quantized
 POSITIONAL = ("positions", "groups", "causal", "past_positions")
 Feeds = dict[str, np.ndarray]
 

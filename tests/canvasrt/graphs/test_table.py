@@ -20,12 +20,10 @@ from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
 from canvasrt.graphs.names import TABLE_VALUES
 from canvasrt.runtime.bundle_facts import map_table
-from tests.helpers import quantized as shared
 from tests.helpers.graph_runs import head_feeds, run_graph, show
 from tests.helpers.quantized import dequantize, quantize_file
 from tests.helpers.rounding import from_e4m3, to_e4m3
 
-plain_graphs = shared.plain_graphs
 AMAX = 6.0
 
 

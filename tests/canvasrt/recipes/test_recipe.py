@@ -13,7 +13,7 @@ import yaml
 
 import canvasrt.recipes
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.locate import find_checkpoint
+from canvasrt.checkpoints.description import describe
 from canvasrt.checkpoints.weight_names import matrices, norms
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.formats import most_demanding
@@ -32,7 +32,7 @@ MINE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return ModelConfig.from_checkpoint(find_checkpoint("demo"))[0]
+    return describe("demo").model
 
 
 def test_the_readme_has_a_row_per_recipe() -> None:

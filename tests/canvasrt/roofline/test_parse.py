@@ -9,7 +9,6 @@ import pytest
 
 from canvasrt.build import compile
 from canvasrt.errors import CanvasError
-from canvasrt.roofline.builder_log import Capture
 from canvasrt.roofline.cost import BITS
 from canvasrt.roofline.parse import parse
 
@@ -80,12 +79,10 @@ def test_a_line_of_another_form_is_refused() -> None:
 def test_a_list_that_cannot_be_read_ends_no_build(
     listed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    capture = Capture()
-    capture.see(listed)
     job = compile.Job("trt", tmp_path / "a.onnx", tmp_path / "a.engine", (), {"all": {}})
     network = SimpleNamespace(num_layers=0, num_inputs=0)
-    compile._write_kernels(SimpleNamespace(), network, job, capture)
+    compile._write_kernels(SimpleNamespace(), network, job, listed)
     assert "WARNING: the kernels cannot be listed" in capsys.readouterr().out
     assert not job.kernels.exists()
-    compile._write_kernels(None, None, job, capture)
+    compile._write_kernels(None, None, job, listed)
     assert "WARNING: the kernels cannot be listed: AttributeError" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -11,8 +12,8 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Packed
 from canvasrt.graphs import lowbits
+from canvasrt.graphs.packed import Packed
 from canvasrt.sorted_rows.description import ExpertSizes, KernelForm, inputs_per_step
 from canvasrt.sorted_rows.stacks import GraphExperts, in_steps
 from tests.helpers.quantized import SHAPE, Quantized
@@ -59,6 +60,17 @@ def test_int4(quantized: Callable[..., Quantized]) -> None:
         assert (codes[:, 1::2] == pairs >> 4).all()
         assert blocks.tobytes() == lowbits.to_bf16(packed.block_scales).tobytes()
         assert not scales.size
+
+
+def test_a_weight_file_may_be_part_of_several_bundles(
+    quantized: Callable[..., Quantized], tmp_path: Path
+) -> None:
+    made, link = quantized("nvfp4"), tmp_path / "body_0.bin"
+    link.hardlink_to(made.file.with_suffix(".bin"))
+    try:
+        assert len(list(stacks("nvfp4", made))) == len(WEIGHTS)
+    finally:
+        link.unlink()
 
 
 def output_scales(packed: Packed) -> np.ndarray:

@@ -20,7 +20,7 @@ from canvasrt.containers.deploy import deploy as deploying
 from canvasrt.containers.deploy.command import run_command
 from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine
 from canvasrt.containers.deploy.options import DeployOptions
-from canvasrt.containers.deploy.packages import Package, open_package
+from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
 from canvasrt.errors import CanvasError, UsageError
@@ -237,13 +237,24 @@ def test_what_an_engine_says_is_explained(said: str, meaning: str):
     assert meaning in deploying.refusal(DOCKER, "canvasrt", said).message
 
 
-def test_hints_name_commands_that_work_when_pasted(tmp_path: Path):
+def test_hints_name_commands_that_work_when_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hint = deploying.refusal(PODMAN, "one", "the name is already in use").hint
     assert "podman rm -f one" in hint
     folder = tmp_path / "a b" / "c"
     with pytest.raises(CanvasError, match="cache folder") as refused:
         words(CPU, cache=str(folder))
     assert f"run mkdir -p '{folder}' && chown 1000 '{folder}'" in refused.value.hint
+
+    def fail(_: ContainerEngine, *words: str, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(words, 1, "", "no space left")
+
+    monkeypatch.setattr(ContainerEngine, "run", fail)
+    with pytest.raises(CanvasError, match=r"docker cannot build .*: no space left") as failed:
+        load(Package("mine:2", folder, "context", {}, None), DOCKER)
+    assert failed.value.hint == f"run it yourself: docker build --tag mine:2 '{folder}'"
+    with pytest.raises(CanvasError, match="docker info failed") as failed:
+        _ = DOCKER.architecture
+    assert failed.value.hint == "run it yourself: docker info --format '{{.Architecture}}'"
 
 
 def test_without_docker_and_podman_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from canvasrt.containers.openai.anthropic import (
+    MESSAGES,
     MessagesRequest,
     messages_generation,
-    renamed,
 )
-from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.errors import bad_request, rename
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.helpers.agents import WEATHER
 from tests.helpers.alone import lone_front
@@ -197,7 +197,9 @@ def test_images_are_a_chats() -> None:
 
 
 def test_a_refusal_of_thoughts_names_its_field() -> None:
-    error = renamed(bad_request("enable_thinking is not a variable: leave out enable_thinking."))
+    message = "enable_thinking is not a variable: leave out enable_thinking."
+    error = bad_request(message, "enable_thinking")
+    assert rename(error, MESSAGES.names)
     assert error.message == "thinking is not a variable: leave out thinking."
 
 

@@ -10,7 +10,6 @@ import pytest
 from canvasrt.containers.openai import decisions, ollama, systemone
 from canvasrt.containers.openai.body import read_body
 from canvasrt.containers.openai.chat import (
-    ChatRequest,
     CompletionRequest,
     chat_generation,
     completion_generation,
@@ -23,6 +22,7 @@ from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.response_events import ResponseReply
 from canvasrt.containers.openai.responses import ResponsesRequest, response_generation
 from canvasrt.containers.openai.tokenize import TokenizeRequest, tokenize
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.containers.openai.vllm_fields import vllm_scores
 from canvasrt.containers.triton.inputs import check_shapes
 from canvasrt.errors import CanvasError

@@ -12,11 +12,12 @@ import pytest
 from openai import OpenAI
 
 from canvasrt.containers.openai.body import read_body
-from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
+from canvasrt.containers.openai.chat import CompletionRequest
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.fields import ANY, CHAT, COMPLETION, MAX_WARNINGS, Ignored
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.openai.tools import ChatRequest
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.alone import lone_front

@@ -14,7 +14,7 @@ from tests.helpers.scripted import Script, gemma_template, write_bundle
 
 def test_the_manifest_has_the_digest_of_every_file(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "graphs", Script(SCRIPTS), gemma_template())
-    about = about_model(bundle, choose_profile(bundle), None)
+    about = about_model(bundle, choose_profile(bundle), 1024)
     with lone_front(names=("one", "two"), about=about) as front:
         manifest = front.get("/v1/manifest").json()
         assert "files" not in front.get("/v1/metadata").json()

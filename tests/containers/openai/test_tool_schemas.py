@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as Core
 
 from canvasrt.bundle import load_bundle
 from canvasrt.checkpoints.locate import DEMO_FOLDER
-from canvasrt.containers.openai.chat import ChatRequest, chat_generation
-from canvasrt.containers.openai.tools import schemas, tools_grammar
+from canvasrt.containers.openai.chat import chat_generation
+from canvasrt.containers.openai.tools import ChatRequest, schemas, tools_grammar
 from canvasrt.export.graphs import export_graphs
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.tool_grammar import call_grammar

@@ -255,7 +255,7 @@ def test_copy_buttons_copy_their_answers(front: FrontEnd, visit: Any) -> None:
 
 def test_the_demo_s_examples_are_single_questions(server: Server, visit: Any) -> None:
     bundle = load_bundle(library.bundle("demo"))
-    about = about_model(bundle, choose_profile(bundle), None)
+    about = about_model(bundle, choose_profile(bundle), 1024)
     assert (about["vision"], about["demo"]) == (False, True)
     with FrontEnd.over(server, FrontOptions(port=0, about=about)) as front:
         page = visit(front)

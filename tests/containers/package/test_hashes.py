@@ -16,7 +16,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder
 from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.build import options_for
-from canvasrt.containers.package import lock, releases, wheels
+from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
 from canvasrt.containers.package.requirements import (
@@ -39,13 +39,13 @@ def test_the_table_has_what_the_installed_versions_need(python: str, architectur
         pins = requirements(
             {backend: None if backend == "onnxruntime" else "1.7.1.116"}, python, architecture
         )
-        missing = [str(pin) for pin in pins if lock.locked(pin, python, architecture) is None]
+        missing = [str(pin) for pin in pins if wheels.locked(pin, python, architecture) is None]
         # TensorRT-RTX's own distributions are sources that fetch the others.
         assert all(name.startswith("tensorrt-rtx") for name in missing), missing
 
 
 def test_files_fit_their_platform() -> None:
-    table = json.loads(lock.FILE.read_text())
+    table = json.loads(wheels.LOCK.read_text())
     for platform, entries in table.items():
         machine = {"amd64": "x86_64", "arm64": "aarch64"}[platform.partition("-")[2]]
         for pin, (file, digest) in entries.items():
@@ -74,7 +74,7 @@ def test_hashes_are_those_of_the_base_s_architecture(engines: Bundle, tmp_path: 
     base = Base(Path("x"), {"architecture": "arm64", "config": settings}, (), "sha256:" + "b" * 64)
     made = package(engines.path, tmp_path / "package", options_for(base, PackageOptions()))
     (pin,) = [each for each in read_requirements(made.path) if each.name == "onnxruntime"]
-    known = lock.locked(pin, "3.12", "arm64")
+    known = wheels.locked(pin, "3.12", "arm64")
     assert known
     assert pin.sha256 == known.sha256
 
@@ -87,7 +87,9 @@ def test_a_cpu_s_package_can_be_built_on_both_architectures(
     for made, machines in ((packaged, ("amd64", "arm64")), (gpu, ("amd64",))):
         lines = (made.path / "requirements.txt").read_text().splitlines()
         (line,) = [each for each in lines if each.startswith("numpy==")]
-        found = [lock.locked(Pin(*line.split()[0].split("==")), "3.12", each) for each in machines]
+        found = [
+            wheels.locked(Pin(*line.split()[0].split("==")), "3.12", each) for each in machines
+        ]
         assert line.split()[1:] == [f"--hash=sha256:{each.sha256}" for each in found if each]
 
 
@@ -142,7 +144,7 @@ def test_a_wheel_that_was_replaced_in_the_cache_is_refused(
     file = wheel(cache, "canvasrthashed")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     table = {"cp3.12-amd64": {"canvasrthashed==1": [file.name, digest]}}
-    monkeypatch.setattr(lock, "_table", lambda: table)
+    monkeypatch.setattr(wheels, "_table", lambda: table)
     pin = Pin("canvasrthashed", "1")
     fetched = wheels.fetch([pin], "3.12", "amd64")
     assert fetched == {pin: file}

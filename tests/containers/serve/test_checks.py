@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from canvasrt.bundle import load_bundle
 from canvasrt.cli.app import run
 from canvasrt.containers.ports import PortRequest, check_distinct
 from canvasrt.containers.serve import local
-from canvasrt.containers.serve.checks import check_context, check_settings
+from canvasrt.containers.serve.checks import check_settings
 from canvasrt.containers.serve.settings import read_settings
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.runtime.bundle_facts import max_context
+from canvasrt.runtime.open import open_model
+from tests.helpers import library
 from tests.helpers.certificates import make_certificates, openssl
 from tests.helpers.serving_process import ANY_PORTS
 
@@ -122,9 +126,14 @@ def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_context_beyond_the_engines_is_refused_with_one_that_works() -> None:
-    for wanted in (None, 1, 4096):
-        check_context(wanted, 4096)
-    with pytest.raises(CanvasError, match="5000, but the engines support at most 4096") as caught:
-        check_context(5000, 4096)
-    assert "give at most 4096" in caught.value.hint
+def test_a_context_beyond_the_engines_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = library.bundle("demo")
+    most = max_context(load_bundle(bundle, check=False).manifest)
+    command = ["serve", str(bundle), "--dry-run", "--max-model-len"]
+    assert run([*command, str(most)]) == 0
+    assert run([*command, str(most + 1)]) == 2
+    error = capsys.readouterr().err
+    assert f"{most + 1}, but the engines support at most {most}" in error
+    assert f"give at most {most}" in error
+    with pytest.raises(UsageError, match="but the engines support at most"):
+        open_model(bundle, check=False, max_context=most + 1)

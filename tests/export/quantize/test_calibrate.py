@@ -303,10 +303,10 @@ def test_text_is_put_into_the_chat_template(tiny: Tiny, tmp_path: Path) -> None:
     assert [list(each.prompt_token_ids) for each in with_template] == [expected, expected]
     plain = replace(with_template, tokenizer=Tokenizer(core, None))
     with pytest.raises(CanvasError, match=r"line 1: the model's tokenizer has no chat template"):
-        plain.check()
+        _ = plain.work
     file.write_text(json.dumps(lines[1]) + "\n")
     with pytest.raises(CanvasError, match=r"line 1: the model's tokenizer has no chat template"):
-        plain.check()
+        _ = plain.work
 
 
 def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_weights_are_read_and_keys_attended_to_as_often_as_planned(
     monkeypatch.setattr(observed_part, "attention_mask", mask)
     calibrate(plain_graphs, recipe, file)
     about = plain_graphs.manifest
-    planned = CalibrationPrompts.of(file, recipe, about.model, about.sampler, {}, {}).check()
+    planned = CalibrationPrompts.of(file, recipe, about.model, about.sampler, {}, {}).work
     assert len(ran) == planned.sweeps == planned.passes + 1
     layers = Counter(each.kind for each in about.model.layers)
     assert pairs == {kind: layers[kind] * count for kind, count in planned.attended.items()}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
+from canvasrt.graphs.packed import Packed
 from tests.helpers import rounding as oracle
 from tests.helpers.quantized import dequantize
 

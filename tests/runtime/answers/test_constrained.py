@@ -120,7 +120,9 @@ def test_a_set_may_bring_its_definitions() -> None:
     """As pydantic writes the schema of `set[Colour]`."""
     items = {"$ref": "#/$defs/Colour"}
     of = {"$defs": {"Colour": {"enum": ["a", "b"]}}, **unique([]), "items": items}
-    assert without_unique(of, "g")["enum"] == [[], ["a"], ["b"], ["a", "b"], ["b", "a"]]
+    arrays = [[], ["a"], ["b"], ["a", "b"], ["b", "a"]]
+    assert without_unique(of, "g")["enum"] == arrays
+    assert without_unique({**of, "type": ["array", "null"]}, "g")["enum"] == [*arrays, None]
 
 
 def test_gbnf_is_read(words: Vocabulary, demo: Pair) -> None:
@@ -145,6 +147,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"limit 50000|allows no answer of at most 2048 tokens",
     ),
     (schema({"type": "array", "uniqueItems": True}), "g.schema has uniqueItems whose items"),
+    (schema(unique([1], type=["array", "string"])), r"its type is \['array', 'string'\]"),
+    (schema(unique([1], contains={"const": 1})), "has uniqueItems next to contains"),
     (schema(unique(list(range(6)))), "more than 400 arrays satisfy its uniqueItems"),
     (schema(unique(["a" * 1000, "b" * 1000, "c", "d"])), "65 arrays satisfy its uniqueItems"),
     ({"type": "grammar", "grammar": 'root ::= "a" more'}, "Rule 'more' not found"),

@@ -19,6 +19,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize_graphs
 from canvasrt.graphs.lower import lower_graph
+from canvasrt.graphs.names import EXPERT_ROWS
 from canvasrt.hashes import canonical
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.runtime.backends.sorted_engine import SortedEngine
@@ -27,7 +28,6 @@ from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
-    EXPERT_ROWS,
     GATE_UP_KERNEL,
     SORT,
     SORTED_SUFFIX,
@@ -154,7 +154,7 @@ def lowered(graphs: Bundle, out: Path) -> Path:
 
 def states(model: DeviceModel) -> np.ndarray:
     """Return the last hidden states of a pass over random ones, some of which are padding."""
-    shape = model.shapes.denoise(model.shapes.widths[0], load=CANVAS)
+    shape = model.shapes.denoise(model.shapes.widths[0], need=CANVAS)
     this = model._pass(shape, [], CANVAS, head=False)
     positions = model.workspace.inputs.view("positions", 1, this.length)
     positions[:] = np.arange(this.length)
@@ -178,7 +178,7 @@ def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> N
     # First the contexts that every profile shares, then those of places.
     shared = ((0, None), (1, None), (2, None))
     assert {tuple(piece._contexts) for piece in pieces} == {(*shared, (1, 0), (1, 2))}
-    assert not model.workspace.load(0).any()
+    assert not model.workspace.fullest(0).any()
 
 
 def test_the_plan_counts_every_context(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
     model.denoise(given)
     assert [call.dims["batch"] for call in backend.engines["head"].calls[before:]] == [4, 1]
     model.encode([EncodeInput(given[1].row, np.array(prompt(CANVAS, 9)))])
-    assert not given[1].row.load(0)
+    assert not given[1].row.need(0)
 
 
 def test_a_parked_request_comes_back_to_the_room_that_its_block_needs(
@@ -115,9 +115,9 @@ def test_a_parked_request_comes_back_to_the_room_that_its_block_needs(
     model.encode([EncodeInput(row, tokens)])
     row.overload(1, 20)
     model.park(row, model.first_hidden(tokens[:CANVAS]))
-    assert not row.load(1)
+    assert not row.need(1)
     model.encode([EncodeInput(row, tokens)])
-    assert (row.load(0), row.load(1)) == (0, 20)
+    assert (row.need(0), row.need(1)) == (0, 20)
     model.release(row)
 
 

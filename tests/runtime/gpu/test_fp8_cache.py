@@ -9,8 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from canvasrt.build.checks import check_source
-from canvasrt.build.plan import plan
-from canvasrt.build.precision import Precision
+from canvasrt.build.options import Precision
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import load_bundle
 from canvasrt.errors import CanvasError
@@ -25,6 +24,7 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.targets import find_target
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.memory import estimate
+from tests.helpers.planned import plan
 from tests.helpers.reference import Pair
 
 RECIPE = {

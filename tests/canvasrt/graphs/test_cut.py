@@ -9,7 +9,7 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
-from canvasrt.sorted_rows.cut import cut_body
+from canvasrt.graphs.cut import cut_body
 from tests.helpers.quantized import SHAPE, Quantized
 
 D, K = SHAPE["hidden_size"], SHAPE["top_k_experts"]

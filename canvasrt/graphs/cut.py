@@ -11,19 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.errors import CanvasError
-from canvasrt.graphs.edit import ancestors, input_of, integers, next_node
-from canvasrt.graphs.names import SLOTS
-from canvasrt.sorted_rows.description import (
+from canvasrt.graphs.edit import (
+    ancestors,
+    drop_unused,
+    graph_input,
+    initializer,
+    input_of,
+    insert,
+    integers,
+    integers_of,
+    next_node,
+)
+from canvasrt.graphs.names import (
     CARRIED,
     EXPERT_INDEX,
     EXPERT_INPUT,
     EXPERT_ROWS,
     OUT,
     SHARES,
+    SLOTS,
 )
 
 
@@ -105,7 +114,7 @@ def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]
 
     Values that depend on no hidden state, such as masks, are missing, because every piece computes them.
     """
-    stages = {value: 0 for value in graph.inputs if value.name == "hidden"}
+    stages = {graph_input(graph, "hidden"): 0}
     late: dict[ir.Node, int] = {}
     for number, each in enumerate(experts, 1):
         stages[each.rows] = number
@@ -124,7 +133,8 @@ def _crossing(
     """Return the names of the values that belong to `stage` and are read in the next stage, except those in `experts`."""
     found: dict[str, None] = {}
     # `wanted` excludes nodes inside the experts: they lead only to `load`, and to the rows, which are in `experts`.
-    wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
+    outputs = [value for value in graph.outputs if value.name != "load"]
+    wanted = set(ancestors(*outputs, given=experts))
     for node in graph:
         if node not in wanted or all(stages.get(value) != stage + 1 for value in node.outputs):
             continue
@@ -134,18 +144,6 @@ def _crossing(
     if len(found) != len(CARRIED):
         raise _other_form()
     return list(found)
-
-
-def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that are needed to compute `values` if the values in `given` are known."""
-    todo, found = list(values), set[ir.Node]()
-    while todo:
-        value = todo.pop()
-        node = None if value in given else value.producer()
-        if node is not None and node not in found:
-            found.add(node)
-            todo += [each for each in node.inputs if each is not None]
-    return found
 
 
 def _other_form() -> CanvasError:
@@ -167,7 +165,7 @@ def _piece(model: ir.Model, cuts: list[_Cut], number: int) -> ir.Model:
         outputs = [value for value in made.graph.outputs if value.name == "hidden_out"]
     made.graph.inputs[:] = inputs
     made.graph.outputs[:] = outputs
-    RemoveUnusedNodesPass()(made)
+    drop_unused(made)
     made.graph.inputs[:] = [value for value in made.graph.inputs if value.uses()]
     return made
 
@@ -178,7 +176,7 @@ class _Piece:
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._values = {str(value.name): value for node in graph for value in node.outputs}
-        (hidden,) = (value for value in graph.inputs if value.name == "hidden")
+        hidden = graph_input(graph, "hidden")
         assert hidden.shape is not None
         assert hidden.dtype is not None
         self._batch, self._length, width = hidden.shape
@@ -197,7 +195,7 @@ class _Piece:
 
     def hand_out(self, cut: _Cut, layer: int) -> list[ir.Value]:
         """Return the piece's outputs: the values at the cut, and one layer's new keys and values."""
-        tokens = self._add("Shape", [self.input_of("positions")], "tokens")
+        tokens = self._add("Shape", [graph_input(self._graph, "positions")], "tokens")
         choices = self._choices(cut)
         own = self._values[cut.own]
         dtype = self._dtype
@@ -234,31 +232,22 @@ class _Piece:
         axis = shape.index(-1)
         before = [each for each in shape[:axis] if each != 1]
         dims = [*before, self._batch, self._length, *shape[axis + 1 :]]
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
-        node = ir.node("Reshape", [value, self._constant(shape, name)], name=f"cut/{name}")
-        node.outputs[0].name = f"cut/{name}"
-        nodes = [node, *(self._without_padding(node.outputs[0]) if only_valid else ())]
-        self._values[old].replace_all_uses_with(nodes[-1].outputs[0])
-        first = self._graph[0]
-        self._graph.insert_before(first, nodes)
+        value, first = ir.val(name, dtype, ir.Shape(dims)), self._graph[0]
+        taken = self._add("Reshape", [value, self._constant(shape, name)], name, first)
+        if only_valid:
+            taken = self._without_padding(taken, first)
+        self._values[old].replace_all_uses_with(taken)
         return value
 
-    def _without_padding(self, rows: ir.Value) -> list[ir.Node]:
-        """Return nodes that replace padding tokens' rows in `rows`, `[K, T, D]`, by zeros."""
-        zero = self._constant([0], "padding")
-        valid = ir.node("GreaterOrEqual", [self.input_of("positions"), zero], name="cut/valid")
+    def _without_padding(self, rows: ir.Value, first: ir.Node) -> ir.Value:
+        """Replace padding tokens' rows in `rows`, `[K, T, D]`, by zeros. Nodes are inserted before `first`."""
+        inputs = [graph_input(self._graph, "positions"), self._constant([0], "padding")]
+        valid = self._add("GreaterOrEqual", inputs, "valid", first)
         shape = self._constant([1, -1, 1], "valid")
-        column = ir.node("Reshape", [valid.outputs[0], shape], name="cut/valid_rows")
-        nothing = ir.Value(
-            name="cut/nothing", const_value=ir.tensor([0.0], dtype=self._dtype, name="cut/nothing")
-        )
-        nothing.type, nothing.shape = ir.TensorType(self._dtype), ir.Shape([1])
-        self._graph.initializers["cut/nothing"] = nothing
-        kept = ir.node("Where", [column.outputs[0], rows, nothing], name="cut/kept_rows")
-        made = [valid, column, kept]
-        for node in made:
-            node.outputs[0].name = node.name
-        return made
+        column = self._add("Reshape", [valid, shape], "valid_rows", first)
+        zero = ir.tensor([0.0], dtype=self._dtype, name="cut/nothing")
+        nothing = initializer(self._graph, "cut/nothing", data=zero)
+        return self._add("Where", [column, rows, nothing], "kept_rows", first)
 
     def _hand(
         self, name: str, value: ir.Value, dtype: ir.DataType, tokens: ir.Value, width: int
@@ -275,19 +264,20 @@ class _Piece:
     def _choices(self, cut: _Cut) -> int:
         """Return the number of experts per token, which is a constant input of the TopK."""
         chosen = self._values[cut.index].producer()
-        assert chosen is not None
-        count = ir.convenience.get_const_tensor(input_of(chosen, 1))
+        count = integers_of(input_of(chosen, 1)) if chosen else None
         assert count is not None
-        return int(count.numpy().item())
+        return count[0]
 
-    def input_of(self, name: str) -> ir.Value:
-        return next(value for value in self._graph.inputs if value.name == name)
-
-    def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
-        node = ir.node(kind, inputs, attributes, name=f"cut/{name}")
-        node.outputs[0].name = f"cut/{name}"
-        self._graph.append(node)
-        return node.outputs[0]
+    def _add(
+        self,
+        kind: str,
+        inputs: list[ir.Value],
+        name: str,
+        before: ir.Node | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        where = before or self._graph
+        return insert(where, kind, inputs, f"cut/{name}", suffix="", **attributes)
 
     def _constant(self, numbers: list[int], name: str) -> ir.Value:
         return integers(self._graph, f"cut/{name}_sizes", numbers)

@@ -1,16 +1,67 @@
-"""Joins single-layer graphs into the graph of a segment.
+"""Turns traced graphs into the graphs that an export writes: clears what torch's tracer leaves, and joins single-layer
+graphs into the graph of a segment.
 
 Tracing a layer takes seconds, and layers of one kind have equal graphs. So each kind is traced once, and copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
-from canvasrt.export.onnx import OPSET
+from canvasrt.graphs.edit import drop_unused, graph_input
+
+# The metadata key under which torch's exporter stores a node's scopes. Some scopes are not modules.
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_MODULE = re.compile(r"[a-z][\w.]*$")
+
+
+def clean(model: ir.Model) -> None:
+    """Name nodes after their modules, and remove metadata: its stack traces would make files machine-dependent."""
+    graph = model.graph
+    for node in graph.all_nodes():
+        node.name = _scoped_name(node)
+        node.doc_string = None
+        node.metadata_props.clear()
+    values = (*graph.initializers.values(), *graph.inputs, *graph.outputs)
+    holders: tuple[Any, ...] = (*values, model, graph)
+    for each in holders:
+        each.metadata_props.clear()
+
+
+def _scoped_name(node: ir.Node) -> str:
+    """Return the node's name, preceded by its module's name, as in `layers.0.attention/node_mul_182`."""
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    module = scopes[-2] if len(scopes) > 1 else ""
+    return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
+
+
+def drop_weights(model: ir.Model, names: Collection[str]) -> None:
+    """Let the weights in `names` refer to a file that does not exist. They keep their shape and dtype."""
+    for name, value in model.graph.initializers.items():
+        if name in names:
+            tensor = value.const_value
+            assert tensor is not None
+            value.const_value = ir.ExternalTensor(
+                "none", None, None, tensor.dtype, name=name, shape=ir.Shape(tensor.shape.numpy())
+            )
+
+
+def free_queues(model: ir.Model) -> None:
+    """Make the size of `gate_queues` dynamic: E, or 1 if all experts share one queue. Torch cannot trace both sizes.
+
+    Shapes of intermediate values are removed, because they can depend on the traced size.
+    """
+    graph_input(model.graph, "gate_queues").shape = ir.Shape(["gate_queues"])
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
 
 
 def chain(layers: Sequence[ir.Model]) -> ir.Model:
@@ -25,30 +76,42 @@ def chain(layers: Sequence[ir.Model]) -> ir.Model:
     pasts, news = _keys_and_values(graph.inputs), _keys_and_values(graph.outputs)
     inputs = {value.name: value for value in graph.inputs if value not in pasts}
     hidden, loads = graph.outputs[0], [graph.outputs[1]]
-    _rename(graph, 0, kept=graph.inputs)
+    _rename(graph, 0)
     for number, model in enumerate(layers[1:], 1):
         part = model.clone().graph
         pasts += _keys_and_values(part.inputs)
         news += _keys_and_values(part.outputs)
-        for value in list(part.inputs):
+        for value in part.inputs:
             if value.name == "hidden":
-                ir.convenience.replace_all_uses_with(value, hidden)
+                value.replace_all_uses_with(hidden)
             elif value not in pasts:
                 shared = inputs.setdefault(value.name, value)
                 if shared is not value:
-                    ir.convenience.replace_all_uses_with(value, shared)
+                    value.replace_all_uses_with(shared)
         hidden, load = part.outputs[0], part.outputs[1]
         loads.append(load)
-        _rename(part, number, kept=part.inputs)
+        _rename(part, number)
         _move(part, graph)
     hidden.name = "hidden_out"
     graph.inputs[:] = [*inputs.values(), *pasts]
     graph.outputs[:] = [hidden, _largest(graph, loads), *news]
-    joined.opset_imports[""] = OPSET
     # This merges masks and rotations, which are the same in every layer of a kind.
     CommonSubexpressionEliminationPass()(joined)
-    RemoveUnusedNodesPass()(joined)
+    drop_unused(joined)
     return joined
+
+
+def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
+    """Name a body graph's inputs for cached keys and values, and its outputs for new ones, by layer index."""
+    for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
+        names = per_layer(stem, layers)
+        for value, name in zip(values[len(values) - len(names) :], names, strict=True):
+            value.name = name
+
+
+def per_layer(stem: str, layers: Sequence[int]) -> list[str]:
+    """Return the names of a key and a value per layer."""
+    return [f"{stem}_{part}_{i}" for i in layers for part in ("key", "value")]
 
 
 def _largest(graph: ir.Graph, loads: Sequence[ir.Value]) -> ir.Value:
@@ -73,14 +136,12 @@ def _keys_and_values(values: Sequence[ir.Value]) -> list[ir.Value]:
     ]
 
 
-def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
+def _rename(graph: ir.Graph, number: int) -> None:
     """Rename the values and weights of `graph` to names that are unique over all layers."""
-    names = {id(value) for value in kept}
     for node in graph:
         node.name = _node_name(str(node.name), number)
         for value in node.outputs:
-            if id(value) not in names:
-                value.name = f"layer_{number}/{value.name}"
+            value.name = f"layer_{number}/{value.name}"
     for value in list(graph.initializers.values()):
         if str(value.name).startswith("layers.0."):
             value.name = f"layers.{number}.{str(value.name).removeprefix('layers.0.')}"
@@ -98,7 +159,7 @@ def _move(part: ir.Graph, graph: ir.Graph) -> None:
     for name, value in list(part.initializers.items()):
         del part.initializers[name]
         if name in graph.initializers:
-            ir.convenience.replace_all_uses_with(value, graph.initializers[name])
+            value.replace_all_uses_with(graph.initializers[name])
         else:
             graph.initializers.add(value)
     part.outputs.clear()

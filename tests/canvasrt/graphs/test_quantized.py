@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize import forms
-from canvasrt.export.quantize.packed import Form
+from canvasrt.graphs.packed import Form
+from canvasrt.graphs.quantized import quantize_graph
 from tests.helpers.quantized import producers
 
 GATE_UP = "layers.1.experts.gate_up"
@@ -100,7 +100,7 @@ def product_of(weights: list[tuple[str, int]], used: str = "x", op: str = "MatMu
 @pytest.mark.parametrize("op", ["MatMul", "Gemm"])
 def test_an_input_of_several_weights_is_quantized_once(op: str) -> None:
     model = product_of([("a", 16), ("b", 48), ("c", 16)], op=op)
-    forms.quantize_graph(
+    quantize_graph(
         model,
         {"a": Form("fp8", (16, 32)), "b": Form("fp8", (48, 32)), "c": Form("nvfp4", (16, 32))},
     )
@@ -117,10 +117,10 @@ def test_an_input_of_several_weights_is_quantized_once(op: str) -> None:
 def test_what_has_no_such_form_is_refused() -> None:
     model = product_of([("a", 16)])
     with pytest.raises(CanvasError, match="the graph has no weight b"):
-        forms.quantize_graph(model, {"b": Form("fp8", (16, 32))})
+        quantize_graph(model, {"b": Form("fp8", (16, 32))})
     with pytest.raises(CanvasError, match=r"a has shape \[16,32\] in the graph, but \(32, 16\)"):
-        forms.quantize_graph(model, {"a": Form("fp8", (32, 16))})
+        quantize_graph(model, {"a": Form("fp8", (32, 16))})
     model.graph.outputs.append(next(iter(model.graph)).outputs[0])
     model.graph.append(ir.node("Neg", [model.graph.initializers["a"]]))
     with pytest.raises(CanvasError, match="a is not the weight of one matrix product"):
-        forms.quantize_graph(model, {"a": Form("fp8", (16, 32))})
+        quantize_graph(model, {"a": Form("fp8", (16, 32))})

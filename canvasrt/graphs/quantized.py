@@ -16,8 +16,7 @@ Then comes the MatMul. If there are factors, they multiply its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,29 +24,23 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.export.quantize.quantized_weight import (
-    BFLOAT16,
-    BLOCK_SCALES,
-    FACTOR,
-    FLOAT8,
-    FLOAT32,
-    INPUT_SCALE,
-    SCALE,
-    SOFT_SCALE,
-    VALUES,
-    EmbeddingTable,
-    Projection,
-    Quantized,
-    add_initializer,
-    dtype_of,
-)
-from canvasrt.export.weights import Weight
-from canvasrt.formats import FORMATS
+from canvasrt.formats import FORMATS, Codes
 from canvasrt.graphs import external, lowbits
+from canvasrt.graphs.edit import (
+    all_outputs,
+    graph_input,
+    initializer,
+    input_of,
+    insert,
+    integers_of,
+    made_by,
+)
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.names import BLOCK_SCALES, FACTOR, INPUT_SCALE, SCALE, SOFT_SCALE, VALUES
+from canvasrt.graphs.packed import Form, Packed
 
 KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
+_FLOAT8, _FLOAT32, _BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # The first IR version that has 4-bit numbers.
 _IR_VERSION = 11
 _TENSORRT = "trt"
@@ -66,9 +59,9 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
         if FORMATS[form.format].of_table:
-            EmbeddingTable(model.graph, name, form).rewrite()
+            _Table(model.graph, name, form).rewrite()
         elif name == TABLE:
-            Projection(model.graph, name, form).rewrite()
+            _Projection(model.graph, name, form).rewrite()
         else:
             _Product(model.graph, name, form).rewrite(inputs)
     model.opset_imports.setdefault(_TENSORRT, 1)
@@ -89,7 +82,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
     scales = []
     for place, layer in enumerate(layers):
         for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE)):
-            scale = add_initializer(graph, f"layers.{place}.{suffix}", FLOAT32, ())
+            scale = initializer(graph, f"layers.{place}.{suffix}", _FLOAT32, ())
             scales.append(str(scale.name))
             _read_cache(graph, f"past_{part}_{layer}", scale)
             _write_cache(graph, f"new_{part}_{layer}", scale)
@@ -99,85 +92,126 @@ def quantize_cache(model: ir.Model) -> list[str]:
 def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the quantized weight `name` that the rewritten graph contains. They become external data."""
     format = FORMATS[packed.format]
-    block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT32
+    block_scales = _dtype_of(format.block_scales) if format.block_scales else _FLOAT32
     name = PROJECTION if name == TABLE and format.projects else name
     soft_scale = np.array(format.scale(1.0), np.float32)
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
-        (VALUES, dtype_of(format.codes), packed.shape, packed.values),
+        (VALUES, _dtype_of(format.codes), packed.shape, packed.values),
         (BLOCK_SCALES, block_scales, (), packed.block_scales),
-        (SCALE, FLOAT32, (), packed.scale),
-        (INPUT_SCALE, FLOAT32, (), packed.input_scale),
-        (FACTOR, FLOAT32, (), packed.factor),
-        (SOFT_SCALE, FLOAT32, (), soft_scale),
+        (SCALE, _FLOAT32, (), packed.scale),
+        (INPUT_SCALE, _FLOAT32, (), packed.input_scale),
+        (FACTOR, _FLOAT32, (), packed.factor),
+        (SOFT_SCALE, _FLOAT32, (), soft_scale),
     ]
     for suffix, dtype, shape, data in parts:
         found = model.graph.initializers.get(f"{name}.{suffix}")
         if found is None or data is None:
             continue
-        if data.dtype == np.float32 and found.dtype == BFLOAT16:
-            dtype, data = BFLOAT16, lowbits.to_bf16(data)
+        if data.dtype == np.float32 and found.dtype == _BFLOAT16:
+            dtype, data = _BFLOAT16, lowbits.to_bf16(data)
         yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
 
 
-def quantized_items(
-    model: ir.Model,
-    items: Iterable[Weight | Stored],
-    forms: Mapping[str, Form],
-    pack: Callable[[Any], Packed],
-    cache_scales: Mapping[str, float] | None = None,
-) -> Iterator[Weight | Stored]:
-    """Rewrite `model` when iteration starts. Yield the weights to write: unquantized ones, the parts of quantized ones,
-    and the cache's scales.
+class _Quantized:
+    """A graph's weight, which is replaced by its quantized form."""
 
-    Args:
-        forms: the quantized weights' forms by initializer name.
-        pack: quantizes an item. It is called for one item at a time, in order.
-        cache_scales: an FP8 key-value cache's scales by initializer name; None if the cache has the graph's dtype.
-    """
-    if forms:
-        quantize_graph(model, forms)
-    scales = [] if cache_scales is None else quantize_cache(model)
-    for item in items:
-        if item.name not in forms:
-            yield item
-            continue
-        if (
-            item.name in model.graph.initializers
-        ):  # the unquantized table, which is kept for lookups
-            yield item
-        packed = pack(item)
-        if packed.form != forms[item.name]:
-            raise ValueError(f"{item.name} was quantized to {packed.form}, not as planned")
-        yield from stored_parts(model, item.name, packed)
-    for name in scales:
-        assert cache_scales is not None
-        yield external.stored(name, FLOAT32, (), np.array(cache_scales[name], np.float32))
+    def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
+        self.graph, self.name, self.form = graph, name, form
+        weight = graph.initializers.get(name)
+        if weight is None:
+            raise CanvasError(f"the graph has no weight {name}", "quantize a graph that has it")
+        if weight.shape != form.shape:
+            raise CanvasError(
+                f"{name} has shape {weight.shape} in the graph, but {form.shape} when quantized",
+                "use the calibration and the checkpoint of this graph",
+            )
+        assert weight.dtype is not None
+        self.weight, self.dtype = weight, weight.dtype
+        self.format = FORMATS[form.format]
 
+    def _insert(
+        self, before: ir.Node, kind: str, inputs: list[ir.Value], *names: str, **attributes: Any
+    ) -> ir.Value:
+        full = [f"{self.name}/{name}" for name in names]
+        return insert(before, kind, inputs, *full, suffix="", **attributes)
 
-def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
-    """Load a graph. Return the graph, its weights in file order, and weight name → file for weights outside the graph's
-    own weight file.
+    def _constant(self, before: ir.Node, data: Any, name: str) -> ir.Value:
+        return self._insert(before, "Constant", [], name, value=ir.tensor(data))
 
-    If any initializer is external data, those inside the graph file are constants: they stay there and are not
-    returned.
-    """
-    model = ir.load(source)
-    own = source.with_suffix(".bin").name
-    stored = sorted(model.graph.initializers.values(), key=_place)
-    places = {str(value.name): _place(value)[0] for value in stored}
-    apart = {name: place for name, place in places.items() if place and place != own}
-    outside = [value for value in stored if places[str(value.name)]]
-    return model, [external.from_graph(value) for value in outside or stored], apart
+    def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+        return initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
+
+    def _values(self) -> ir.Value:
+        return self._initializer(VALUES, _dtype_of(self.format.codes), self.form.shape)
+
+    def _narrow(self, before: ir.Node, x: ir.Value, scale: ir.Value, name: str) -> ir.Value:
+        dtype = int(_dtype_of(self.format.codes))
+        return self._insert(before, "QuantizeLinear", [x, scale], name, output_dtype=dtype)
+
+    def _wide(self, before: ir.Node, codes: ir.Value, scale: ir.Value, name: str) -> ir.Value:
+        wide = int(self.dtype)
+        return self._insert(before, "DequantizeLinear", [codes, scale], name, output_dtype=wide)
 
 
-def _place(value: ir.Value) -> tuple[str, int]:
-    """Return an initializer's file and its offset there. The file's name is empty if the graph itself stores the
-    data."""
-    tensor = value.const_value
-    return str(getattr(tensor, "location", "")), int(getattr(tensor, "offset", 0) or 0)
+class _Table(_Quantized):
+    """The embedding table: one product uses it, another uses its transpose, and rows are looked up."""
+
+    def rewrite(self) -> None:
+        """Let the products use the dequantized table, and dequantize looked-up rows separately.
+
+        Before the lookup, rows are dequantized by a scale of 1; after it, they are scaled. So TensorRT looks up rows of
+        codes. If rows were scaled before the lookup, TensorRT would write the whole dequantized table to memory.
+        """
+        first = self.graph[0]
+        values = self._values()
+        scale = self._initializer(SCALE, self.dtype, self.form.scale_shape)
+        wide = self._insert(first, "DequantizeLinear", [values, scale], "wide", axis=0)
+        one = ir.tensor(np.ones((), np.float32).astype(self.dtype.numpy()), name=f"{self.name}/one")
+        unit = self._insert(first, "Constant", [], "unit", value=one)
+        for node, place in list(self.weight.uses()):
+            if node.op_type != "Gather":
+                node.replace_input_with(place, wide)
+                continue
+            token = input_of(node, 1)
+            codes = self._insert(node, "DequantizeLinear", [values, unit], "codes")
+            rows = self._insert(node, "Gather", [codes, token], "rows", axis=0)
+            scales = self._insert(node, "Gather", [scale, token], "row_scales", axis=0)
+            last = self._constant(node, np.array([-1]), "last")
+            factor = self._insert(node, "Unsqueeze", [scales, last], "row_factors")
+            result = self._insert(node, "Mul", [rows, factor], "embedded")
+            old = node.outputs[0]
+            result.type, result.shape = old.type, old.shape
+            old.replace_all_uses_with(result)
+            self.graph.remove(node, safe=True)
+        del self.graph.initializers[self.name]
 
 
-class _Product(Quantized):
+class _Projection(_Quantized):
+    """The table in its two products: hidden states times the transposed table, and probabilities times the table."""
+
+    def rewrite(self) -> None:
+        """Quantize both products, which share one copy of the codes. Lookups still read the unquantized table."""
+        self.name = PROJECTION
+        scale = self._initializer(SCALE, _FLOAT32, ())
+        wide = self._wide(self.graph[0], self._values(), scale, "wide")
+        for node, place in list(self.weight.uses()):
+            if node.op_type == "Gather":
+                continue
+            node.replace_input_with(place, wide)
+            if node.op_type == "Transpose":
+                (product,) = node.outputs[0].consumers()
+                self._round(product, INPUT_SCALE)
+            else:
+                # The largest unnormalised probability is 1, so the scale is known.
+                self._round(node, SOFT_SCALE)
+
+    def _round(self, product: ir.Node, suffix: str) -> None:
+        scale = self._initializer(suffix, _FLOAT32, ())
+        bits = self._narrow(product, input_of(product), scale, f"{suffix}d_bits")
+        product.replace_input_with(0, self._wide(product, bits, scale, f"{suffix}d"))
+
+
+class _Product(_Quantized):
     """The matrix product that uses one weight."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
@@ -187,14 +221,14 @@ class _Product(Quantized):
     def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
         """Replace the product by its quantized form. `inputs` keeps the quantized inputs, so that products share
         them."""
-        x = self.node.inputs[0]
-        assert x is not None
+        x = input_of(self.node)
         rank = len(self.form.shape)
         perm = [*range(rank - 2), rank - 1, rank - 2]
         if self.format.rounds_inputs:
-            if (str(x.name), self.form.format) not in inputs:
-                inputs[str(x.name), self.form.format] = self._input(x)
-            x = inputs[str(x.name), self.form.format]
+            key = str(x.name), self.form.format
+            if key not in inputs:
+                inputs[key] = self._input(x)
+            x = inputs[key]
         turned = self._add("Transpose", [self._weight()], "turned", perm=perm)
         product = self._add("MatMul", [x, turned], "product")
         if self.form.factor_shape is not None:
@@ -212,27 +246,23 @@ class _Product(Quantized):
         self._remove()
 
     def _input(self, x: ir.Value) -> ir.Value:
-        scale = self._initializer(INPUT_SCALE, FLOAT32, ())
+        scale = self._initializer(INPUT_SCALE, _FLOAT32, ())
         if self.format.input_quantizer is None:
-            dtype = int(dtype_of(self.format.codes))
-            bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=dtype)
-            return self._add(
-                "DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype)
-            )
+            bits = self._narrow(self.node, x, scale, "input_bits")
+            return self._wide(self.node, bits, scale, "input")
         block_scales = self.format.block_scales
         assert block_scales is not None
-        quantize = ir.node(
+        bits = self._add(
             self.format.input_quantizer,
             [x, scale],
-            {"axis": -1, "block_size": self.form.block, "scale_type": int(dtype_of(block_scales))},
+            "input_bits",
+            "input_blocks",
             domain=_TENSORRT,
-            num_outputs=2,
-            name=f"{self.name}/input_bits",
+            axis=-1,
+            block_size=self.form.block,
+            scale_type=int(_dtype_of(block_scales)),
         )
-        bits, blocks = quantize.outputs
-        bits.name, blocks.name = f"{self.name}/input_bits", f"{self.name}/input_blocks"
-        self.graph.insert_before(self.node, quantize)
-        scales = self._add("DequantizeLinear", [blocks, scale], "input_scales")
+        scales = self._add("DequantizeLinear", [all_outputs(bits)[1], scale], "input_scales")
         return self._widen(bits, scales, "input")
 
     def _weight(self) -> ir.Value:
@@ -242,17 +272,16 @@ class _Product(Quantized):
             if self.form.scale_shape:
                 scale = self._constant(self.node, np.float32(1), "one")
             else:
-                scale = self._initializer(SCALE, FLOAT32, ())
-            wide = int(self.dtype)
-            return self._add("DequantizeLinear", [values, scale], "weight", output_dtype=wide)
+                scale = self._initializer(SCALE, _FLOAT32, ())
+            return self._wide(self.node, values, scale, "weight")
         blocks = (*rows, last // self.form.block)
         if block_scales is None:
             # If these scales had another dtype, TensorRT would write the whole dequantized weight to memory.
             scales = self._initializer(BLOCK_SCALES, self.dtype, blocks)
             each = {"axis": -1, "block_size": self.form.block}
             return self._add("DequantizeLinear", [values, scales], "weight", **each)
-        codes = self._initializer(BLOCK_SCALES, dtype_of(block_scales), blocks)
-        scale = self._initializer(SCALE, FLOAT32, ())
+        codes = self._initializer(BLOCK_SCALES, _dtype_of(block_scales), blocks)
+        scale = self._initializer(SCALE, _FLOAT32, ())
         scales = self._add("DequantizeLinear", [codes, scale], "weight_scales")
         return self._widen(values, scales, "weight")
 
@@ -262,7 +291,7 @@ class _Product(Quantized):
         wide = self._add(
             "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=self.form.block
         )
-        if self.dtype == FLOAT32:
+        if self.dtype == _FLOAT32:
             return wide
         return self._add("Cast", [wide], name, to=int(self.dtype))
 
@@ -272,34 +301,30 @@ class _Product(Quantized):
         If the DequantizeLinear had these scales, TensorRT would write the product in float32. A reshape to heads is
         moved before the multiplication, because TensorRT does not fuse multiplication and norm across a reshape.
         """
-        scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
+        scales = self._initializer(SCALE, _FLOAT32, self.form.scale_shape)
         where, users = self.node, old.consumers()
         size = _last_size(users[0]) if len(users) == 1 else None
         if size is not None:
             where, old = users[0], users[0].outputs[0]
             by_head = self._constant(where, np.array([-1, size]), "by_head")
             scales = self._insert(where, "Reshape", [scales, by_head], "scales")
-            shape = where.inputs[1]
-            assert shape is not None
-            product = self._insert(where, "Reshape", [product, shape], "heads", allowzero=1)
-        if self.dtype != FLOAT32:
-            product = self._insert(where, "Cast", [product], "wide", to=int(FLOAT32))
+            heads = [product, input_of(where, 1)]
+            product = self._insert(where, "Reshape", heads, "heads", allowzero=1)
+        if self.dtype != _FLOAT32:
+            product = self._insert(where, "Cast", [product], "wide", to=int(_FLOAT32))
         product = self._insert(where, "Mul", [product, scales], "scaled")
-        if self.dtype != FLOAT32:
+        if self.dtype != _FLOAT32:
             product = self._insert(where, "Cast", [product], "narrow", to=int(self.dtype))
         return product, old
 
-    def _constant(self, before: ir.Node, data: Any, name: str) -> ir.Value:
-        return self._insert(before, "Constant", [], name, value=ir.tensor(data))
-
-    def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
-        return self._insert(self.node, kind, inputs, name, **attributes)
+    def _add(self, kind: str, inputs: list[ir.Value], *names: str, **attributes: Any) -> ir.Value:
+        return self._insert(self.node, kind, inputs, *names, **attributes)
 
     def _find(self) -> ir.Node:
         """Return the product: a MatMul over the weight's transpose, or a Gemm that transposes it."""
-        users = [node for node, _ in self.weight.uses()]
+        users = self.weight.consumers()
         if len(users) == 1 and users[0].op_type == "Transpose":
-            users = [node for node, _ in users[0].outputs[0].uses()]
+            users = users[0].outputs[0].consumers()
             if len(users) == 1 and users[0].op_type == "MatMul":
                 return users[0]
         elif len(users) == 1 and _is_plain_gemm(users[0]):
@@ -310,19 +335,22 @@ class _Product(Quantized):
         )
 
     def _remove(self) -> None:
-        transpose = self.node.inputs[1].producer() if self.node.inputs[1] is not None else None
+        transpose = input_of(self.node, 1).producer()
         self.graph.remove(self.node, safe=True)
         if transpose is not None:
             self.graph.remove(transpose, safe=True)
         del self.graph.initializers[self.name]
 
 
+def _dtype_of(codes: Codes) -> ir.DataType:
+    return ir.DataType[codes.onnx]
+
+
 def _last_size(node: ir.Node) -> int | None:
     """Return the last size of a Reshape's result; None if that size is not constant, or for any other node."""
-    shape = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] else None
-    last = shape.inputs[-1] if shape is not None and shape.op_type == "Concat" else None
-    size = None if last is None else ir.convenience.get_const_tensor(last)
-    return None if size is None else int(size.numpy().item())
+    shape = made_by(node.inputs[1], "Concat") if node.op_type == "Reshape" else None
+    last = integers_of(shape.inputs[-1]) if shape else None
+    return last[0] if last else None
 
 
 def _is_plain_gemm(node: ir.Node) -> bool:
@@ -335,26 +363,21 @@ def _is_plain_gemm(node: ir.Node) -> bool:
 
 def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
     """Change the graph's input `name` to E4M3. Nodes that read the input now read its dequantized value."""
-    value = next(each for each in graph.inputs if each.name == name)
+    value = graph_input(graph, name)
     assert value.dtype is not None
-    node = ir.node(
-        "DequantizeLinear", [value, scale], {"output_dtype": int(value.dtype)}, name=f"{name}/wide"
-    )
-    node.outputs[0].name = f"{name}/wide"
-    value.replace_all_uses_with(node.outputs[0])
-    node.replace_input_with(0, value)
-    value.type = ir.TensorType(FLOAT8)
-    graph.insert_before(graph[0], node)
+    readers, dtype = list(value.uses()), int(value.dtype)
+    both = [value, scale]
+    wide = insert(graph[0], "DequantizeLinear", both, f"{name}/wide", suffix="", output_dtype=dtype)
+    for reader, place in readers:
+        reader.replace_input_with(place, wide)
+    value.type = ir.TensorType(_FLOAT8)
 
 
 def _write_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
     """Change the graph's output `name` to E4M3."""
     index, value = next((i, v) for i, v in enumerate(graph.outputs) if v.name == name)
-    node = ir.node(
-        "QuantizeLinear", [value, scale], {"output_dtype": int(FLOAT8)}, name=f"{name}/bits"
-    )
-    value.name = f"{name}/wide"
-    output = node.outputs[0]
-    output.name, output.type, output.shape = name, ir.TensorType(FLOAT8), value.shape
+    value.name, dtype = f"{name}/wide", int(_FLOAT8)
+    both = [value, scale]
+    output = insert(graph, "QuantizeLinear", both, name, suffix="/bits", output_dtype=dtype)
+    output.type, output.shape = ir.TensorType(_FLOAT8), value.shape
     graph.outputs[index] = output
-    graph.append(node)

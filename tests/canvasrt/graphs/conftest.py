@@ -1,0 +1,3 @@
+from tests.helpers.quantized import plain_graphs, quantized
+
+__all__ = ["plain_graphs", "quantized"]

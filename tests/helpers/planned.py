@@ -1,0 +1,17 @@
+"""One plan, as `plan_all` makes it before it checks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
+from canvasrt.build.plan import Plan, make_plans
+from canvasrt.build.source import Source
+from canvasrt.targets import find_target
+
+
+def plan(
+    source: Source, target: str, out: Path | str = "out", options: BuildOptions = DEFAULT_OPTIONS
+) -> Plan:
+    (made,) = make_plans(source, [find_target(target)], out, options)
+    return made
