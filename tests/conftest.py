@@ -15,22 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.durations import (
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_runtest_logreport,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-    pytest_xdist_make_scheduler,
-)
-
-__all__ = [
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "pytest_runtest_logreport",
-    "pytest_sessionfinish",
-    "pytest_terminal_summary",
-    "pytest_xdist_make_scheduler",
+pytest_plugins = [
+    f"tests.helpers.{each}"
+    for each in ("certificates", "durations", "models", "one_caller", "serving")
 ]
 
 # nohup ignores SIGHUP, and a script's background processes ignore SIGINT. Every process that a test starts would
@@ -41,6 +28,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # ONNX Runtime reports usage unless this is set before its first import, and tests import it by themselves.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+# For every server started here: the workers of pytest-xdist fill the machine already.
+os.environ["CANVASRT_THREADS"] = "1"
 
 TEXT_CONFIG: dict[str, Any] = {
     "model_type": "diffusion_gemma_text",

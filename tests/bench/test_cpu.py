@@ -10,11 +10,9 @@ import pytest
 from bench import cpu
 from bench.__main__ import main
 from canvasrt.checkpoints.description import describe
-from tests.helpers.reference import Pair, demo
+from tests.helpers.reference import Pair
 
 pytestmark = pytest.mark.acceptance
-
-__all__ = ["demo"]
 
 
 def test_a_bundle_s_share_is_printed(

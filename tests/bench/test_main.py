@@ -10,9 +10,7 @@ import pytest
 from bench.__main__ import MEASUREMENTS, main
 from bench.results import tables
 from bench.tables import PAGES, filled
-from tests.helpers.reference import Pair, demo
-
-__all__ = ["demo"]
+from tests.helpers.reference import Pair
 
 
 def test_measurements_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from canvasrt.roofline.rates import find_gpu
 from canvasrt.sorted_rows.description import SortedSegment
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
-from tests.helpers.quantized import SHAPE, small_graphs
+from tests.helpers.quantized import SHAPE
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
@@ -32,11 +32,6 @@ pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 OPTIONS = ("--max-context", "1024", "--max-batch", "2", "--experts", "sorted")
 EXPERTS_SIZES = ("hidden_size", "moe_intermediate_size", "num_experts", "top_k_experts")
 D, F, E, K = (SHAPE[name] for name in EXPERTS_SIZES)
-
-
-@pytest.fixture(scope="module")
-def graphs() -> Bundle:
-    return small_graphs()
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +50,8 @@ def build(
 
 
 @pytest.fixture(scope="module")
-def bundle(graphs: Bundle, folder: Path, command: Command) -> Bundle:
-    return build(command, graphs.path, "rtx", folder / "rtx", "--precision", "bf16")[0]
+def bundle(plain_graphs: Bundle, folder: Path, command: Command) -> Bundle:
+    return build(command, plain_graphs.path, "rtx", folder / "rtx", "--precision", "bf16")[0]
 
 
 def test_a_bundle_has_pieces_weights_and_kernels_for_each_gpu(bundle: Bundle) -> None:
@@ -92,10 +87,10 @@ def test_the_experts_weights_are_in_no_engine(bundle: Bundle) -> None:
 
 
 def test_a_second_build_takes_the_pieces_from_the_cache(
-    bundle: Bundle, graphs: Bundle, command: Command
+    bundle: Bundle, plain_graphs: Bundle, command: Command
 ) -> None:
     again = bundle.path.with_name("again")
-    made, said = build(command, graphs.path, "rtx", again, "--precision", "bf16")
+    made, said = build(command, plain_graphs.path, "rtx", again, "--precision", "bf16")
     assert "reusing body_0.1 for rtx" in said
     assert "building body" not in said
     assert made.manifest == bundle.manifest
@@ -117,12 +112,12 @@ def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
     assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
 
 
-def test_nvfp4_experts(graphs: Bundle, folder: Path, command: Command) -> None:
+def test_nvfp4_experts(plain_graphs: Bundle, folder: Path, command: Command) -> None:
     """One more kernel rounds the tokens. Tensor cores take the codes directly."""
     small, out = folder / "graphs-nvfp4", folder / "nvfp4"
     recipe = load_recipe("nvfp4")
-    amax = dict.fromkeys(recipe.formats(graphs.manifest.model), 6.0)
-    quantize_graphs(graphs.path, small, recipe, calibration=Calibration(amax=amax))
+    amax = dict.fromkeys(recipe.formats(plain_graphs.manifest.model), 6.0)
+    quantize_graphs(plain_graphs.path, small, recipe, calibration=Calibration(amax=amax))
     made, _ = build(command, small, "rtx-pro-6000", out)
     rows = Predictor(made).denoise(find_gpu("rtx-pro-6000"), 1, 512).rows
     ours = [row for row in rows if is_own(row.kernel) and row.place.layer == 1]
@@ -167,9 +162,9 @@ def test_a_plan_counts_rows_in_place_of_slots() -> None:
 
 
 def test_a_missing_compiler_is_refused_before_anything_is_written(
-    graphs: Bundle, monkeypatch: pytest.MonkeyPatch
+    plain_graphs: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     made = BuildOptions("bf16", max_context=1024, max_batch=1, experts="sorted")
     with pytest.raises(CanvasError, match="triton is not installed"):
-        plan_all(graphs.path, parse_targets("rtx-4090"), "out", made)
+        plan_all(plain_graphs.path, parse_targets("rtx-4090"), "out", made)

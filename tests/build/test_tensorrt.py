@@ -25,7 +25,6 @@ from canvasrt.pipeline import build_all, build_bundle, plan_all
 from canvasrt.progress import listening
 from canvasrt.targets import parse_targets
 from tests.helpers import library
-from tests.helpers.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
@@ -36,25 +35,23 @@ Built = Callable[..., tuple[Bundle, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def graphs() -> Bundle:
-    """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
-    return small_graphs()
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library.empty_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
-def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
+def built(
+    plain_graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Built:
     """Build from the small graphs; return the bundle and the progress messages."""
 
     def make(target: str, name: str = "engines", kept: Path = cache) -> tuple[Bundle, list[str]]:
         monkeypatch.setenv("CANVASRT_CACHE", str(kept))
         said: list[str] = []
         with listening(lambda what, *_: said.append(what)):
-            bundle = build_bundle(graphs.path, target, tmp_path / name, BuildOptions(**OPTIONS))
+            bundle = build_bundle(
+                plain_graphs.path, target, tmp_path / name, BuildOptions(**OPTIONS)
+            )
         return bundle, list(dict.fromkeys(said))
 
     return make
@@ -62,7 +59,7 @@ def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets_of_one_and_of_several_gpus_are_built(
-    target: str, built: Built, graphs: Bundle
+    target: str, built: Built, plain_graphs: Bundle
 ) -> None:
     bundle, said = built(target)
     manifest = load_bundle(bundle.path, kind="engines", check=True).manifest
@@ -78,7 +75,7 @@ def test_targets_of_one_and_of_several_gpus_are_built(
     lists = {"body_0.kernels.json.gz", "head.kernels.json.gz"}
     assert set(manifest.files) == engines | lists | {"embedding.bin", "host_head.bin"}
     assert {each["kernels"] for each in manifest.segments} == lists
-    assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
+    assert manifest.files["embedding.bin"] == plain_graphs.manifest.files["embedding.bin"]
     passes = plan_passes(manifest.model, **OPTIONS)
     assert passes_of(manifest) == passes
     # Manifests of earlier versions have no `passes`.
@@ -89,7 +86,7 @@ def test_targets_of_one_and_of_several_gpus_are_built(
     for each in (body, head):
         assert each["profiles"] == to_json(profiles(each, manifest.model, passes))
     assert body["activation_bytes"] > head["activation_bytes"] > 0
-    weights = graphs.manifest.files["body_0.bin"]["bytes"]
+    weights = plain_graphs.manifest.files["body_0.bin"]["bytes"]
     assert manifest.files["body_0.engine"]["bytes"] > weights
     built_now = [line for line in said if line.startswith("building")]
     assert sorted(built_now) == [f"building {name} for {target}" for name in ("body_0", "head")]
@@ -113,7 +110,9 @@ def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
         built("rtx-4090", "second")
 
 
-def test_several_targets_share_an_export(built: Built, graphs: Bundle, tmp_path: Path) -> None:
+def test_several_targets_share_an_export(
+    built: Built, plain_graphs: Bundle, tmp_path: Path
+) -> None:
     """The fixture's export is repeated byte for byte, so its engines are reused."""
     for target in TARGETS:
         built(target, target)
@@ -200,7 +199,7 @@ def test_a_second_build_at_once_leaves_the_first_one_s_graphs_alone(
 
 
 def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
-    graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's first GPU may be another one."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -217,7 +216,7 @@ def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
         here = [Gpu("NVIDIA A100", 80 * 10**9, (8, 0), "580", "GPU-a")]
         here.append(Gpu(name, 80 * 10**9, (9, 0), "580", f"GPU-{name}"))
         monkeypatch.setattr("canvasrt.machine._listed", lambda here=here: tuple(here))
-        build_bundle(graphs.path, "h100", tmp_path / f"{number}", BuildOptions(**OPTIONS))
+        build_bundle(plain_graphs.path, "h100", tmp_path / f"{number}", BuildOptions(**OPTIONS))
     assert [each.gpu for each in jobs] == ["GPU-NVIDIA H100 PCIe"] * 2 + ["GPU-NVIDIA H200"] * 2
     assert len({each.timing for each in jobs}) == 2
 
@@ -301,10 +300,10 @@ def job(graph: Path, sizes: Profile | None = None) -> compile.Job:
     return compile.Job("tensorrt_rtx", graph, graph.with_suffix(".engine"), ((12, 0),), profiles)
 
 
-def test_tensorrt_s_own_reason_is_the_error(graphs: Bundle, tmp_path: Path) -> None:
+def test_tensorrt_s_own_reason_is_the_error(plain_graphs: Bundle, tmp_path: Path) -> None:
     """The graph exists, but its weights do not."""
     graph = tmp_path / "head.onnx"
-    graph.write_bytes(graphs.file("head.onnx").read_bytes())
+    graph.write_bytes(plain_graphs.file("head.onnx").read_bytes())
     with pytest.raises(
         CanvasError, match=r"head: .* failed to build an engine: .*Failed to open.*\.bin"
     ):
@@ -312,9 +311,9 @@ def test_tensorrt_s_own_reason_is_the_error(graphs: Bundle, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["head.onnx"]
 
 
-def test_a_graph_with_unknown_dimensions_is_refused(graphs: Bundle) -> None:
+def test_a_graph_with_unknown_dimensions_is_refused(plain_graphs: Bundle) -> None:
     with pytest.raises(CanvasError, match="input hidden has an unknown dimension batch"):
-        compile.compile_graph(job(graphs.file("head.onnx")))
+        compile.compile_graph(job(plain_graphs.file("head.onnx")))
 
 
 def test_a_builder_that_is_killed_is_an_error_like_another(

@@ -13,42 +13,36 @@ import pytest
 
 from canvasrt import cache
 from canvasrt import hashes as memo
-from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.bundle import Bundle
 from canvasrt.cache import GraphCache, code_hash, key_of, lock_graphs, unfinished
 from canvasrt.containers.serve import prepare
 from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, hash_files
-from tests.helpers import library
 
 Making = tuple[Callable[[Path], None], list[Path]]
 WHAT = {"files": {"model.safetensors": "0" * 64}, "precision": "bf16"}
 
 
-@pytest.fixture(scope="module")
-def graphs() -> Bundle:
-    return load_bundle(library.graphs("demo"), check=False)
-
-
 @pytest.fixture
-def making(graphs: Bundle) -> Making:
+def making(demo_graphs: Bundle) -> Making:
     """A function that makes a bundle, and the list of folders that it was called with."""
     asked: list[Path] = []
 
     def make(out: Path) -> None:
         asked.append(out)
-        shutil.copytree(graphs.path, out)
+        shutil.copytree(demo_graphs.path, out)
 
     return make, asked
 
 
-def test_the_same_is_made_once(making: Making, graphs: Bundle, tmp_path: Path) -> None:
+def test_the_same_is_made_once(making: Making, demo_graphs: Bundle, tmp_path: Path) -> None:
     make, asked = making
     cache = GraphCache(tmp_path)
     assert cache.find(WHAT) is None
     first = cache.get(WHAT, make)
     assert cache.find(WHAT)
-    assert first.manifest == graphs.manifest
+    assert first.manifest == demo_graphs.manifest
     assert cache.get(WHAT, make).path == first.path == tmp_path / "graphs" / key_of(WHAT)
     assert len(asked) == 1
     cache.get({**WHAT, "precision": "fp32"}, make)

@@ -19,18 +19,15 @@ from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.segments import SegmentModule, segments
 from canvasrt.export.weights import _LIMITS, Weight, weights
-from tests.helpers.quantized_checkpoints import edit
+from tests.helpers import library
+from tests.helpers.quantized_checkpoints import SMALL, edit
 from tests.helpers.random_models import random_model
 
-SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def saved() -> Path:
     """A small checkpoint in one file."""
-    folder = tmp_path_factory.mktemp("saved")
-    random_model(SMALL).save_pretrained(folder)
-    return folder
+    return library.checkpoint("as-plain")
 
 
 @pytest.fixture

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from canvasrt.build.source import find_source
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.description import describe
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.compressed_tensors import Int4Codes, read_int4
-from canvasrt.export.graphs import export_graphs
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.recipes.recipe import Choice, Recipe
+from tests.helpers import library
 from tests.helpers.quantized import dequantize
-from tests.helpers.quantized_checkpoints import base_model, edit, save_compressed
+from tests.helpers.quantized_checkpoints import edit
 
 DECODER = "model.decoder.layers"
 # A graph's weight, and the modules that it is stacked from.
@@ -38,16 +38,14 @@ STACKED = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("int4") / "checkpoint"
-    save_compressed(base_model(), folder, "W4A16", group_size=32)
-    return folder
+@pytest.fixture
+def checkpoint() -> Path:
+    return library.checkpoint("as-int4")
 
 
-@pytest.fixture(scope="module")
-def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_graphs(checkpoint, tmp_path_factory.mktemp("int4-graphs") / "graphs")
+@pytest.fixture
+def exported() -> Bundle:
+    return load_bundle(library.graphs("as-int4", "int4"), check=False)
 
 
 @pytest.fixture

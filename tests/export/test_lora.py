@@ -21,6 +21,7 @@ from canvasrt.export.graphs import export_graphs
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.pipeline import plan_all
 from canvasrt.targets import parse_targets
+from tests.helpers import library
 from tests.helpers.graph_weights import weights_of
 from tests.helpers.quantized_checkpoints import SMALL, without_vision
 from tests.helpers.random_models import random_model
@@ -66,11 +67,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "checkpoint"
-    random_model(SMALL).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def base() -> Path:
+    return library.checkpoint("as-plain")
 
 
 def adapter(folder: Path, seed: int = 0, model: Any = None, **config: Any) -> Path:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from canvasrt.build.source import find_source
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.description import describe
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
@@ -25,46 +25,25 @@ from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs import lowbits
 from canvasrt.recipes.recipe import Recipe
+from tests.helpers import library
 from tests.helpers.graph_weights import weights_of
 from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import (
-    NVFP4_EXPERTS,
-    base_model,
     edit,
-    modelopt_quantized,
-    save_compressed,
-    save_modelopt,
 )
 
 LAYERS, EXPERTS = 2, 8
 
 
-@pytest.fixture(scope="module")
-def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def nvfp4() -> Path:
     """ModelOpt's NVFP4 checkpoint, by its own recipe for this model."""
-    folder = tmp_path_factory.mktemp("nvfp4") / "checkpoint"
-    save_modelopt(modelopt_quantized(NVFP4_EXPERTS), folder)
-    return folder
+    return library.checkpoint("as-nvfp4")
 
 
-@pytest.fixture(scope="module")
-def exported(nvfp4: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_graphs(nvfp4, tmp_path_factory.mktemp("nvfp4-graphs") / "graphs")
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
-    """ModelOpt's FP8 checkpoint, and its graphs."""
-    folder = tmp_path_factory.mktemp("fp8")
-    save_modelopt(modelopt_quantized("FP8"), folder / "checkpoint")
-    return folder / "checkpoint", export_graphs(folder / "checkpoint", folder / "graphs")
-
-
-@pytest.fixture(scope="module")
-def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dynamic") / "checkpoint"
-    save_compressed(base_model(), folder)
-    return folder
+@pytest.fixture
+def exported() -> Bundle:
+    return load_bundle(library.graphs("as-nvfp4", "nvfp4"), check=False)
 
 
 @pytest.fixture
@@ -124,8 +103,9 @@ def test_the_manifest_says_what_it_is(nvfp4: Path, exported: Bundle) -> None:
     assert "quantized" not in exported.manifest.segments[1]
 
 
-def test_fp8_of_modelopt(fp8: tuple[Path, Bundle]) -> None:
-    checkpoint, graphs = fp8
+def test_fp8_of_modelopt() -> None:
+    checkpoint = library.checkpoint("as-fp8")
+    graphs = load_bundle(library.graphs("as-fp8", "fp8"), check=False)
     assert find_source(checkpoint).formats == find_source(graphs.path).formats
     tensors, found = load_file(checkpoint / "model.safetensors"), weights_of(graphs)
     prefix = "model.decoder.layers.0.self_attn"
@@ -152,8 +132,9 @@ def test_fp8_of_modelopt(fp8: tuple[Path, Bundle]) -> None:
 
 
 @pytest.mark.acceptance
-def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
+def test_fp8_dynamic_is_calibrated(tmp_path: Path) -> None:
     """TensorRT needs constant activation scales; generating with the widened weights finds them."""
+    dynamic = library.checkpoint("as-dynamic")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [7 + i, 9, 30]}) + "\n" for i in range(2)))
     how = describe(dynamic).quantization

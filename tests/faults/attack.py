@@ -8,12 +8,12 @@ import json
 import random
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.serving import eventually
 from tests.helpers.serving_process import Reply, Serving, chat, command_lines
 
 QUESTIONS = tuple(f"{a}+{b}=" for a in (12, 7, 40, 99) for b in (34, 5))
@@ -121,13 +121,15 @@ def parent_of(pid: int) -> int:
 def left_behind(running: Serving) -> list[str]:
     """Return what a service left a minute after its end: processes, memory, files and ports."""
     ports = [running.said["http"], running.said["grpc"], running.host]
-    deadline = time.monotonic() + SECONDS
-    while True:
-        found = running.stale() + running.scratch()
-        found += [f"port {each}" for each in ports if is_open(each)]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
+    found: list[str] = []
+
+    def is_clean() -> bool:
+        found[:] = running.stale() + running.scratch()
+        found.extend(f"port {each}" for each in ports if is_open(each))
+        return not found
+
+    eventually(is_clean, SECONDS)
+    return found
 
 
 def is_open(address: str) -> bool:

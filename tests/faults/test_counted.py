@@ -254,8 +254,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody():
         read: list[str] = []
         thread = threading.Thread(target=lambda: read.extend(lines), daemon=True)
         thread.start()
-        while handler.records.unfinished_tasks:
-            time.sleep(0.01)
+        handler.records.join()
         handler.close()
     thread.join(60)
     told = sum(int(line.split()[0]) for line in read if "were dropped" in line)

@@ -18,6 +18,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.client.triton import Client
 from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import Middleware
@@ -25,6 +26,7 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.options import ModelOptions
+from canvasrt.errors import CanvasError
 from tests.helpers.alone import Alone
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, JSON, serving
@@ -149,7 +151,7 @@ def test_an_answer_that_has_begun_may_be_long():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(0.5)
         await send({"type": "http.response.body", "body": b"a"})
 
     sent = messages_of(app)
@@ -167,9 +169,14 @@ def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.M
 
 @needs_triton
 def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Path):
-    """Those whose answers have not begun by their status, streams that have begun by an error: server-sent events, and
-    Ollama's lines."""
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
+    """Those whose answers have not begun by their status, streams that have begun by an error: Triton's events,
+    server-sent events, and Ollama's lines."""
+    with (
+        serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running,
+        Client(running.said["grpc"], "grpc", timeout=60) as client,
+    ):
+        direct = client.stream({"prompt": "x", "drafts": True, **ENDLESS})
+        assert next(direct)
         chat = {"model": "canvasrt", "messages": [{"role": "user", "content": "1+2="}]}
 
         def sent(path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
@@ -188,9 +195,15 @@ def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Pat
         waiting = [
             sent("/v1/chat/completions", {**ENDLESS, "stream": stream}) for stream in (False, True)
         ]
-        counts = b"canvasrt_requests_in_flight 4"
+        counts = b"canvasrt_requests_in_flight 5"
         assert eventually(lambda: counts in httpx.get(running.said["metrics"]).content)
-        assert "were aborted" in running.stop(signal.SIGTERM)
+        errors = running.stop(signal.SIGTERM)
+        assert "error: requests were still running after 1 s and were aborted\nhint: " in errors
+        assert running.process.returncode == 1
+        assert not running.stale()
+        assert not running.scratch()
+        with pytest.raises(CanvasError):
+            list(direct)
         for caller in waiting:
             reply = caller.getresponse()
             assert reply.status == 503

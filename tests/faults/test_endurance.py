@@ -27,7 +27,7 @@ from tests.faults.attack import (
     processes,
     text_of,
 )
-from tests.helpers.serving import needs_triton
+from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, chat, serving
 
 pytestmark = [needs_triton, pytest.mark.acceptance]
@@ -96,29 +96,28 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
 
 def strike(running: Serving, who: str, number: signal.Signals, clients: Clients) -> str:
     """Send a signal; return what came of it: `recovered in`, `ended with`, or what was wrong."""
-    begin = time.monotonic()
-    while who not in (found := processes(running)):  # a front end that is being replaced
-        time.sleep(0.1)
-        if time.monotonic() - begin > SECONDS:
-            return f"WRONG: there is no {who}"
+    found = dict[str, int]()
+    # A front end may be being replaced.
+    if not eventually(lambda: found.update(processes(running)) or who in found, SECONDS):
+        return f"WRONG: there is no {who}"
     os.kill(found[who], number)
-    begin = time.monotonic()
     if (who, number) == ("supervisor", signal.SIGSTOP):
         time.sleep(1)
         os.kill(running.process.pid, signal.SIGCONT)
     goal, watched = clients.right + 2 * CLIENTS, time.monotonic() + _WATCHED[number]
-    while time.monotonic() - begin < SECONDS:
-        if running.process.poll() is not None:
-            code = running.process.returncode
-            allowed = _ENDS[number]
-            if who == "supervisor":
-                allowed = {0} if number == signal.SIGTERM else {-number}
-            return f"ended with {code}" if code in allowed else f"WRONG: ended with {code}"
+
+    def goes_on() -> bool:
         # A process that is stopped is noticed after five seconds, and a service takes a few to end.
-        if clients.right >= goal and time.monotonic() > watched:
-            return "went on"
-        time.sleep(0.02)
-    return f"WRONG: neither ended nor answered within {SECONDS:g} s"
+        return clients.right >= goal and time.monotonic() > watched
+
+    if not eventually(lambda: running.process.poll() is not None or goes_on(), SECONDS):
+        return f"WRONG: neither ended nor answered within {SECONDS:g} s"
+    if (code := running.process.poll()) is None:
+        return "went on"
+    allowed = _ENDS[number]
+    if who == "supervisor":
+        allowed = {0} if number == signal.SIGTERM else {-number}
+    return f"ended with {code}" if code in allowed else f"WRONG: ended with {code}"
 
 
 def follow(host: str, regex: str) -> str:
@@ -147,8 +146,7 @@ def kill(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[st
         with serving(package, place, *ANY_PORTS) as running:
             host = running.host
             clients = Clients(host, known_answers(host))
-            while clients.right < CLIENTS:
-                time.sleep(0.02)
+            assert eventually(lambda: clients.right >= CLIENTS)  # noqa: B023
             while plan and running.process.poll() is None:
                 who, number = plan.pop(0)
                 outcome = strike(running, who, number, clients)

@@ -17,7 +17,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.faulty import Watch
 from tests.helpers.rehearsal import H100, RTX, Rehearsal, kernels_in, rehearsal
-from tests.helpers.serving import Local, eventually, local, needs_triton
+from tests.helpers.serving import Local, eventually, needs_triton
 from tests.helpers.serving_process import (
     ANY_PORTS,
     Serving,
@@ -28,7 +28,6 @@ from tests.helpers.serving_process import (
     started,
 )
 
-__all__ = ["local"]
 Right = Callable[[Serving], bool]
 pytestmark = [needs_triton, pytest.mark.acceptance]
 

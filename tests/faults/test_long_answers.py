@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.one_caller import running
 from tests.helpers.serving import ENDLESS, needs_triton
 from tests.helpers.serving_process import Serving, ask
 
 pytestmark = pytest.mark.acceptance
-
-__all__ = ["running"]
 YES_OR_NO = {"type": "predicate", "instructions": "Is it?"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 LETTERS = {"type": "regex", "regex": "[a-z]{90}"}

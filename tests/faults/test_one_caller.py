@@ -38,6 +38,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.request import Block, Finished
 from canvasrt.runtime.request import Request as Asked
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.faults.attack import GENERATE, PROMPT, over_http
 from tests.helpers.one_caller import request
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, ask, serving
@@ -110,9 +111,10 @@ def test_long_prompts_delay_an_answer_by_two_chunks_each(model: Model):
 
 @needs_triton
 def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They hold for keys. A proxy guards Triton's ports, which then ask for no key, and know no hosts."""
     monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
     options = ["--max-steps", "400", "--max-passes", "2400", "--max-n", "4"]
-    options += ["--max-queue-tokens", "600", "--max-key-requests", "4"]
+    options += ["--max-queue-tokens", "600", "--max-key-requests", "4", "--triton-behind-proxy"]
     with serving(packaged.path, tmp_path, *ANY_PORTS, *options) as running:
 
         def refused(**asked: Any) -> str:
@@ -121,6 +123,7 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             return str(body["error"]["message"])
 
         assert ask(running, key="a")[0] == 200
+        assert over_http(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
         assert "max_denoising_steps is 401" in refused(max_denoising_steps=401)
         assert "n is 5" in refused(n=5)
         assert "3200 denoising passes" in refused(n=4, max_denoising_steps=400, max_tokens=64)
@@ -289,31 +292,6 @@ def test_a_request_s_time_begins_at_the_front_end():
     assert found["last"] - 1e-5 <= found[ARRIVED] / 1e6 <= found["body"] + 1e-5
 
 
-@needs_triton
-def test_time_that_is_over_on_arrival_is_over(packaged: Bundle, tmp_path: Path):
-    from tritonclient import grpc
-
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--request-timeout", "10") as running:
-        prompt = grpc.InferInput("prompt", [1], "BYTES")
-        prompt.set_data_from_numpy(np.array([b"12+34="], object))
-
-        def call(arrived: Any) -> str:
-            with grpc.InferenceServerClient(running.said["grpc"]) as client:
-                try:
-                    client.infer("canvasrt", [prompt], parameters={ARRIVED: arrived})
-                except grpc.InferenceServerException as error:
-                    return str(error)
-            return "answered"
-
-        now = time.monotonic() * 1e6
-        assert call(int(now)) == "answered"
-        assert "longer than 10 s" in call(int(now - 11e6))
-        assert call(int(now + 1e12)) == "answered"
-        assert "canvasrt_arrived is 'x'" in call("x")
-        status, body, _ = ask(running, max_tokens=4000, **ENDLESS)
-        assert (status, body["error"]["code"]) == (504, "request_timeout")
-
-
 def test_cancelled_requests_cost_the_same_however_many_wait(model: Model):
     asked: list[int] = []
 
@@ -330,7 +308,7 @@ def test_cancelled_requests_cost_the_same_however_many_wait(model: Model):
     for _ in range(300):
         ticket = worker.take_ticket("", Sink())
         worker.submit(request(model, max_new_tokens=2000, **ENDLESS), ticket)
-    time.sleep(0.5)
+    assert eventually(lambda: bool(asked))
     asked.clear()
     begin = time.monotonic()
     time.sleep(1)

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.errors import CanvasError
 from tests.faults.attack import GENERATE, PROMPT, ancestors, over_http
-from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import (
     ANY_PORTS,
@@ -47,12 +45,6 @@ ASK = {
     "max_tokens": 3,
     "max_denoising_steps": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def keyless(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(packaged.path, tmp_path_factory.mktemp("keyless"), *ANY_PORTS) as found:
-        yield found
 
 
 def port_of(address: str) -> int:
@@ -110,10 +102,10 @@ def test_releases(release: str, safe: bool, monkeypatch: pytest.MonkeyPatch):
         server._check_hosts(Installation(Path("tritonserver"), None))
 
 
-def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, tmp_path: Path):
-    files = make_certificates(tmp_path)
+def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, certificates: Path):
     options = ["--triton-host", "0.0.0.0", "--ssl-mode", "tls"]
-    options += ["--ssl-cert", str(files / "server.pem"), "--ssl-key", str(files / "server.key")]
+    options += ["--ssl-cert", str(certificates / "server.pem")]
+    options += ["--ssl-key", str(certificates / "server.key")]
     code, errors = refused(packaged, *options)
     assert code == 2
     assert "Triton's ports have no TLS" in errors
@@ -121,19 +113,19 @@ def test_tritons_ports_are_no_way_around_tls(packaged: Bundle, tmp_path: Path):
     assert refused(packaged, *options, "--triton-behind-proxy", "--dry-run")[0] == 0
 
 
-def test_a_page_of_another_site_cannot_use_a_server_without_keys(keyless: Serving):
-    assert post(keyless, JSON)[0] == 200
+def test_a_page_of_another_site_cannot_use_a_server_without_keys(running: Serving):
+    assert post(running, JSON)[0] == 200
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        status, body, _ = post(keyless, {"Content-Type": kind, "Origin": "http://example.com"})
+        status, body, _ = post(running, {"Content-Type": kind, "Origin": "http://example.com"})
         assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
-    assert post(keyless, {"Content-Type": "", "Sec-Fetch-Site": "cross-site"})[0] == 415
-    assert post(keyless, {"Content-Type": ""})[0] == 200  # as curl and Ollama's clients send it
-    assert post(keyless, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
+    assert post(running, {"Content-Type": "", "Sec-Fetch-Site": "cross-site"})[0] == 415
+    assert post(running, {"Content-Type": ""})[0] == 200  # as curl and Ollama's clients send it
+    assert post(running, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
-        status, body, _ = post(keyless, {**JSON, "Host": host})
+        status, body, _ = post(running, {**JSON, "Host": host})
         assert (status, body["error"]["code"]) == (403, "host_not_allowed")
     for host in ("localhost", "LocalHost:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
-        assert post(keyless, {**JSON, "Host": host})[0] == 200
+        assert post(running, {**JSON, "Host": host})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -179,10 +171,12 @@ def test_what_a_guarded_server_shows_to_others(
     packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Triton's ports stay on loopback wherever the API listens, children do not know the keys, and internal calls bypass
-    proxies."""
+    proxies. The model's context and name are those that NIM's variables say."""
     secrets = ("CANVASRT_API_KEYS", "HF_TOKEN", "NGC_API_KEY")
     for name in secrets:
         monkeypatch.setenv(name, f"sesame-{name}")
+    monkeypatch.setenv("NIM_MAX_MODEL_LEN", "64")
+    monkeypatch.setenv("NIM_SERVED_MODEL_NAME", "diffusion,canvasrt")
     proxy = Proxy()
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, proxy.url)
@@ -196,7 +190,16 @@ def test_what_a_guarded_server_shows_to_others(
             assert listening(port_of(running.said[name])) == {LOOPBACK}
         key = {"Authorization": "Bearer sesame-CANVASRT_API_KEYS"}
         assert post(running, {**JSON, **key})[0] == 200
-        assert post(running, JSON)[0] == 401
+        for wrong in ({}, {"Authorization": "Bearer wrong"}):
+            assert post(running, {**JSON, **wrong})[0] == 401
+        models = call(running.host, "/v1/models", headers=key).body["data"]
+        assert [(each["id"], each["max_model_len"]) for each in models] == [
+            ("diffusion", 64),
+            ("canvasrt", 64),
+        ]
+        long = {**ASK, "max_tokens": 100}
+        reply = call(running.host, "/v1/chat/completions", long, {**JSON, **key})
+        assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
         assert b"canvasrt_requests_in_flight" in call(f"127.0.0.1:{port}", "/v1/metrics").body
         children = [each for each in command_lines() if running.process.pid in ancestors(int(each))]
         assert len(children) >= 4  # Triton, two models, the front end, the guard
@@ -204,6 +207,7 @@ def test_what_a_guarded_server_shows_to_others(
             assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
             assert b"sesame" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         command = [sys.executable, "-m", "canvasrt", "infer", "12+34=", "--protocol", "grpc"]
+        command += ["--max-new-tokens", "3"]
         monkeypatch.setenv("CANVASRT_API_KEY", "sesame-CANVASRT_API_KEYS")
         command += ["--url", running.said["grpc"]]
         done = subprocess.run(command, capture_output=True, timeout=60)
@@ -248,17 +252,17 @@ CLASSIFIED = tensor("[1]", '["a"]')[:-1] + CLASSES
     ids=range(15),
 )
 def test_tritons_http_port_is_guarded(
-    keyless: Serving, path: str, body: Any, headers: dict[str, str], status: int
+    running: Serving, path: str, body: Any, headers: dict[str, str], status: int
 ):
-    assert over_http(keyless, path, body, headers)[0] == status
-    assert over_http(keyless, GENERATE, PROMPT)[0] == 200  # it goes on
+    assert over_http(running, path, body, headers)[0] == status
+    assert over_http(running, GENERATE, PROMPT)[0] == 200  # it goes on
 
 
-def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
-    pid = keyless.process.pid
+def test_nobody_else_reads_its_memory_or_calls_its_socket(running: Serving):
+    pid = running.process.pid
     shared = [*Path("/dev/shm").glob(f"canvasrt-*-{pid}-*")]
     scratch = [
-        *keyless.state.glob(f"tmp/canvasrt-*-{pid}-*"),
+        *running.state.glob(f"tmp/canvasrt-*-{pid}-*"),
         *Path("/tmp").glob(f"canvasrt-*-{pid}-*"),
     ]
     assert [each for each in shared if not each.name.endswith("lock")]
@@ -266,30 +270,24 @@ def test_nobody_else_reads_its_memory_or_calls_its_socket(keyless: Serving):
     assert not [each for each in shared + scratch if each.stat().st_mode & 0o077]
 
 
-def test_tritons_streams_are_passed_on(keyless: Serving):
-    status, text = over_http(keyless, "/v2/models/canvasrt_stream/generate_stream", PROMPT)
+def test_tritons_streams_are_passed_on(running: Serving):
+    status, text = over_http(running, "/v2/models/canvasrt_stream/generate_stream", PROMPT)
     assert status == 200
     assert text.count("data: ") >= 2
-    with keyless.client() as client:
+    with running.client() as client:
         assert client.infer(PROMPT).text
 
 
-@pytest.mark.acceptance
-def test_a_proxy_may_guard_it_instead(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--triton-behind-proxy") as running:
-        assert over_http(running, GENERATE, PROMPT, {"Host": "evil.example"})[0] == 200
-
-
-def test_what_the_process_list_says_opens_nothing(keyless: Serving):
+def test_what_the_process_list_says_opens_nothing(running: Serving):
     """Triton's restricted calls need one header, which its arguments name."""
-    line = command_lines()[str(keyless.said["pid"])]
+    line = command_lines()[str(running.said["pid"])]
     options = re.findall(r"restricted-(?:api|protocol)=(.*?)(?= --|$)", line, re.S)
     assert len(options) == 2
     for option in options:
         name, _, value = option.partition(":")[2].partition("=")
         value = value.strip()
         assert "\r\n" in name  # it cannot be sent as a header
-        ports = port_of(keyless.said["http"]), port_of(keyless.said["grpc"])
+        ports = port_of(running.said["http"]), port_of(running.said["grpc"])
         for spelling in (name, name.strip()):
             assert not opened(*ports, spelling, value)
 

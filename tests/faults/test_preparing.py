@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tritonclient import grpc
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.tensors import ARRIVED
 from canvasrt.containers.triton import grammar
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError, EngineError
@@ -18,13 +21,11 @@ from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.faulty import DIGITS, Faulty, faulty_package
-from tests.helpers.one_caller import model
-from tests.helpers.serving import needs_triton
-from tests.helpers.serving_process import ANY_PORTS, ask, serving
+from tests.helpers.serving import ENDLESS, eventually, needs_triton
+from tests.helpers.serving_process import ANY_PORTS, ask, call, serving
 
 pytestmark = pytest.mark.acceptance
-
-__all__ = ["model"]
+METRICS = "/v1/metrics"
 
 
 @pytest.fixture
@@ -33,34 +34,45 @@ def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
 
 
 @needs_triton
-def test_searches_do_not_end_the_service(faulty: Faulty, tmp_path: Path):
-    """Others are answered even if all of them hang for longer than a pass may take."""
+def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
+    """Others are answered even if all searches hang for longer than a pass may take. Many requests together may wait
+    longer than the limit for one."""
     with (
-        serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "2") as running,
-        ThreadPoolExecutor(6) as pool,
+        serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running,
+        ThreadPoolExecutor(8) as pool,
     ):
         assert ask(running, **DIGITS)[0] == 200
-        faulty.set("search 6")
-        asked = [pool.submit(ask, running, seed=each, **DIGITS) for each in range(6)]
-        time.sleep(1)
-        assert ask(running)[0] == 200
-        assert not any(each.done() for each in asked)
-        assert [each.result()[0] for each in asked] == [200] * 6
+        for fault, count in (("search 8", 6), ("read 2", 8)):
+            faulty.set(fault)
+            asked = [pool.submit(ask, running, seed=each, **DIGITS) for each in range(count)]
+            if fault == "search 8":
+                assert eventually(lambda: b"_in_flight 6" in call(running.host, METRICS).body)
+                assert ask(running)[0] == 200
+                assert not any(each.done() for each in asked)
+            assert [each.result()[0] for each in asked] == [200] * count
 
 
 @needs_triton
-def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
-    """Many requests together may wait longer than the limit for one."""
-    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running:
-        faulty.set("read 2")
-        with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(ask, running, seed=each, **DIGITS) for each in range(8)]
-            assert [each.result()[0] for each in asked] == [200] * 8
+def test_time_that_is_over_is_told_wherever_a_request_is(faulty: Faulty, tmp_path: Path):
+    """On its arrival, in its passes, and while it is prepared."""
+    with serving(faulty.path, tmp_path, *ANY_PORTS, "--request-timeout", "3") as running:
 
+        def arrives(at: Any) -> str:
+            with grpc.InferenceServerClient(running.said["grpc"]) as client:
+                try:
+                    client.infer("canvasrt", [prompt], parameters={ARRIVED: at})
+                except grpc.InferenceServerException as error:
+                    return str(error)
+            return "answered"
 
-@needs_triton
-def test_time_that_is_over_is_told_while_a_request_is_prepared(faulty: Faulty, tmp_path: Path):
-    with serving(faulty.path, tmp_path, *ANY_PORTS, "--request-timeout", "2") as running:
+        prompt = grpc.InferInput("prompt", [1], "BYTES")
+        prompt.set_data_from_numpy(np.array([b"12+34="], object))
+        now = time.monotonic() * 1e6
+        assert arrives(int(now)) == arrives(int(now + 1e12)) == "answered"
+        assert "longer than 3 s" in arrives(int(now - 4e6))
+        assert "canvasrt_arrived is 'x'" in arrives("x")
+        status, body, _ = ask(running, max_tokens=4000, **ENDLESS)
+        assert (status, body["error"]["code"]) == (504, "request_timeout")
         assert ask(running, **DIGITS)[0] == 200
         faulty.set("read")  # without end
         with ThreadPoolExecutor(3) as pool:

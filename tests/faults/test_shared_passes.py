@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from canvasrt.runtime.answers.decision import DecisionResult
-from canvasrt.runtime.answers.grammar import compile_grammar
+from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.answers.layout import Ask
 from canvasrt.runtime.conditions import Conditions
@@ -24,13 +24,11 @@ from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Finished, Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.constrained import request as constrained
-from tests.helpers.constrained import schema, vocabulary
+from tests.helpers.constrained import schema
 from tests.helpers.fake_engine import FakeBackend, FakeEngine
-from tests.helpers.reference import Pair, demo
+from tests.helpers.reference import Pair
 
 pytestmark = pytest.mark.acceptance
-
-__all__ = ["demo"]
 MIXES = 10
 
 TEXTS = ("12+34=", "reverse planet", "sort 40172", "shuffle abdeg " * 40, "upper abc")
@@ -63,9 +61,9 @@ GRAMMARS = (
 
 
 @pytest.fixture(scope="module")
-def wanted(demo: Pair) -> list[Request]:
+def wanted(demo: Pair, words: Vocabulary) -> list[Request]:
     """Requests that use whatever a caller may choose."""
-    words, found, draw = vocabulary(demo), list[Request](), random.Random(1)
+    found, draw = list[Request](), random.Random(1)
     model, tokenizer = demo.model, demo.tokenizer
 
     def params(**options: Any) -> SamplingParams:

@@ -11,6 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from canvasrt.containers.openai import connections
 from canvasrt.containers.openai.tls import server_context
 from tests.helpers.alone import is_open, listening
-from tests.helpers.certificates import make_certificates
+from tests.helpers.certificates import tls_files
 from tests.helpers.serving import eventually
 
 HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
@@ -126,12 +127,9 @@ def test_a_caller_that_reads_now_and_then_is_not(shorten: Shorten):
         assert places.open == 1
 
 
-@pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
-    folder = make_certificates(tmp_path_factory.mktemp("certificates"))
-    return server_context(
-        {"certificate": str(folder / "server.pem"), "key": str(folder / "server.key")}
-    )
+@pytest.fixture
+def context(certificates: Path) -> ssl.SSLContext:
+    return server_context(tls_files(certificates))
 
 
 @pytest.mark.parametrize("drip", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "begun"])

@@ -22,17 +22,10 @@ from canvasrt.runtime.answers.searchers import Searchers
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.request import Finished, Request
 from tests.faults.grammars import LETTERS, slow_grammar
-from tests.helpers.constrained import END, request, vocabulary
-from tests.helpers.reference import Pair, demo
+from tests.helpers.constrained import END, request
+from tests.helpers.reference import Pair
 
 pytestmark = pytest.mark.acceptance
-
-__all__ = ["demo"]
-
-
-@pytest.fixture(scope="module")
-def words(demo: Pair) -> Vocabulary:
-    return vocabulary(demo)
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,7 @@ def acting() -> Script:
 
 
 @pytest.fixture(scope="session")
-def acting_server(
-    acting: Script, tmp_path_factory: pytest.TempPathFactory, _one_thread: None
-) -> Iterator[Served]:
+def acting_server(acting: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     bundle = write_bundle(tmp_path_factory.mktemp("acting") / "graphs", acting, gemma_template())
     with serving(bundle) as served:
         yield served

@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,7 +18,9 @@ from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from tests.helpers.fake_tensorrt import FakeCudaDevice, engine_file, fake_tensorrt
-from tests.helpers.reference import Pair
+
+if TYPE_CHECKING:
+    from tests.helpers.reference import Pair
 
 VERSION, CONTEXT, BATCH = "1.7.1.116", 2048, 3
 RTX = {
@@ -47,35 +49,49 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tiny: Pair, tmp_path: Path) -> Path:
     """Engines with the profiles that a build gives them."""
-    return write_engines(tiny, tmp_path)
+    return write_engines(load_bundle(tiny.graphs, check=False), tmp_path)
 
 
-def write_engines(tiny: Pair, tmp_path: Path, **entry_fields: Any) -> Path:
-    """Write a bundle of fake engines; `entry_fields` change what profiles are made from."""
-    graphs: Bundle = load_bundle(tiny.graphs, check=False)
+def write_engines(
+    graphs: Bundle,
+    out: Path,
+    target: Mapping[str, str] = RTX,
+    seen_as: Path | None = None,
+    max_batch: int = BATCH,
+    planned: bool = False,
+    **entry_fields: Any,
+) -> Path:
+    """Write a bundle of fake engines of fp32 graphs; `entry_fields` change what profiles are made from. The engines find
+    their graphs at `seen_as`. Unless `planned`, the manifest has no passes, as those of earlier versions: they follow from
+    the options."""
     manifest = graphs.manifest
-    entries, passes = [], plan_passes(manifest.model, CONTEXT, BATCH)
+    entries, passes = [], plan_passes(manifest.model, CONTEXT, max_batch)
+    out.mkdir(exist_ok=True)
     for entry in manifest.segments:
         made = profile_ranges.to_json(
             profile_ranges.profiles({**entry, **entry_fields}, manifest.model, passes)
         )
         file = f"{entry['name']}.engine"
-        (tmp_path / file).write_bytes(engine_file(graphs.file(entry["file"]), made))
+        (out / file).write_bytes(engine_file((seen_as or graphs.path) / entry["file"], made))
         entries.append({**entry, "file": file, "profiles": made})
-    shutil.copy(graphs.file(manifest.embedding["file"]), tmp_path)
+    embedding = manifest.embedding
+    for name in (embedding["file"], embedding["host_head"]["file"], *(manifest.tokenizer or ())):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(graphs.file(name), out / name)
     write_manifest(
-        tmp_path,
+        out,
         kind="engines",
-        made_from={},
-        options={"max_context": CONTEXT, "max_batch": BATCH},
+        made_from={"source": manifest.made_from},
+        options={**manifest.options, "max_context": CONTEXT, "max_batch": max_batch},
         model=manifest.model,
         sampler=manifest.sampler,
         segments=entries,
-        embedding=manifest.embedding,
-        tokenizer=None,
-        target=RTX,
+        embedding=embedding,
+        tokenizer=manifest.tokenizer,
+        target={**target, "built_on": platform.machine()},
+        passes=passes.to_json() if planned else None,
     )
-    return tmp_path
+    return out
 
 
 class Server:

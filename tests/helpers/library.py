@@ -37,8 +37,8 @@ PACKAGES += ("tensorrt", "tensorrt-rtx", "torch", "transformers", "triton")
 def checkpoint(model: str) -> Path:
     """Return a checkpoint: `demo`, `demo-vision`, `undertrained`, or a random one.
 
-    The random ones are `tiny` (tests/helpers/reference.py), `served` (serving.py), `small` (quantized.py) and the
-    keys of `SHAPES` in random_models.py, after `random-`.
+    The random ones are `tiny` (tests/helpers/reference.py), `served` (serving.py), `small` (quantized.py), the keys
+    of `SHAPES` in random_models.py, after `random-`, and the keys of `FORMS` in quantized_checkpoints.py, after `as-`.
     """
     from canvasrt.checkpoints.locate import find_checkpoint
 
@@ -182,6 +182,8 @@ def _write_checkpoint(out: Path, model: str) -> None:
         quantized.write_small(out)
     elif model == "tiny":
         reference.tiny_model().save_pretrained(out)
+    elif model.startswith("as-"):
+        quantized_checkpoints.FORMS[model.removeprefix("as-")](out)
     else:
         shape = random_models.SHAPES[model.removeprefix("random-")]
         random_models.random_model(shape).save_pretrained(out)

@@ -15,14 +15,14 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("one-caller")
-    with serving(packaged.path, folder, *ANY_PORTS, "--max-connections", "40") as found:
+    """A server without keys, with the usual limits."""
+    with serving(packaged.path, tmp_path_factory.mktemp("running"), *ANY_PORTS) as found:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(engines: Bundle) -> Model:
     return open_model(engines.path, threads=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -71,12 +72,6 @@ def small_graphs() -> Bundle:
     return load_bundle(library.graphs("small", "bf16"), kind="graphs", check=False)
 
 
-@pytest.fixture(scope="session")
-def plain_graphs() -> Bundle:
-    """Graphs of `SHAPE` in bf16."""
-    return small_graphs()
-
-
 def calibrate(graphs: Bundle, recipe: Recipe, file: Path | None = None) -> Calibration:
     """Calibrate with the weights of plain graphs, by default on the prompts that come with canvasrt."""
     manifest = graphs.manifest
@@ -134,21 +129,15 @@ class Quantized:
         return external.mapped(value).tobytes()
 
 
-@pytest.fixture(scope="session")
-def quantized(
-    plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Quantized]:
-    """`quantized(format)` is the quantized body of `plain_graphs`, made once per set of options."""
-    made: dict[tuple, Quantized] = {}
+def quantizer(graphs: Bundle, folders: pytest.TempPathFactory) -> Callable[..., Quantized]:
+    """Return a function that quantizes the body of `graphs`, once per set of options."""
 
+    @cache
     def make(
         format: str, what: tuple[str, ...] = BODY, weights: str = "per_tensor", cache: bool = False
     ) -> Quantized:
-        key = (format, what, weights, cache)
-        if key not in made:
-            out = tmp_path_factory.mktemp(format) / "body_0.onnx"
-            made[key] = Quantized(plain_graphs.file("body_0.onnx"), out, *key)
-        return made[key]
+        out = folders.mktemp(format) / "body_0.onnx"
+        return Quantized(graphs.file("body_0.onnx"), out, format, what, weights, cache)
 
     return make
 

@@ -99,6 +99,15 @@ def save_compressed(
     without_vision(folder)
 
 
+FORMS: dict[str, Callable[[Path], None]] = {
+    "plain": lambda folder: random_model(SMALL).save_pretrained(folder),
+    "nvfp4": lambda folder: save_modelopt(modelopt_quantized(NVFP4_EXPERTS), folder),
+    "fp8": lambda folder: save_modelopt(modelopt_quantized("FP8"), folder),
+    "dynamic": lambda folder: save_compressed(base_model(), folder),
+    "int4": lambda folder: save_compressed(base_model(), folder, "W4A16", group_size=32),
+}
+
+
 def _linear_experts(experts: Any) -> nn.Module:
     split = nn.Module()
     width = experts.down_proj.shape[2]

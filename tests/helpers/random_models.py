@@ -165,15 +165,14 @@ def _expose_logits(file: Path) -> None:
     ir.save(model, file)
 
 
-@pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Graphs]]:
-    """`exported(shape)` returns the reference model and its graphs, made once per shape."""
+def exporter(folders: pytest.TempPathFactory) -> Callable[..., tuple[Any, Graphs]]:
+    """Return a function that returns the reference model of a shape and its graphs, made once per shape."""
 
     @cache
     def make(shape: str) -> tuple[Any, Graphs]:
         graphs = library.graphs(f"random-{shape}", layers_per_segment=3)
         # A copy, as the logits become an output of its head.
-        folder = tmp_path_factory.mktemp(shape) / "graphs"
+        folder = folders.mktemp(shape) / "graphs"
         shutil.copytree(graphs, folder)
         return random_model(SHAPES[shape]), Graphs(load_bundle(folder, check=False))
 

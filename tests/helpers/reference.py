@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -333,38 +333,3 @@ def make_pair(name: str, layers_per_segment: int | None = None) -> Pair:
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
     loaded = open_model(engines, threads=1)
     return Pair(checkpoint, graphs, engines, Reference(model), loaded)
-
-
-@pytest.fixture(scope="session")
-def tiny() -> Pair:
-    """The tiny random model."""
-    # Segments of four layers: the first has no full layer then, and hidden states cross a border.
-    return make_pair("tiny", layers_per_segment=4)
-
-
-@pytest.fixture(scope="session")
-def demo() -> Pair:
-    """The demo checkpoint."""
-    return make_pair("demo")
-
-
-@pytest.fixture(scope="session")
-def demo_vision() -> Pair:
-    """The bundled checkpoint that sees."""
-    return make_pair("demo-vision")
-
-
-@pytest.fixture(scope="session")
-def undertrained() -> Pair:
-    """The demo checkpoint before it learned its tasks."""
-    return make_pair("undertrained")
-
-
-@pytest.fixture(scope="session")
-def prompt() -> Callable[..., list[int]]:
-    """Random prompts without special tokens: `prompt(length, seed)`."""
-
-    def make(length: int, seed: int = 0) -> list[int]:
-        return np.random.default_rng(seed).integers(3, 100, length).tolist()
-
-    return make

@@ -5,22 +5,19 @@ Everything but these is the real thing: the supervisor, Triton, its model's proc
 
 from __future__ import annotations
 
-import platform
 import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from canvasrt.build import profile_ranges
-from canvasrt.bundle import Bundle, write_manifest
+from canvasrt.bundle import Bundle
 from canvasrt.containers.package.package import package
-from canvasrt.pass_shapes import plan_passes
 from canvasrt.runtime.backends.compiled_kernels import PARTIAL
-from tests.helpers.fake_tensorrt import engine_file
 from tests.helpers.faulty import write_model
+from tests.helpers.gpu_server import write_engines
 
 HELPERS = Path(__file__).parent
-CONTEXT, BATCH = 2048, 2
+BATCH = 2
 # The module's name, its version, the target, its capability, and what nvidia-smi says of the GPU.
 RTX = ("tensorrt_rtx", "1.7.1.116", "rtx-5090", "12.0", "NVIDIA GeForce RTX 5090, 32607")
 H100 = ("tensorrt", "11.1.0.106", "h100", "9.0", "NVIDIA H100 80GB HBM3, 81559")
@@ -106,7 +103,14 @@ def rehearsal(
     smi.write_text(f"#!/bin/sh\necho '{name}, {capability}, 580.95, GPU-0'\n")
     smi.chmod(0o755)
     shutil.copytree(graphs.path, folder / "graphs")
-    engines = _write_engines(graphs, folder, seen_as / "graphs", module, version, machine)
+    made_for = {
+        "name": target,
+        "backend": module.replace("_", "-"),
+        "builder_version": version,
+        "compute_capability": capability,
+    }
+    seen = seen_as / "graphs"
+    engines = write_engines(graphs, folder / "engines", made_for, seen, BATCH, planned=True)
     package(engines, folder / "package")
     write_model(folder / "package", _MODEL.format(folder=str(seen_as)))
     return Rehearsal(folder, folder / "package", seen_as, target)
@@ -124,48 +128,3 @@ def _write_modules(folder: Path, module: str, version: str) -> None:
     (bindings / "__init__.py").touch()
     (bindings / "runtime.py").write_text(_MODULE.format(made="fake_gpu.Runtime()"))
     (bindings / "driver.py").write_text(_MODULE.format(made="object()"))  # for our own kernels
-
-
-def _write_engines(
-    graphs: Bundle,
-    folder: Path,
-    seen_as: Path,
-    module: str,
-    version: str,
-    machine: tuple[str, ...],
-) -> Path:
-    out = folder / "engines"
-    out.mkdir()
-    manifest = graphs.manifest
-    passes = plan_passes(manifest.model, CONTEXT, BATCH)
-    entries = []
-    for entry in manifest.segments:
-        made = profile_ranges.to_json(profile_ranges.profiles(entry, manifest.model, passes))
-        file = f"{entry['name']}.engine"
-        (out / file).write_bytes(engine_file(seen_as / entry["file"], made))
-        entries.append({**entry, "file": file, "profiles": made})
-    embedding = manifest.embedding
-    names = [embedding["file"], embedding["host_head"]["file"], *(manifest.tokenizer or ())]
-    for name in names:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(graphs.file(name), out / name)
-    write_manifest(
-        out,
-        kind="engines",
-        made_from={"source": manifest.made_from},
-        options={**manifest.options, "max_context": CONTEXT, "max_batch": BATCH},
-        model=manifest.model,
-        sampler=manifest.sampler,
-        segments=entries,
-        embedding=embedding,
-        tokenizer=manifest.tokenizer,
-        target={
-            "name": machine[2],
-            "backend": module.replace("_", "-"),
-            "builder_version": version,
-            "compute_capability": machine[3],
-            "built_on": platform.machine(),
-        },
-        passes=passes.to_json(),
-    )
-    return out

@@ -47,14 +47,6 @@ ENDLESS: dict[str, Any] = {"max_denoising_steps": 10_000, "stability_threshold":
 Local = Callable[..., Result]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """For every server started here: the workers of pytest-xdist fill the machine already."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CANVASRT_THREADS", "1")
-        yield
-
-
 def write_random(folder: Path) -> None:
     """Write a random checkpoint with the demo's shape and tokenizer; its blocks take many steps."""
     import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.image.build import WrittenImage, write_image
 from canvasrt.containers.package.options import PackageOptions
 from tests.helpers import container_tools as tools
+from tests.helpers.serving import eventually
 
 STANDIN_TAG = "canvasrt-runs:1"
 SECRET = "hf_canaryCanaryCanaryCanaryCanary01"
@@ -71,8 +71,9 @@ def docker(made: WrittenImage) -> Iterator[ContainerEngine]:
 
 
 def healthy(engine: ContainerEngine, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while tools.state(engine, name)["Health"]["Status"] != "healthy":
-        assert tools.state(engine, name)["Running"], engine.logs(name, 40)
-        assert time.monotonic() < deadline, engine.logs(name, 40)
-        time.sleep(0.2)
+    def is_healthy() -> bool:
+        state = tools.state(engine, name)
+        assert state["Running"], engine.logs(name, 40)
+        return bool(state["Health"]["Status"] == "healthy")
+
+    assert eventually(is_healthy, 60), engine.logs(name, 40)

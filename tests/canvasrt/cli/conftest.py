@@ -16,38 +16,6 @@ import pytest
 
 from canvasrt.cli.app import run
 from tests.conftest import Command
-from tests.helpers.reference import demo, prompt, tiny, undertrained
-from tests.helpers.serving import (
-    _one_thread,
-    engines,
-    front,
-    graphs,
-    grpc,
-    http,
-    local,
-    openai,
-    packaged,
-    server,
-    tokenizer,
-)
-
-__all__ = [
-    "_one_thread",
-    "demo",
-    "engines",
-    "front",
-    "graphs",
-    "grpc",
-    "http",
-    "local",
-    "openai",
-    "packaged",
-    "prompt",
-    "server",
-    "tiny",
-    "tokenizer",
-    "undertrained",
-]
 
 
 @pytest.fixture

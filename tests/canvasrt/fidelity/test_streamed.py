@@ -23,15 +23,13 @@ from canvasrt.fidelity.streamed import read_wide
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
-from tests.helpers.quantized_checkpoints import base_model, save_compressed
+from tests.helpers import library
 
 
-@pytest.fixture(scope="module")
-def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
+@pytest.fixture
+def int4() -> tuple[Path, Bundle]:
     """An INT4 checkpoint, and the CPU's bundle of its codes."""
-    folder = tmp_path_factory.mktemp("streamed")
-    save_compressed(base_model(), folder / "checkpoint", "W4A16", group_size=32)
-    return folder / "checkpoint", build_bundle(folder / "checkpoint", "cpu", folder / "bundle")
+    return library.checkpoint("as-int4"), load_bundle(library.bundle("as-int4"), check=False)
 
 
 def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:

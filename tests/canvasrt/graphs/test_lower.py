@@ -20,10 +20,9 @@ from canvasrt.graphs.names import DOMAIN, UNPACK
 from canvasrt.graphs.nbits import use_nbits
 from canvasrt.graphs.rounding import operator, rounding
 from tests.helpers import library
-from tests.helpers import quantized as shared
 from tests.helpers import rounding as oracle
 from tests.helpers.graph_runs import head_feeds, random_feeds, run_graph, show
-from tests.helpers.quantized import dequantize
+from tests.helpers.quantized import BODY, CACHE_SCALE, EXPERTS, INPUT_AMAX, dequantize
 
 ORACLE = {
     operator(FORMATS["fp8"]): oracle.round_fp8,
@@ -87,10 +86,10 @@ class Lowered:
 @pytest.mark.parametrize(
     ("format", "what", "weights"),
     [
-        ("fp8", shared.BODY, "per_tensor"),
-        ("fp8", shared.BODY, "per_channel"),
-        ("nvfp4", shared.BODY, "per_tensor"),
-        ("nvfp4", shared.EXPERTS, "per_tensor"),
+        ("fp8", BODY, "per_tensor"),
+        ("fp8", BODY, "per_channel"),
+        ("nvfp4", BODY, "per_tensor"),
+        ("nvfp4", EXPERTS, "per_tensor"),
     ],
 )
 def test_every_product_is_the_quantized_graph_s(
@@ -101,7 +100,7 @@ def test_every_product_is_the_quantized_graph_s(
     body = Lowered(tmp_path / "body_0.onnx")
     found = run_graph(body.file, feeds(plain_graphs))
     assert len(body.rounds) == len(made.packed)
-    scale = np.float32(shared.INPUT_AMAX / (448 if format == "fp8" else 6 * 448))
+    scale = np.float32(INPUT_AMAX / (448 if format == "fp8" else 6 * 448))
     for node in body.rounds:
         expected = ORACLE[node.op_type](found[node.input[0]], float(scale))
         np.testing.assert_array_equal(found[node.output[0]], expected)
@@ -197,14 +196,12 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
     given = feeds(plain_graphs)
     rounded, plain = (run_graph(tmp_path / f"{n}.onnx", given) for n in ("rounded", "plain"))
     for name in ("new_key_0", "new_value_0", "new_key_1", "new_value_1"):
-        expected = oracle.round_fp8(plain[name], shared.CACHE_SCALE)
+        expected = oracle.round_fp8(plain[name], CACHE_SCALE)
         assert rounded[name].dtype == np.float32
         assert (expected != plain[name]).any()
         if name.endswith("_0"):  # nothing differs before the first layer
             np.testing.assert_array_equal(rounded[name], expected)
-        np.testing.assert_array_equal(
-            oracle.round_fp8(rounded[name], shared.CACHE_SCALE), rounded[name]
-        )
+        np.testing.assert_array_equal(oracle.round_fp8(rounded[name], CACHE_SCALE), rounded[name])
 
 
 def test_a_bf16_bundle_is_widened(tmp_path: Path) -> None:

@@ -8,21 +8,25 @@ import shutil
 import socket
 import subprocess
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.standin import STANDIN_TAG as BASE
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.image.base import read_base
 from canvasrt.containers.image.build import WrittenImage, write_image
 from canvasrt.containers.image.oci_layout import write_archive
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
+from canvasrt.containers.package.sizes import _COMPILE_SECONDS, sizes_of
+from canvasrt.targets import find_target
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
+from tests.helpers.rehearsal import kernels_in, rehearsal
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.standin_image import (
     KEY,
@@ -39,6 +43,7 @@ from tests.helpers.standin_image import (
 __all__ = ["_kept", "base", "docker", "made"]
 
 pytestmark = [needs_triton, pytest.mark.acceptance]
+CACHE, PER_SHAPE = "/opt/nim/.cache", 20 << 20
 # Private keys, keys of common services, and the two that are set while the image is made.
 _SECRETS = re.compile(
     rb"-----BEGIN (?:RSA |EC |OPENSSH )?PRIVATE KEY-----\n[A-Za-z0-9+/]{40}|\bAKIA[0-9A-Z]{16}\b"
@@ -244,6 +249,53 @@ def test_a_dead_server_is_restarted(docker: ContainerEngine):
         found = docker.inspect("container", name)
         assert found is not None
         assert found["RestartCount"] == 1
+
+
+def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
+    docker: ContainerEngine, graphs: Bundle, tmp_path: Path
+):
+    """The GPU is fake; the environment, the user and the read-only root are real. /tmp has 256 MiB, and the compiled
+    kernels take more. A shape takes as long as the plan allows a layer, and the server is ready before its probes give
+    up."""
+    gpu = rehearsal(graphs, tmp_path / "machine", seen_as=Path("/rehearsal"))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(0o777)
+    image = docker.inspect("image", STANDIN_TAG)
+    assert image is not None
+    path = dict(each.split("=", 1) for each in image["Config"]["Env"])["PATH"]
+    settings = {
+        **gpu.environment,
+        "PATH": f"/rehearsal/bin:{path}",
+        "REHEARSAL_COMPILE": str(_COMPILE_SECONDS),
+        "REHEARSAL_KERNELS": str(PER_SHAPE),
+    }
+    mounts = {gpu.folder: "/rehearsal", gpu.package: "/opt/canvasrt/package", cache: CACHE}
+    options = [*tools.HARDENED, "--tmpfs", "/tmp:mode=1777,size=256m"]
+    options += [word for name, text in settings.items() for word in ("--env", f"{name}={text}")]
+    options += [word for of, to in mounts.items() for word in ("--volume", f"{of}:{to}")]
+    with tools.container(docker, STANDIN_TAG, *options) as name:
+        assert eventually(lambda: gpu.events()["compile"] >= 4), docker.logs(name, 40)
+        docker.out("kill", name)
+    before = gpu.events()["compile"]
+    manifest = load_bundle(gpu.engines, check=False).manifest
+    allowed = sizes_of(manifest, find_target("rtx-5090")).startup
+    for start in ("second", "third"):
+        gpu.forget()
+        began = time.monotonic()
+        with tools.container(docker, STANDIN_TAG, *options) as name:
+            healthy(docker, name)
+            assert time.monotonic() - began + before * _COMPILE_SECONDS < allowed
+            said = tools.inside(docker, name, THREE_PROTOCOLS)
+            assert said["http"] == said["grpc"] == said["openai"]
+            assert "are not stored" not in json.dumps(docker.logs(name, 400))
+        compiled = kernels_in(cache)
+        shapes = compiled.stat().st_size // PER_SHAPE
+        assert compiled.stat().st_size > 256 << 20
+        if start == "second":  # the shape that was being compiled may be lost
+            assert before + gpu.events()["compile"] - shapes in (0, 1)
+        else:
+            assert gpu.events()["compile"] == 0
 
 
 def test_podman_runs_it_too(made: WrittenImage):

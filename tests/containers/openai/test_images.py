@@ -47,7 +47,7 @@ class Sighted(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sighted(_one_thread: None) -> Iterator[Sighted]:
+def sighted() -> Iterator[Sighted]:
     bundle = load_bundle(library.bundle("demo-vision"))
     with serving(bundle) as served, client_of(served) as client:
         yield Sighted(bundle, served, client)

@@ -16,7 +16,6 @@ from canvasrt.pipeline import plan_all
 from canvasrt.sorted_rows.description import SortedSegment
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
-from tests.helpers.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
@@ -26,16 +25,13 @@ OPTIONS = BuildOptions("bf16", max_context=1024, max_batch=1, experts="sorted")
 
 
 @pytest.fixture(scope="module")
-def graphs() -> Bundle:
-    return small_graphs()
-
-
-@pytest.fixture(scope="module")
-def pieces(graphs: Bundle, tmp_path_factory: pytest.TempPathFactory, command: Command) -> Bundle:
+def pieces(
+    plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory, command: Command
+) -> Bundle:
     """Build in a child process: in this one, Triton the language may be set to interpret, not compile."""
     out = tmp_path_factory.mktemp("pieces") / "engines"
     sizes = ("--max-context", OPTIONS.max_context, "--max-batch", OPTIONS.max_batch)
-    line = ("build", graphs.path, "-t", TARGET, "-o", out, "-p", OPTIONS.precision, *sizes)
+    line = ("build", plain_graphs.path, "-t", TARGET, "-o", out, "-p", OPTIONS.precision, *sizes)
     done = command(*line, "--experts", OPTIONS.experts)
     assert done.returncode == 0, done.stderr
     return load_bundle(out, kind="engines")
@@ -70,7 +66,7 @@ def test_a_package_has_every_part_and_is_verified_with_them(
     assert kernel.name in done.stderr
 
 
-def test_serving_needs_the_memory_that_was_planned(graphs: Bundle, pieces: Bundle) -> None:
+def test_serving_needs_the_memory_that_was_planned(plain_graphs: Bundle, pieces: Bundle) -> None:
     """Sorted rows need different buffers from slots."""
-    (planned,) = plan_all(graphs.path, parse_targets(TARGET), "out", OPTIONS, check=False)
+    (planned,) = plan_all(plain_graphs.path, parse_targets(TARGET), "out", OPTIONS, check=False)
     assert estimate_of(pieces.manifest) == planned.memory

@@ -18,17 +18,7 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.bundle_facts import max_context
 from canvasrt.runtime.open import open_model
 from tests.helpers import library
-from tests.helpers.certificates import make_certificates, openssl
 from tests.helpers.serving_process import ANY_PORTS
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_certificates(tmp_path_factory.mktemp("tls"))
-    (folder / "text").write_text("neither a certificate nor a key")
-    locked = ("-aes256", "-passout", "pass:x", "-out", "locked.key")
-    openssl(folder, "pkey", "-in", "server.key", *locked)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -40,19 +30,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (".", "server.key", None, "--ssl-cert: cannot read"),
         ("server.pem", "missing", None, "--ssl-key: cannot read"),
         ("server.pem", "server.key", "missing", "--ssl-ca: cannot read"),
-        ("text", "server.key", None, "--ssl-cert: .*text holds no certificate"),
+        ("san", "server.key", None, "--ssl-cert: .*san holds no certificate"),
         ("server.key", "server.key", None, "--ssl-cert: .* holds no certificate"),
-        ("server.pem", "server.key", "text", "--ssl-ca: .* holds no certificate"),
-        ("server.pem", "text", None, "OpenSSL cannot use"),
+        ("server.pem", "server.key", "san", "--ssl-ca: .* holds no certificate"),
+        ("server.pem", "san", None, "OpenSSL cannot use"),
         ("server.pem", "caller.key", None, "is not the key of the certificate"),
         ("server.pem", "locked.key", None, "locked.key needs a password"),
     ],
 )
 def test_tls_files_are_loaded(
-    files: Path, certificate: str, key: str, ca: str | None, says: str | None
+    certificates: Path, certificate: str, key: str, ca: str | None, says: str | None
 ):
-    given: dict[str, Any] = {"ssl_cert": files / certificate, "ssl_key": files / key}
-    given |= {"ssl_mode": "mtls", "ssl_ca": files / ca} if ca else {"ssl_mode": "tls"}
+    given: dict[str, Any] = {"ssl_cert": certificates / certificate, "ssl_key": certificates / key}
+    given |= {"ssl_mode": "mtls", "ssl_ca": certificates / ca} if ca else {"ssl_mode": "tls"}
     settings = read_settings(given, {}, {})
     if says is None:
         check_settings(settings)
@@ -100,7 +90,7 @@ def test_one_port_for_two_options(hosts: tuple[str, str], ports: tuple[int, int]
 def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
     case: str,
     says: str,
-    files: Path,
+    certificates: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -111,8 +101,8 @@ def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         if case == "tls":
-            options += ["--ssl-mode", "tls", "--ssl-cert", str(files / "server.pem")]
-            options += ["--ssl-key", str(files / "caller.key")]
+            options += ["--ssl-mode", "tls", "--ssl-cert", str(certificates / "server.pem")]
+            options += ["--ssl-key", str(certificates / "caller.key")]
         elif case == "port":
             options += ["--health-port", str(taken.getsockname()[1])]
         elif case == "triton":

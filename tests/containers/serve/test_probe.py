@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from canvasrt.containers.serve import probe
-from tests.helpers.certificates import make_certificates
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -55,13 +54,12 @@ def test_a_server_that_is_ready_is_healthy(environment: dict[str, str]) -> None:
 
 
 def test_a_certificate_that_is_for_servers_only_has_a_way_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    certificates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With mutual TLS, the check presents the server's own certificate, and failed forever without a reason."""
-    made = make_certificates(tmp_path)
     files = {
-        "NIM_SSL_CERTS_PATH": str(made / "server.pem"),
-        "NIM_SSL_KEY_PATH": str(made / "server.key"),
+        "NIM_SSL_CERTS_PATH": str(certificates / "server.pem"),
+        "NIM_SSL_KEY_PATH": str(certificates / "server.key"),
     }
     assert probe.main({"NIM_SERVER_PORT": "1", "NIM_SSL_MODE": "mtls", **files}) == 1
     assert "NIM_HEALTH_PORT" in capsys.readouterr().err

@@ -69,24 +69,14 @@ def test_serving_leaves_the_package_as_it_was(packaged: Bundle, server: object):
 
 
 def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        _endless_request(running, [])
+    with (
+        serving(packaged.path, tmp_path, *ANY_PORTS) as running,
+        Client(running.said["grpc"], "grpc", timeout=60) as client,
+    ):
+        asked = client.stream({"prompt": "x", "drafts": True, **ENDLESS})
+        assert next(asked)
         running.stop(signal.SIGKILL)
         assert eventually(lambda: not running.stale() and not running.scratch())
-
-
-def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
-        failure: list[BaseException] = []
-        thread = _endless_request(running, failure)
-        stderr = running.stop(signal.SIGTERM)
-        thread.join(30)
-        assert isinstance(failure[0], CanvasError)
-        assert running.process.returncode == 1
-        assert "error: requests were still running after 1 s" in stderr
-        assert "hint: " in stderr
-        assert not running.stale()
-        assert not running.scratch()
 
 
 @pytest.mark.acceptance
@@ -161,15 +151,18 @@ def test_a_crash_while_loading_is_repaired_once(
 
 @pytest.mark.acceptance
 def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
-        thread = _endless_request(running, [])
+    with (
+        serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running,
+        Client(running.said["grpc"], "grpc", timeout=60) as client,
+    ):
+        asked = client.stream({"prompt": "x", "drafts": True, **ENDLESS})
+        assert next(asked)
         running.process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(1)
         shown = running.stop(signal.SIGINT)
         assert "error: stopped at once by a second signal" in shown
         assert running.process.returncode == 1
-        thread.join(30)
         assert not running.stale()
 
 
@@ -188,24 +181,6 @@ def test_damaged_engines_fail_with_the_cause(packaged: Bundle, tmp_path: Path, l
     assert "body_0.bin" in error
     assert hint.startswith("hint: ")
     assert ("the log is" in hint) == (log == "log")
-
-
-def _endless_request(running: Serving, failure: list[BaseException]) -> threading.Thread:
-    """Starts a request that would take minutes, and returns once the server works on it."""
-    started = threading.Event()
-
-    def ask() -> None:
-        with Client(running.said["grpc"], "grpc", timeout=60) as client:
-            try:
-                for _ in client.stream({"prompt": "x", "drafts": True, **ENDLESS}):
-                    started.set()
-            except BaseException as error:
-                failure.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    assert started.wait(30)
-    return thread
 
 
 def test_callers_cannot_change_the_server(server: Server):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,11 +41,15 @@ def test_a_stopped_process_is_noticed_and_one_that_goes_on_forgiven(
 
 
 def test_a_triton_that_does_not_answer_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stall, "_PROBE_EVERY", 0.1)
-    answers = [True]
+    now, answers = [0.0], [True]
+    monkeypatch.setattr(stall, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watch = StallWatch(tmp_path / "heartbeat", lambda: answers[0])
-    assert watch.stalled((), 0.2) == ""
-    time.sleep(0.5)
-    assert eventually(lambda: watch.stalled((), 0.4) == "")  # it was asked again
-    answers[0] = False
-    assert eventually(lambda: watch.stalled((), 0.2) == "did not answer for 0.2 s")
+    for seconds, does_answer, said in (
+        (0.1, True, ""),
+        (6.0, True, ""),
+        (12.0, True, ""),  # it was asked again
+        (16.0, False, ""),
+        (18.0, False, "did not answer for 4 s"),
+    ):
+        now[0], answers[0] = seconds, does_answer
+        assert watch.stalled((), 4) == said

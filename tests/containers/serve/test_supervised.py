@@ -21,7 +21,6 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.processes import children, is_running
 from canvasrt.containers.serve.prepare import engines_folder
 from canvasrt.containers.serve.serving_profiles import profiles_of
-from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, call, command_lines, serving, started
 
@@ -29,9 +28,9 @@ pytestmark = needs_triton
 QUESTION: Any = [{"role": "user", "content": "12+34="}]
 
 
-def client(running: Serving, key: str = "none", **options: Any) -> OpenAI:
+def client(running: Serving, **options: Any) -> OpenAI:
     url = running.said["openai"]
-    return OpenAI(**{"base_url": url, "api_key": key, "max_retries": 0, "timeout": 60, **options})
+    return OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, **options)
 
 
 def ask(openai: OpenAI, **options: Any) -> Any:
@@ -118,31 +117,6 @@ def test_when_triton_dies_everything_ends_and_callers_are_told(
         assert says in errors
         assert isinstance(failures[0], (sdk.InternalServerError, sdk.APIConnectionError))
         assert not running.stale()
-
-
-def test_keys_and_the_context_reach_the_servers(
-    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("CANVASRT_API_KEYS", "sesame")
-    monkeypatch.setenv("NIM_MAX_MODEL_LEN", "64")
-    monkeypatch.setenv("NIM_SERVED_MODEL_NAME", "diffusion")
-    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        with client(running, "wrong") as openai, pytest.raises(sdk.AuthenticationError):
-            ask(openai)
-        with client(running, "sesame") as openai:
-            assert openai.models.list().data[0].model_extra == {"max_model_len": 64}
-            assert ask(openai, model="diffusion", max_tokens=32)
-            with pytest.raises(sdk.BadRequestError) as caught:
-                ask(openai, model="diffusion", max_tokens=100)
-            assert caught.value.code == "context_length_exceeded"
-        for process in (running.said["pid"], running.said["front_end_pid"]):
-            assert b"sesame" not in Path(f"/proc/{process}/cmdline").read_bytes()
-        assert b"sesame" not in Path(f"/proc/{running.said['pid']}/environ").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 def test_mutual_tls(packaged: Bundle, tmp_path: Path, certificates: Path):

@@ -20,9 +20,8 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import _compiled_kernels
 from tests.helpers.fake_tensorrt import FakeCudaDevice
 from tests.helpers.gpu_server import Server, _few_tokens, folder
-from tests.helpers.reference import tiny
 
-__all__ = ["_few_tokens", "folder", "tiny"]
+__all__ = ["_few_tokens", "folder"]
 
 
 @pytest.mark.parametrize("other", ["RTX 5090", "RTX 5080"])

@@ -19,10 +19,8 @@ from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.request import Event, Request
 from tests.helpers.callers import Caller, submit
-from tests.helpers.one_caller import model, request
+from tests.helpers.one_caller import request
 from tests.helpers.serving import ENDLESS, eventually
-
-__all__ = ["model"]
 
 
 class Failing(Generator):
@@ -308,9 +306,8 @@ def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
         left[0] = failing
         submit(worker, request(model), caller)
         assert isinstance(caller.ends.get(timeout=60), EngineError) == bool(failing)
-        deadline = time.monotonic() + 10
-        while left[0] and lost.empty() and time.monotonic() < deadline:
-            time.sleep(0.01)  # the probe comes after the answer
+        # The probe comes after the answer.
+        assert eventually(lambda: not left[0] or not lost.empty())
     assert "3 passes in a row" in lost.get(timeout=60).message
     worker.close()
 

@@ -22,11 +22,9 @@ from canvasrt.runtime.request import Event, Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.callers import Caller, submit
 from tests.helpers.fake_engine import FakeBackend
-from tests.helpers.reference import Pair, tiny
+from tests.helpers.reference import Pair
 from tests.helpers.resident import body_profiles
 from tests.helpers.serving import eventually
-
-__all__ = ["tiny"]
 
 
 @pytest.fixture(scope="module")

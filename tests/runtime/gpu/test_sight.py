@@ -14,20 +14,12 @@ from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair
 
 
-@pytest.fixture(scope="module")
-def fake(tiny: Pair) -> tuple[DeviceModel, FakeBackend]:
-    backend = FakeBackend()
-    model = open_model(tiny.graphs, check=False, backend=backend)
+def test_soft_tokens_are_those_of_the_cpu(tiny: Pair) -> None:
+    model = open_model(tiny.graphs, check=False, backend=FakeBackend())
     assert isinstance(model, DeviceModel)
-    return model, backend
-
-
-def test_soft_tokens_are_those_of_the_cpu(
-    tiny: Pair, fake: tuple[DeviceModel, FakeBackend]
-) -> None:
     picture = read_picture(png(noise(500, 300)), tiny.model.config.vision)
     assert picture.tokens > 200
-    ours = fake[0].see(picture)
+    ours = model.see(picture)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, tiny.model.see(picture), rtol=1e-4, atol=1e-4)
 

@@ -100,7 +100,8 @@ def test_engines_that_feed_all_tokens_to_every_expert(
 ) -> None:
     """NVFP4 experts take all tokens. Their queue starts at an address that TensorRT accepts, however few experts there
     are."""
-    folder = write_engines(tiny, tmp_path, quantized={"layers.0.experts.gate_up": "nvfp4"})
+    graphs = load_bundle(tiny.graphs, check=False)
+    folder = write_engines(graphs, tmp_path, quantized={"layers.0.experts.gate_up": "nvfp4"})
     server = Server(folder)
     profiles = load_bundle(folder, check=False).manifest.segments[0]["profiles"]
     assert {each["gate_queues"]["max"] for each in profiles} == {1, tiny.model.config.num_experts}

@@ -1,3 +1,0 @@
-from tests.helpers.reference import demo
-
-__all__ = ["demo"]

@@ -1,3 +1,0 @@
-from tests.helpers.reference import demo, demo_vision, prompt, tiny
-
-__all__ = ["demo", "demo_vision", "prompt", "tiny"]

@@ -1,3 +1,0 @@
-from tests.helpers.random_models import exported
-
-__all__ = ["exported"]

@@ -1,5 +1,0 @@
-"""Quantized graphs of a small random model."""
-
-from tests.helpers.quantized import plain_graphs, quantized
-
-__all__ = ["plain_graphs", "quantized"]
