@@ -13,6 +13,7 @@ from canvasrt.errors import CanvasError, UsageError
 
 # Each measurement is the function `measure` of a module; its parameters are the options.
 MEASUREMENTS = {
+    "against": ("bench.against", "passes and answers on this CPU, in turns with transformers"),
     "answers": (
         "bench.answers",
         "reads and constrained answers, next to ordinary denoising passes",
@@ -38,9 +39,14 @@ MEASUREMENTS = {
         "predicted passes on GPUs that this machine lacks, from the builder's kernels",
     ),
     "probe": ("bench.probe", "what runs on this machine's GPU, in each tool's own words"),
-    "questions": ("bench.questions", "the demo's held-out questions, under several settings"),
+    "questions": (
+        "bench.questions",
+        "the demo's held-out questions: right answers, and what settings change",
+    ),
+    "recipes": ("bench.recipes", "the quality of the demo under each recipe"),
     "rows": ("bench.rows", "the kernels over sorted rows on this GPU, checked against NumPy"),
     "serving": ("bench.serving", "what gRPC and HTTP add to a first token and to an answer"),
+    "tables": ("bench.tables", "no measurement: the pages' tables, from bench/results/"),
     "train-demo": ("bench.demo.train", "no measurement: trains the bundled demo checkpoints"),
 }
 

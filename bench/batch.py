@@ -63,7 +63,7 @@ def measure(bundle: Path, prompts: int = 10_000, rounds: int = 4, out: results.O
             for number in range(rounds)
             for row in _round(ways, pids, folder, prompts // rounds, number)
         ]
-    results.report({"rounds": rows, "throughput": _throughput(rows)}, out)
+    results.report({"rounds": rows, "both ways": _both(rows)}, out)
 
 
 def _round(
@@ -96,18 +96,15 @@ def _question(number: int) -> str:
     return json.dumps(line) + "\n"
 
 
-def _throughput(rows: list[Json]) -> Json:
-    """Return answers per second over all rounds, and the ratio of the first way to the second, by wall time and by CPU
-    time. The latter is the throughput of a machine whose cores are all busy."""
-    seconds, spent = dict[str, float](), dict[str, float]()
-    for row in rows:
-        seconds[row["way"]] = seconds.get(row["way"], 0.0) + row["seconds"]
-        spent[row["way"]] = spent.get(row["way"], 0.0) + row["CPU ms"]
-    count = sum(row["answers"] for row in rows) / len(seconds)
-    ways = sorted(seconds, reverse=True)
-    local, remote = ways
-    return {
-        **{way: count / seconds[way] for way in ways},
-        "ratio": seconds[remote] / seconds[local],
-        "ratio by CPU time": spent[remote] / spent[local],
-    }
+def _both(rows: list[Json]) -> list[Json]:
+    """Return answers per second and CPU time per answer over all rounds, and their ratios. The latter is that of the
+    throughputs of machines whose cores are all busy."""
+    found = []
+    for way in sorted({row["way"] for row in rows}, reverse=True):
+        own = [row for row in rows if row["way"] == way]
+        rate = sum(row["answers"] for row in own) / sum(row["seconds"] for row in own)
+        spent = sum(row["CPU ms"] for row in own) / len(own)
+        found.append({"way": way, "answers per second": rate, "CPU ms per answer": spent})
+    local, remote = found
+    names = ("answers per second", "CPU ms per answer")
+    return [*found, {"way": "ratio"} | {name: local[name] / remote[name] for name in names}]

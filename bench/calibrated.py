@@ -44,12 +44,14 @@ def measure(
         ids = np.random.default_rng(0).integers(100, model.vocab_size, (prompts, 200))
         file.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in ids.tolist()))
         options = BuildOptions(precision, calibration=file if chosen.is_calibrated else None)
-        figures = build(checkpoint, found, made, options)
-    about = {"shape": shape, "layers": len(model.layers), "precision": chosen.text}
-    results.report({"model": {**about, "target": target}, **figures}, out)
+        stages, row = build(checkpoint, found, made, options)
+    about = {"layers": len(model.layers), "recipe": chosen.text, "target": target}
+    results.report({"shape": shape, "builds": [about | row], "stages": stages}, out)
 
 
-def build(checkpoint: Path, target: Target, made: Path, options: BuildOptions) -> Json:
+def build(
+    checkpoint: Path, target: Target, made: Path, options: BuildOptions
+) -> tuple[list[Json], Json]:
     """Build engines in `made`, with a cache of its own. Return a row per stage, and the plan's figures beside the
     measured ones."""
     begun: dict[str, float] = {"hashing": time.monotonic()}
@@ -64,16 +66,13 @@ def build(checkpoint: Path, target: Target, made: Path, options: BuildOptions) -
         build_all([plan])
     ends = [*[*begun.values()][1:], time.monotonic()]
     took = {name: end - begun[name] for name, end in zip(begun, ends, strict=True)}
-    compared = {
-        "peak bytes of memory": (needs.memory, sampler.whole.resident),
-        "not file-backed": (None, sampler.whole.own),
-        "peak bytes of disk": (plan.disk, sampler.disk),
-        "calibrating, s": (expected, took.get("calibrating")),
-    }
-    return {
-        "stages": [{"stage": name, "seconds": round(each, 1)} for name, each in took.items()],
-        "plan": [
-            {"what": what, "planned": planned, "measured": measured}
-            for what, (planned, measured) in compared.items()
-        ],
+    stages = [{"stage": name, "seconds": round(each, 1)} for name, each in took.items()]
+    return stages, {
+        "memory, GB": sampler.whole.resident / 1e9,
+        "memory planned": needs.memory / 1e9,
+        "disk, GB": sampler.disk / 1e9,
+        "disk planned": plan.disk / 1e9,
+        "calibrating, s": took.get("calibrating"),
+        "calibrating planned": expected,
+        "quantizing, s": took.get("quantizing"),
     }

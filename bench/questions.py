@@ -1,15 +1,13 @@
 """The demo's held-out questions through stock `transformers` or through engines, under several settings.
 
-Without a step limit, the questions of each task are those that the quality page reports on; `--settings` compares
-sampler settings by their right answers, steps and CPU time on questions that a model is unsure of.
+`--settings` and `--scores` ask questions of all tasks in turn.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -43,62 +41,57 @@ class Reply:
 
 
 def measure(
-    engines: Annotated[Path | None, typer.Argument(help="Default: transformers.")] = None,
+    engines: Path,
     checkpoint: Annotated[str, typer.Option(help="For transformers.")] = "demo",
-    limit: Annotated[int | None, typer.Option(help="Questions per task. Default: all.")] = None,
     at_least: Annotated[int, typer.Option(help="Answers per task, by repeating questions.")] = 200,
-    steps: Annotated[list[int], typer.Option(help="Step limits to try.")] = [48, 1],  # noqa: B006
     settings: Annotated[
         int | None, typer.Option(metavar="N", help="Instead compare settings on N questions.")
     ] = None,
+    scores: Annotated[
+        int | None, typer.Option(metavar="N", help="Instead score the answers of N questions.")
+    ] = None,
     out: results.Out = None,
 ) -> None:
-    """Count the answers that are exactly right."""
+    """Count the answers that are exactly right: of transformers, of engines, and of engines in one step."""
+    model = open_model(engines, threads=1)
     if settings is not None:
-        if engines is None:
-            raise typer.BadParameter("--settings needs engines")
-        model = open_model(engines, threads=1)
-        results.report({"settings": list(_compared(model, settings))}, out)
+        results.report({"settings": list(_settings(Asker(model, settings)))}, out)
         return
-    ask = _asker(engines, find_checkpoint(checkpoint))
+    if scores is not None:
+        results.report({"scores": list(_scores(Asker(model, scores)))}, out)
+        return
+    stock = _stock(find_checkpoint(checkpoint))
     rows = []
     for task in TASKS:
         held_out = questions(task)
-        if limit is not None:
-            prompts = held_out[:: math.ceil(len(held_out) / limit)]
-        else:
-            prompts = held_out * math.ceil(at_least / len(held_out))
-        for most in steps:
-            replies = ask(prompts, most)
-            right = sum(is_correct(reply.prompt, reply.text) for reply in replies)
-            blocks = sum(reply.blocks for reply in replies)
-            rows.append(
-                {
-                    "task": task,
-                    "step limit": most,
-                    "asked": len(replies),
-                    "right": right / len(replies),
-                    "steps per block": sum(reply.steps for reply in replies) / blocks,
-                }
-            )
-    results.report({"answers": rows}, out)
+        prompts = held_out * math.ceil(at_least / len(held_out))
+        whole = answer(model, prompts)
+        rows.append(
+            {
+                "task": task,
+                "asked": len(prompts),
+                "transformers": _right(generate(*stock, prompts)),
+                "engines": _right(whole),
+                "steps per block": sum(each.steps for each in whole)
+                / sum(each.blocks for each in whole),
+                "engines, one step": _right(answer(model, prompts, max_denoising_steps=1)),
+            }
+        )
+    results.report({"right": rows}, out)
 
 
-def _asker(
-    engines: Path | None, checkpoint: Path
-) -> Callable[[Sequence[str], int], Sequence[Reply]]:
-    """Return a function that asks prompts under a step limit, through the engines or through
-    transformers."""
-    if engines is not None:
-        model = open_model(engines)
-        return lambda prompts, steps: answer(model, prompts, max_denoising_steps=steps)
+def _right(replies: Sequence[Reply]) -> float:
+    return sum(is_correct(each.prompt, each.text) for each in replies) / len(replies)
+
+
+def _stock(checkpoint: Path) -> tuple[Any, Any]:
+    """Return transformers' model and tokenizer."""
     import torch
     from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-    stock = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype="float32").eval()
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     torch.manual_seed(0)
-    return lambda prompts, steps: generate(stock, tokenizer, prompts, max_denoising_steps=steps)
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype="float32").eval()
+    return model, AutoTokenizer.from_pretrained(checkpoint)
 
 
 def answer(model: Model, prompts: Sequence[str], **settings: Any) -> list[Reply]:
@@ -172,17 +165,15 @@ class Asker:
         self.prompts = [
             TASKS[names[i % len(names)]].draw_from("held-out", rng) for i in range(count)
         ]
-        self.plain: list[str] = []  # the answers under the first setting
-        self._model, self._tokenizer = model, _tokenizer(model)
+        self.model, self._tokenizer = model, _tokenizer(model)
 
-    def ask(self, name: str, settings: dict[str, Any]) -> tuple[Json, np.ndarray]:
-        """Return a row of the table, and the score of each answer's first block, if any."""
+    def ask(self, settings: dict[str, Any]) -> tuple[Json, np.ndarray]:
+        """Return what the settings lead to, and the score of each answer's first block, if any."""
         texts, scores, steps, first = [], [], 0, 0
-        before = time.process_time()
         for seed, prompt in enumerate(self.prompts):
             drafts = shown = 0
-            request = _request(self._model, self._tokenizer, prompt, seed, **settings)
-            for event in Generator(self._model).stream(request):
+            request = _request(self.model, self._tokenizer, prompt, seed, **settings)
+            for event in Generator(self.model).stream(request):
                 if isinstance(event, Draft):
                     drafts += 1
                 elif isinstance(event, Settled | Block):
@@ -192,16 +183,13 @@ class Asker:
                     scores += [each.score for each in event.result.block_scores[:1]]
                     steps += sum(event.result.steps)
             first += shown
-        seconds, count = time.process_time() - before, len(texts)
-        self.plain = self.plain or texts
+        count, canvas = len(texts), settings.get("canvas_length", self.model.canvas_length)
         right = np.array([is_correct(*pair) for pair in zip(self.prompts, texts, strict=True)])
         row = {
-            "setting": name,
             "right": int(right.sum()),
-            "same answer": sum(a == b for a, b in zip(texts, self.plain, strict=True)),
             "steps": steps / count,
             "steps to first text": first / count,
-            "CPU per answer, ms": 1e3 * seconds / count,
+            "positions computed": canvas * steps / count,
         }
         found = np.array(scores)
         if scores and right.any() and not right.all():
@@ -210,18 +198,36 @@ class Asker:
         return row, found
 
 
-def _compared(model: Model, count: int) -> Iterator[Json]:
-    """Yield the effects of settings: smaller canvases, earlier text, scores, and blocks redone for low scores."""
-    asker = Asker(model, count)
+def _settings(asker: Asker) -> Iterator[Json]:
+    """Yield the effects of smaller canvases and of earlier text."""
+    model = asker.model
     sizes = [size for size in model.canvas_sizes if size != model.canvas_length]
     tried: dict[str, dict[str, Any]] = {"as it is": {}}
-    tried |= {f"canvas_length {size}": {"canvas_length": size} for size in sizes}
-    tried |= {f"settle_steps {wait}": {"settle_steps": wait} for wait in (1, 2, 3)}
+    tried |= {f"`canvas_length` {size}": {"canvas_length": size} for size in sizes}
+    tried |= {f"`settle_steps` {wait}": {"settle_steps": wait} for wait in (1, 2, 3)}
     for name, settings in tried.items():
-        yield asker.ask(name, settings)[0]
-    for name in ("score_blocks", "score_by_denoising"):
-        settings = {"score_blocks": True, name: True}
-        row, scores = asker.ask(name, settings)
-        yield row
-        bar = min(float(np.quantile(scores, REDONE)), -1e-9)
-        yield asker.ask(f"{name}, redo_below {bar:.2g}", settings | {"redo_below": bar})[0]
+        row, _ = asker.ask(settings)
+        yield {"setting": name, **row}
+
+
+def _scores(asker: Asker) -> Iterator[Json]:
+    """Yield how well each kind of score tells right answers from wrong ones, and what redoing the blocks with the lowest
+    scores changes."""
+    plain, _ = asker.ask({})
+    for name, key in (
+        ("the encoding pass", "score_blocks"),
+        ("a denoising pass", "score_by_denoising"),
+    ):
+        settings = {"score_blocks": True, key: True}
+        row, scores = asker.ask(settings)
+        bar = float(f"{min(np.quantile(scores, REDONE), -1e-9):.2g}")
+        redone, _ = asker.ask(settings | {"redo_below": bar})
+        yield {
+            "score by": name,
+            "right answers score higher": row.get("right scores above wrong"),
+            "right": plain["right"],
+            "`redo_below`": bar,
+            "right after redoing": redone["right"],
+            "steps": plain["steps"],
+            "steps with redoing": redone["steps"],
+        }

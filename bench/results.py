@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,11 +96,16 @@ def tables(figures: Json) -> str:
             if value not in (None, [], {}):
                 parts.append(f"{title}: {_cell(value)}")
             continue
-        heads = list(dict.fromkeys(key for row in value for key in row))
-        lines = [f"{title}:", "", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-        lines += [f"| {' | '.join(_cell(row.get(head)) for head in heads)} |" for row in value]
-        parts.append("\n".join(lines))
+        parts.append(f"{title}:\n\n{table(value)}")
     return "\n\n".join(parts) + "\n"
+
+
+def table(rows: Sequence[Json]) -> str:
+    """Return Markdown: a table of the rows, without a newline at its end."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    lines += [f"| {' | '.join(_cell(row.get(head)) for head in heads)} |" for row in rows]
+    return "\n".join(lines)
 
 
 def _cell(value: Any) -> str:

@@ -70,7 +70,7 @@ def runnable(command: str) -> str:
 
 def test_every_snippet_is_one_of_commands() -> None:
     found = [command for block in blocks() for command in commands(block)]
-    assert sum(each.startswith("curl ") for each in found) >= 5
+    assert sum(each.startswith("curl ") for each in found) >= 2
     assert sum(each.startswith("canvasrt ") for each in found) >= 15
 
 
@@ -108,6 +108,6 @@ def test_every_snippet_runs(tmp_path: Path) -> None:
         timeout=1780,
     )
     assert done.returncode == 0, f"{done.stderr[-4000:]}\n{done.stdout[-2000:]}"
-    assert done.stdout.count('"object":"chat.completion"') == 2
+    assert done.stdout.count('"object":"chat.completion"') == 1
     assert "tenalp" in done.stdout
     assert "\npurple\n" in done.stdout

@@ -9,6 +9,7 @@ import pytest
 
 from bench.__main__ import MEASUREMENTS, main
 from bench.results import tables
+from bench.tables import PAGES, filled
 from tests.helpers.reference import Pair
 
 
@@ -26,12 +27,18 @@ def test_options_are_described(name: str, capsys: pytest.CaptureFixture[str]) ->
     if name == "rows":
         pytest.importorskip("triton", reason="needs canvasrt[sorted]")
     assert main([name, "--help"]) == 0
-    assert "--out" in capsys.readouterr().out or name in ("picture", "image-demo")
+    assert "--out" in capsys.readouterr().out or name in ("picture", "image-demo", "tables")
 
 
 def test_figures_are_shown_as_tables() -> None:
     shown = tables({"device": "x", "none": [], "rows": [{"a": 1, "b": 0.12345}, {"b": None}]})
     assert shown == ("device: x\n\nrows:\n\n| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| – | – |\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_the_tables_of_their_files(page: Path) -> None:
+    """If not: `.venv/bin/python -m bench tables`."""
+    assert page.read_text("utf-8") == filled(page.read_text("utf-8"))
 
 
 @pytest.mark.acceptance
@@ -41,11 +48,10 @@ def test_answers_and_questions_are_measured(demo: Pair, tmp_path: Path) -> None:
     figures = json.loads(out.read_text())["figures"]
     assert [row["questions"] for row in figures["reads"]] == [1, 10]
     assert len(figures["constrained answers"]) == 3
-    out = tmp_path / "questions.json"
-    assert main(["questions", str(demo.bundle), "--settings", "4", "-o", str(out)]) == 0
+    line = ["questions", str(demo.bundle), "-o", str(out)]
+    assert main([*line, "--settings", "16"]) == 0
     rows = {row["setting"]: row for row in json.loads(out.read_text())["figures"]["settings"]}
-    assert rows["as it is"]["same answer"] == rows["score_blocks"]["same answer"] == 4
-    assert rows["settle_steps 1"]["steps to first text"] <= rows["as it is"]["steps to first text"]
-    line = ["questions", str(demo.bundle), "--limit", "2", "--steps", "1", "-o", str(out)]
-    assert main(line) == 0
-    assert len(json.loads(out.read_text())["figures"]["answers"]) == 8
+    plain, early = rows["as it is"], rows["`settle_steps` 1"]
+    assert early["steps to first text"] <= plain["steps to first text"] <= plain["steps"]
+    assert main([*line, "--scores", "8"]) == 0
+    assert len(json.loads(out.read_text())["figures"]["scores"]) == 2

@@ -18,12 +18,36 @@ from canvasrt.targets import find_target
 TABLE = Path("bench/results/predicted.json")
 
 
-def test_the_table_marks_what_fits() -> None:
+def predicted(*keys: str) -> list[dict[str, Any]]:
+    """The rows of the table under these keys."""
     table = json.loads(TABLE.read_text())
-    rows = [
-        dict(zip(table["columns"], row, strict=True))
-        for row in table["rows"] + table["sorted_rows"]
-    ]
+    return [dict(zip(table["columns"], row, strict=True)) for key in keys for row in table[key]]
+
+
+def test_the_page_has_the_predicted_passes() -> None:
+    """docs/performance.md compares recipes, and both kinds of experts, at one context."""
+    cells: dict[tuple[str, str, int], str] = {}
+    for row in predicted("rows"):
+        if row["context"] == 1024:
+            shown = "does not fit" if row["fits"] == "no" else str(row["ms"])
+            cells[row["recipe"], row["gpu"], row["batch"]] = shown
+    lines = Path("docs/performance.md").read_text("utf-8").splitlines()
+    (head,) = [line for line in lines if line.startswith("| recipe | ")]
+    gpus = head.strip("| ").split(" | ")[1:]
+    found = 0
+    for recipe in {name for name, *_ in cells}:
+        for line in lines:
+            if line.startswith(f"| `{recipe}` | "):
+                for gpu, shown in zip(gpus, line.strip("|").split("|")[1:], strict=True):
+                    one, four = (cells.get((recipe, gpu, batch), "") for batch in (1, 4))
+                    both = one if one == four else f"{one} ({four})"
+                    assert shown.strip() == both, (recipe, gpu)
+                    found += 1
+    assert found > 20
+
+
+def test_the_table_marks_what_fits() -> None:
+    rows = predicted("rows", "sorted_rows")
     assert len(rows) > 300
     for row in rows:
         target = find_target(row["gpu"])

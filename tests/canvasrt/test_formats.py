@@ -27,6 +27,7 @@ NAMED_IN = {
     "canvasrt/sorted_rows/reference.py",
     "canvasrt/sorted_rows/stacks.py",
     "canvasrt/roofline/cost.py",
+    "bench/recipes.py",
     "bench/rows.py",
     # Names of number types in GPUs and engines.
     "canvasrt/roofline/rates.py",

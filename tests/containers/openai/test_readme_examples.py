@@ -35,8 +35,8 @@ def calls() -> list[str]:
 
 
 def test_the_pages_have_calls() -> None:
-    assert sum("/v1/decisions" in call for call in calls()) >= 2
-    assert sum("json_schema" in call for call in calls()) >= 2
+    assert sum("/v1/decisions" in call for call in calls()) >= 1
+    assert sum("json_schema" in call for call in calls()) >= 1
 
 
 @pytest.mark.parametrize("call", calls())
