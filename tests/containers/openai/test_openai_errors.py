@@ -38,6 +38,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "canvas",
         "not supported with grammar",
     ),
+    (by_schema({}) | {"score_blocks": True}, "score_blocks", "not supported together with"),
     (by_schema(3), SCHEMA, "not an object"),
     (by_schema(COSTLY), SCHEMA, "takes more than llguidance allows"),
     ({"response_format": {"type": "regex", "regex": "("}}, "response_format.regex", "("),
@@ -53,6 +54,14 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         {"chat_template_kwargs": {"a": 1}},
         "chat_template_kwargs.a",
         "chat_template_kwargs.a is not a variable of the model's chat template",
+    ),
+    *(
+        (
+            {"chat_template_kwargs": {name: "a"}},
+            f"chat_template_kwargs.{name}",
+            "callers cannot set",
+        )
+        for name in ("messages", "bos_token")
     ),
     (user([IMAGE]), "messages", "chat template wrote 0"),
     (user("x" * 9000), "messages", "9016 tokens"),
