@@ -176,3 +176,4 @@ def test_while_it_stops_new_requests_are_sent_away(server: Server):
         status, body, headers = chat(f"127.0.0.1:{front.port}")
         assert (status, body["error"]["code"]) == (503, "stopping")
         assert headers["connection"] == "close"
+        assert not front.stop(grace=0.1)  # the answer is cut off
