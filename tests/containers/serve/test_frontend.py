@@ -125,7 +125,8 @@ def test_a_front_end_that_has_accepted_no_request_is_not_waited_for(server: Serv
 def test_health_can_have_a_port_of_its_own(server: Server):
     with FrontEnd.over(server, FrontOptions(port=0, health_port=0)) as front:
         assert front.health_port
-        assert get(front, "/v1/health/ready", front.health_port).status == 200
+        ready = get(front, "/v1/health/ready", front.health_port)
+        assert (ready.status, ready.body["status"]) == (200, "ready")
         assert get(front, "/v1/models", front.health_port).status == 404
 
 
