@@ -41,6 +41,16 @@ def test_no_beat_looks_like_one_of_long_ago(tmp_path: Path) -> None:
     assert longest < min(30, time.monotonic() / 2)
 
 
+def test_silence_ends_with_a_beat(tmp_path: Path) -> None:
+    file = tmp_path / "heartbeat"
+    heartbeat = Heartbeat.at(file)
+    time.sleep(0.05)
+    assert (silence_at(file) or 0) >= 0.05
+    begin = time.monotonic()
+    heartbeat.beat()
+    assert 0 < (silence_at(file) or 0) <= time.monotonic() - begin
+
+
 def test_a_full_disk_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,11 @@ NESTED: list[tuple[Any, str, dict[str, Any]]] = [
         {"input": "a", "questions": [CHOICE]},
     ),
     (
+        decisions.DecisionRequest,
+        "questions[0].prompt",
+        {"input": "a", "questions": [{"type": "predicate", "prompt": 1}]},
+    ),
+    (
         systemone.SystemOneRequest,
         "questions.a.prompt",
         {"state": "a", "questions": {"a": NOUL | {"prompt": 1}}},

@@ -38,6 +38,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "canvas",
         "not supported with grammar",
     ),
+    (by_schema({}) | {"score_blocks": True}, "score_blocks", "not supported together with"),
     (by_schema(3), SCHEMA, "not an object"),
     (by_schema(COSTLY), SCHEMA, "takes more than llguidance allows"),
     ({"response_format": {"type": "regex", "regex": "("}}, "response_format.regex", "("),
@@ -53,6 +54,14 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         {"chat_template_kwargs": {"a": 1}},
         "chat_template_kwargs.a",
         "chat_template_kwargs.a is not a variable of the model's chat template",
+    ),
+    *(
+        (
+            {"chat_template_kwargs": {name: "a"}},
+            f"chat_template_kwargs.{name}",
+            "callers cannot set",
+        )
+        for name in ("messages", "bos_token")
     ),
     (user([IMAGE]), "messages", "chat template wrote 0"),
     (user("x" * 9000), "messages", "9016 tokens"),
@@ -117,19 +126,18 @@ def test_an_unknown_model_is_not_found(openai: OpenAI):
     ids=str,
 )
 def test_keys_are_asked_for_where_there_are_some(header: dict[str, Any], code: Any):
-    chat = {"messages": QUESTION, "max_tokens": 5}
+    chat = {"model": "canvasrt", "messages": QUESTION, "max_tokens": 5}
+    lists = ("/v1/models", "/v1/models/canvasrt", "/api/tags", "/api/ps")
+    asks = ("/v1/chat/completions", "/v1/messages", "/api/chat", "/api/show")
     with lone_front(keys=("first", "zweiter Schlüssel")) as front:
-        for path in ("/v1/models", "/v1/models/canvasrt", "/v1/chat/completions", "/v1/messages"):
-            is_get = path.startswith("/v1/models")
-            reply = (
-                front.get(path, headers=header)
-                if is_get
-                else front.post(path, json=chat, headers=header)
-            )
+        for path in (*lists, *asks):
+            how = {"method": "GET"} if path in lists else {"method": "POST", "json": chat}
+            reply = front.request(url=path, headers=header, **how)
             if code == 503:
-                assert reply.status_code == (200 if is_get else 503)
-            elif path == "/v1/messages":
+                assert reply.status_code == (200 if path in (*lists, "/api/show") else 503)
+                continue
+            assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
+            if path == "/v1/messages":
                 assert reply.json()["error"]["type"] == "authentication_error"
-            else:
-                assert (reply.status_code, reply.json()["error"]["code"]) == (401, code)
-                assert reply.headers["www-authenticate"] == "Bearer"
+            elif not path.startswith("/api/"):
+                assert reply.json()["error"]["code"] == code

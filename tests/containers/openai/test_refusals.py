@@ -115,6 +115,7 @@ CHATS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "unsupported_parameter": [
         ({"presence_penalty": 0.5}, "presence_penalty", "or send 0"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "or send 0"),
         ({"bad_words": ["x"]}, "bad_words", "Leave it out"),
         (
             {"structured_outputs": {"structural_tag": "x"}},

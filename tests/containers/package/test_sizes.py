@@ -142,3 +142,4 @@ def test_every_size_is_a_whole_number(engines: Bundle, name: str) -> None:
         for key, value in vars(found).items()
         if key not in ("further", "contexts")
     )
+    assert found.shared > 64 << 20  # too small for the tensors that Triton's Python backend passes

@@ -39,7 +39,8 @@ def test_an_answer_is_that_of_the_process(client: Client, local: Local, tokenize
 
 
 def test_without_options_the_checkpoints_own_hold(client: Client):
-    assert client.infer({"prompt": "upper hello", "max_new_tokens": 8}).steps == [48]
+    answer = client.infer({"prompt": "upper hello", "max_new_tokens": 8})
+    assert (answer.steps, answer.logprobs) == ([48], "")
 
 
 def test_messages_and_token_ids_say_the_same_as_a_prompt(client: Client):
