@@ -90,16 +90,16 @@ def completion_generation(request: CompletionRequest) -> Generation:
     prompts = [_prompt(each) for each in request.prompt]
     asked = _generation(request, format_of(request))
     asked.prompts, asked.plain = prompts, True
+    if request.echo:
+        asked.options["echo"] = True
+    if request.logprobs is not None:  # in a completion, this is the number of top_logprobs
+        asked.options |= {"logprobs": True, "top_logprobs": request.logprobs}
     return asked
 
 
 def _generation(request: Sampling, wanted: Format | None) -> Generation:
     """Return a generation without its prompts."""
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
-    if isinstance(request, CompletionRequest):
-        given["echo"] = request.echo or None
-        if request.logprobs is not None:  # in a completion, this is the number of top_logprobs
-            given |= {"logprobs": True, "top_logprobs": request.logprobs}
     given["logprob_token_ids"] = request.logprob_token_ids
     given["grammar"] = json.dumps(wanted.grammar) if wanted else None
     given["stop"], given["stop_token_ids"] = request.stop, request.stop_token_ids

@@ -16,7 +16,7 @@ from canvasrt.runtime.gpu.launches import OwnPasses
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
 # Limits on a canvas's distinct tokens. The fewer there are, the more tokens are routed to the same experts.
-_KINDS = (1 << 30, 64, 8, 1)
+_DISTINCT = (1 << 30, 64, 8, 1)
 _PROMPT = 40  # tokens
 _RUNS = 4  # timed runs; the fastest one counts
 
@@ -49,12 +49,12 @@ def prove(model: DeviceModel) -> Evidence:
     widths = model.shapes.widths
     model.warm_up()
     trial = _Trial(model)
-    for kind in _KINDS:
-        trial.compare(kind, min(_PROMPT, trial.longest), range(model.max_batch))
+    for distinct in _DISTINCT:
+        trial.compare(distinct, min(_PROMPT, trial.longest), range(model.max_batch))
     # Kernels may split the past differently for every width, so every width is also tested with a full past.
     for number, width in enumerate(widths):
         length = min(width, model.max_context - model.canvas_length)
-        trial.compare(_KINDS[0], length, [number % model.max_batch])
+        trial.compare(_DISTINCT[0], length, [number % model.max_batch])
     why, times = trial.differs.get(0, ""), (0.0, dict[int, float]())
     if not why:
         own, shared = trial.seconds()
@@ -95,12 +95,12 @@ class _Trial:
             1, min(99, model.shapes.widths[0], model.max_context - model.canvas_length)
         )
 
-    def compare(self, kind: int, length: int, places: Sequence[int]) -> None:
+    def compare(self, distinct: int, length: int, places: Sequence[int]) -> None:
         """For each place in `places`, compare one request's results: by itself in a shared pass, with random requests in
-        a shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `kind`
+        a shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `distinct`
         distinct tokens."""
         model, wanted = self._model, b""
-        prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, kind)
+        prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, distinct)
         for place in places:
             given = self.requests({place: (prompt, canvas)})
             one = [given[place]]
@@ -115,7 +115,7 @@ class _Trial:
                 wanted = wanted or found
                 self.compared += 1
                 if found != wanted:
-                    tokens = min(kind, model.canvas_length)
+                    tokens = min(distinct, model.canvas_length)
                     what = f"bits differ {how}, at place {place}, with {tokens} different tokens"
                     self.differs.setdefault(width, what)
             self.release(given)
@@ -140,7 +140,7 @@ class _Trial:
         """Return a request for every place. `chosen` maps places to prompts and canvases; other requests are random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
-            few = int(random.choice(_KINDS)) if chosen else _KINDS[0]
+            few = int(random.choice(_DISTINCT)) if chosen else _DISTINCT[0]
             prompt = self._tokens(int(random.integers(1, self.longest + 1)))
             prompt, canvas = chosen.get(place, (prompt, self._tokens(model.canvas_length, few)))
             row = model.new_row()
@@ -148,8 +148,8 @@ class _Trial:
             given.append(_step(model, row, canvas))
         return given
 
-    def _tokens(self, length: int, kind: int = _KINDS[0]) -> np.ndarray:
-        return self._random.integers(0, min(self._model.config.vocab_size, kind), length)
+    def _tokens(self, length: int, distinct: int = _DISTINCT[0]) -> np.ndarray:
+        return self._random.integers(0, min(self._model.config.vocab_size, distinct), length)
 
     def release(self, given: Sequence[DenoiseInput]) -> None:
         for each in given:
