@@ -70,7 +70,9 @@ def _alike(models: list[Any]) -> list[Model]:
     first, *others = (digest(model) for model in models)
     for number, each in enumerate(others, 1):
         if each != first:
-            log.warning("GPU %d takes no requests: its results are not bit for bit those of GPU 0", number)
+            log.warning(
+                "GPU %d takes no requests: its results are not bit for bit those of GPU 0", number
+            )
     return [
         models[0],
         *(model for model, each in zip(models[1:], others, strict=True) if each == first),
