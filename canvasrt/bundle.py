@@ -44,9 +44,10 @@ class _Record(dict[str, Any]):
     """A JSON object in a manifest. Reading a missing field raises CanvasError."""
 
     file = Path(MANIFEST)
+    whole: Mapping[str, Any] = {}  # the manifest
 
     def __missing__(self, key: str) -> Any:
-        raise _other_version(self.file, f"has no field {key!r}")
+        raise _other_version(self.file, f"has no field {key!r}", self.whole)
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def parse_manifest(raw: bytes, file: Path) -> Manifest:
     except (ValueError, AttributeError, RecursionError):
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     if schema != BUNDLE_SCHEMA:
-        raise _other_version(file, "cannot be read", schema)
+        raise _other_version(file, f"has schema {schema!r}, not {BUNDLE_SCHEMA}", data)
     # The digest detects changed values; comparing the canonical form detects all other changed bytes.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
@@ -299,19 +300,19 @@ def parse_manifest(raw: bytes, file: Path) -> Manifest:
     return Manifest(data)
 
 
-def _other_version(file: Path, what: str, schema: Any = BUNDLE_SCHEMA) -> CanvasError:
-    """Return the error for a manifest that another version of canvasrt wrote."""
-    return CanvasError(
-        f"{file} {what}: another version of canvasrt wrote it, with schema {schema!r};"
-        f" this one reads schema {BUNDLE_SCHEMA}",
-        _REBUILD,
-    )
+def _other_version(file: Path, what: str, data: Mapping[str, Any]) -> CanvasError:
+    """Return the error for a manifest that another version wrote. Values in `data` may have any type."""
+    ours, by = canvasrt.__version__, data.get("made_by")
+    version = str(by.get("canvasrt")) if isinstance(by, dict) else ours
+    known = version != ours and _WORD.fullmatch(version)
+    writer = f"canvasrt {version}" if known else "another version of canvasrt"
+    return CanvasError(f"{file} {what}: {writer} wrote it; this is canvasrt {ours}", _REBUILD)
 
 
 def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
     """Raise CanvasError if a manifest, or a configuration in it, lacks a field or has an unknown field."""
     for record in (each for each in _parts(data) if isinstance(each, _Record)):
-        vars(record)["file"] = file
+        vars(record).update(file=file, whole=data)
     kinds: tuple[tuple[Mapping[str, Any], type], ...] = (
         (data["model"], ModelConfig),
         (data["sampler"], SamplerDefaults),
@@ -323,9 +324,9 @@ def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
         wanted.append((found, known, {e.name for e in fields(kind) if e.default is MISSING}))
     for found, known, needed in wanted:
         if missing := sorted(needed - found.keys()):
-            raise _other_version(file, f"has no field {missing[0]!r}")
+            raise _other_version(file, f"has no field {missing[0]!r}", data)
         if unknown := sorted(found.keys() - known):
-            raise _other_version(file, f"has a field {unknown[0]!r}")
+            raise _other_version(file, f"has a field {unknown[0]!r}", data)
 
 
 def _check_strings(file: Path, data: Mapping[str, Any]) -> None:

@@ -23,9 +23,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def options(command: str) -> list[list[str]]:
-    """The flags, default and meaning of a command's options."""
+    """The flags, default and meaning of a command's options, after those of its argument."""
     rows = []
     for each in parsed_command(command).params:
+        if each.param_type_name == "argument":
+            rows.append([f"`{each.name.upper()}`", "", each.help or ""])
         if each.param_type_name == "option" and each.name != "help":
             flags = "/".join([*each.opts, *each.secondary_opts])
             metavar = "" if each.is_flag else f" {each.metavar or 'N'}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import canvasrt
 from canvasrt.bundle import MANIFEST, Bundle, _digest, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import canonical
@@ -99,7 +100,7 @@ def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda data: data.update(schema=99, files=7), "with schema 99; this one reads schema 1"),
+        (lambda data: data.update(schema=99, files=7), "has schema 99, not 1"),
         (lambda data: data.pop("embedding"), "has no field 'embedding'"),
         (lambda data: data.update(profiles=[]), "has a field 'profiles'"),
         (lambda data: data["model"].pop("hidden_size"), "has no field 'hidden_size'"),
@@ -107,8 +108,13 @@ def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
         (lambda data: data["model"].update(heads=3), "has a field 'heads'"),
         (lambda data: data["model"]["layers"][0].pop("kind"), "has no field 'kind'"),
         (lambda data: data["sampler"].update(speed=3), "has a field 'speed'"),
-        (lambda data: data.update(schema=0), "with schema 0; this one reads schema 1"),
-        (lambda data: data.pop("schema"), "with schema None; this one reads schema 1"),
+        (
+            lambda data: (data["made_by"].update(canvasrt="0.0.9"), data.pop("embedding")),
+            "has no field 'embedding': canvasrt 0.0.9 wrote it",
+        ),
+        (lambda data: data.update(schema=0, made_by=7), "another version of canvasrt wrote it"),
+        (lambda data: data.update(schema=0), "has schema 0, not 1"),
+        (lambda data: data.pop("schema"), "has schema None, not 1"),
     ],
 )
 def test_another_version_s_manifest_says_to_build_again(
@@ -118,7 +124,7 @@ def test_another_version_s_manifest_says_to_build_again(
     with pytest.raises(CanvasError, match=re.escape(says)) as raised:
         load_bundle(path)
     assert str(path / MANIFEST) in raised.value.message
-    assert "this one reads schema 1" in raised.value.message
+    assert f"wrote it; this is canvasrt {canvasrt.__version__}" in raised.value.message
     assert "canvasrt build" in raised.value.hint
 
 

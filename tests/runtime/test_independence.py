@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from canvasrt.build.options import BuildOptions
 from canvasrt.errors import CanvasError
-from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.decision import Blank, DecisionRequest, Labels, Template
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
@@ -28,6 +25,7 @@ from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Finished, Request, Result
 from canvasrt.runtime.request_state import RequestState
 from canvasrt.runtime.sampling_params import SamplingParams
+from tests.helpers import library
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair
@@ -293,12 +291,12 @@ def test_threads_go_to_requests_when_passes_are_small(tiny) -> None:
 
 
 @pytest.mark.acceptance
-def test_packed_weights_keep_the_promise(requests, tmp_path: Path) -> None:
+def test_packed_weights_keep_the_promise(requests) -> None:
     """A CPU multiplies INT4 with different kernels, whose results must not depend on rows or threads either."""
-    bundle = build_bundle("demo", "cpu", tmp_path / "int4", BuildOptions("int4"))
-    model, requests = open_model(bundle.path, threads=1), requests[:6]
+    bundle = library.bundle("demo", precision="int4")
+    model, requests = open_model(bundle, threads=1), requests[:6]
     alone = [Generator(model, 1).run([request])[0] for request in requests]
     check(Generator(model, 4).run(requests), alone)
-    check(Generator(open_model(bundle.path, threads=3), 4).run(requests), alone)
-    sharing = open_model(bundle.path, backend=OrtBackend(threads=3))
+    check(Generator(open_model(bundle, threads=3), 4).run(requests), alone)
+    sharing = open_model(bundle, backend=OrtBackend(threads=3))
     check(Generator(sharing, 4).run(requests[:3]), alone[:3])

@@ -18,7 +18,6 @@ import onnx_ir as ir
 import pytest
 from safetensors.torch import load_file, save_file
 
-from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.checkpoints.description import describe
 from canvasrt.checkpoints.locate import demo_checkpoint
@@ -30,10 +29,10 @@ from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.report import _check_runs_here
-from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
+from tests.helpers import library
 
 Edit = Callable[[np.ndarray], np.ndarray]
 
@@ -105,10 +104,10 @@ def test_a_bundle_agrees_with_its_checkpoint(
 
 
 @pytest.mark.acceptance
-def test_int4_is_within_its_limits_of_the_demo(tmp_path: Path, capsys: Any) -> None:
+def test_int4_is_within_its_limits_of_the_demo(capsys: Any) -> None:
     """In the CPU's form, weights are packed and the experts' inputs are rounded in the CPU's own way."""
-    bundle = build_bundle("demo", "cpu", tmp_path / "int4", BuildOptions("int4"))
-    arguments = ["verify", str(bundle.path), "--reference", "demo", "--questions", "0", "--json"]
+    bundle = library.bundle("demo", precision="int4")
+    arguments = ["verify", str(bundle), "--reference", "demo", "--questions", "0", "--json"]
     assert run(arguments) == 0
     quality = json.loads(capsys.readouterr().out)["quality"]
     assert quality["recipe"] == "int4"
