@@ -101,7 +101,7 @@ def verify(
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
     from canvasrt.bundle import load_bundle
-    from canvasrt.checkpoints.locate import find_checkpoint
+    from canvasrt.checkpoints.description import describe
     from canvasrt.containers.image.verify import check_package, is_image
 
     if report is not None and reference is None and decisions is None:
@@ -124,7 +124,7 @@ def verify(
     if reference is not None or decisions is not None:
         from canvasrt import fidelity
         from canvasrt.fidelity.decisions import measure_decisions
-    checkpoint = None if reference is None else find_checkpoint(reference)
+    checkpoint = None if reference is None else describe(reference)
     quality: dict[str, Any] | None = None
     read: dict[str, Any] | None = None
     with progress():

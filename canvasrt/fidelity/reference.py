@@ -9,12 +9,11 @@ import copy
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvasrt.checkpoints.description import describe
+from canvasrt.checkpoints.description import Description
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
@@ -48,7 +47,7 @@ class ReferenceModel:
     quantum = sys.maxsize
     chunk_steps = 1
 
-    def __init__(self, checkpoint: Path, streamed: bool = False) -> None:
+    def __init__(self, checkpoint: Description, streamed: bool = False) -> None:
         """Load a checkpoint. If `streamed` is true, each layer is loaded only when it runs."""
         require("torch", REFERENCE_EXTRA)
         require("transformers", REFERENCE_EXTRA)
@@ -57,8 +56,7 @@ class ReferenceModel:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        described = describe(checkpoint)
-        self.config, self.sampler = described.model, described.sampler
+        self.config, self.sampler = checkpoint.model, checkpoint.sampler
         # Memory limits the number of requests per pass: requests keep their logits between steps, and a step needs
         # several arrays that are as large as all these logits. Each array is limited to 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size
@@ -69,10 +67,10 @@ class ReferenceModel:
         if streamed:
             from canvasrt.fidelity.streamed import streamed_module
 
-            self.module = streamed_module(checkpoint)
+            self.module = streamed_module(checkpoint.folder)
         else:
             self.module = DiffusionGemmaForBlockDiffusion.from_pretrained(
-                checkpoint, dtype=torch.float32
+                checkpoint.folder, dtype=torch.float32
             ).eval()
 
     @property

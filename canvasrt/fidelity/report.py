@@ -10,7 +10,7 @@ from typing import Any
 from canvasrt import progress
 from canvasrt.build.memory import parameters
 from canvasrt.bundle import Bundle, made_by
-from canvasrt.checkpoints.description import Description, describe
+from canvasrt.checkpoints.description import Description
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import ask_questions, compare_pace
 from canvasrt.fidelity.compare import COMPARED_STEPS, PHASES, Steps, compare_steps
@@ -32,7 +32,7 @@ STREAMED_PROMPTS = 2
 
 def measure_quality(
     bundle: Bundle,
-    checkpoint: Path,
+    checkpoint: Description,
     questions: int,
 ) -> Json:
     """Return the report as JSON.
@@ -41,20 +41,19 @@ def measure_quality(
     model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few steps, and no
     free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
     """
-    described = describe(checkpoint)
-    config = described.model
+    config = checkpoint.model
     if config != bundle.manifest.model:
         raise CanvasError(
-            f"{checkpoint} and {bundle.path} have different shapes",
+            f"{checkpoint.folder} and {bundle.path} have different shapes",
             "give the checkpoint that the bundle was made from",
         )
     _check_runs_here(bundle)
     progress.report("loading both sides")
-    streamed = is_streamed(described)
+    streamed = is_streamed(checkpoint)
     observed, reference = ObservedModel(bundle, streamed), ReferenceModel(checkpoint, streamed)
     tokenizer = Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
     room = observed.model.max_context - config.canvas_length
-    prompts = prompts_for(checkpoint, tokenizer, config, room)
+    prompts = prompts_for(checkpoint.folder, tokenizer, config, room)
 
     if streamed:
         prompts = replace(prompts, tokens=prompts.tokens[:STREAMED_PROMPTS])
@@ -63,11 +62,11 @@ def measure_quality(
     report: Json = {**_header(bundle), "steps": steps.to_json(), "pace": None, "answers": None}
     if questions and not streamed:
         sides = observed.model, reference
-        if tokenizer is not None and is_demo(checkpoint):
+        if tokenizer is not None and is_demo(checkpoint.folder):
             report["answers"], report["pace"] = ask_questions(*sides, tokenizer, questions)
         else:
             report["pace"] = compare_pace(*sides, prompts)
-    report |= _inside(observed, checkpoint, steps)
+    report |= _inside(observed, checkpoint.folder, steps)
     report["limits"] = check_limits(limits_of(bundle.manifest.options), report)
     report["ok"] = all(each["ok"] for each in report["limits"])
     return report

@@ -17,7 +17,6 @@ from canvasrt.pass_shapes import (
     DENOISE,
     ENCODE,
     PassPlan,
-    encode_capacity,
     in_units,
     round_up,
 )
@@ -139,8 +138,9 @@ class Predictor:
 
     def encode(self, gpu: GpuRates, context: int, length: int | None = None) -> PredictedPass:
         """Return a pass that encodes one request's finished canvas, or `length` tokens, through the body segments."""
-        length = length or self.passes.canvas
-        sizes = CallSizes(1, length, context, encode_capacity(self.model, length))
+        # The narrowest width: in wider passes, the shortest lengths are padded.
+        shape = self.passes.encode(length or self.passes.canvas, self.passes.widths[0])
+        sizes = CallSizes(1, shape.length, context, shape.capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
 
     def block_seconds(

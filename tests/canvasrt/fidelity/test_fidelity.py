@@ -145,7 +145,7 @@ def test_whole_generations_fit_the_engines_context(monkeypatch: pytest.MonkeyPat
 
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     with pytest.raises(CanvasError, match="have different shapes"):
-        measure_quality(load_bundle(tiny.bundle), demo_checkpoint(), questions=0)
+        measure_quality(load_bundle(tiny.bundle), describe(demo_checkpoint()), questions=0)
 
 
 def test_the_hint_for_engines_of_a_gpu_is_a_command_that_works(
@@ -201,7 +201,7 @@ def test_a_wrong_layer_and_a_wrong_expert_are_found(demo: Any, tmp_path: Path) -
     wrong: dict[str, Edit] = {"layers.2.mlp.gate_up.weight": off_by_a_tenth}
     wrong |= {f"layers.2.experts.gate_up.{expert}": off_by_a_tenth for expert in range(8)}
     bundle = edited(demo.bundle, tmp_path / "wrong", wrong | {"layers.1.experts.down.5": noisy})
-    report = measure_quality(load_bundle(bundle), demo.checkpoint, questions=0)
+    report = measure_quality(load_bundle(bundle), describe(demo.checkpoint), questions=0)
     assert not report["ok"]
     said = failures(report)
     assert "worst layer, relative error (layer " in said
@@ -270,7 +270,7 @@ def test_engines_that_cannot_be_looked_into(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("canvasrt.fidelity.report.ObservedModel", WithoutInside)
-    report = measure_quality(load_bundle(demo.bundle), demo.checkpoint, questions=1)
+    report = measure_quality(load_bundle(demo.bundle), describe(demo.checkpoint), questions=1)
     assert report["ok"]
     assert report["segments"] is report["experts"] is report["steps"]["all"]["kl_mean"] is None
     assert report["answers"]["all"]["asked"] == 8
@@ -295,5 +295,5 @@ def test_the_reference_generates_what_transformers_does(
     )
     ids = prompt(length, length)
     expected = tiny.reference.generate([ids], [params])
-    (result,) = Generator(ReferenceModel(tiny.checkpoint)).run([Request(ids, params)])  # type: ignore[arg-type]
+    (result,) = Generator(ReferenceModel(describe(tiny.checkpoint))).run([Request(ids, params)])  # type: ignore[arg-type]
     expected.check([result])

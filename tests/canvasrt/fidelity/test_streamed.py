@@ -48,7 +48,10 @@ def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
 
 
 def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
-    whole, streamed = ReferenceModel(tiny.checkpoint), ReferenceModel(tiny.checkpoint, True)
+    whole, streamed = (
+        ReferenceModel(describe(tiny.checkpoint)),
+        ReferenceModel(describe(tiny.checkpoint), True),
+    )
     # On some CPUs, a product's last bits depend on its weight's alignment, and weights in a file are aligned differently.
     for parameter in whole.module.parameters():
         parameter.data = parameter.data.clone()
@@ -118,7 +121,7 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
     """The codes are the checkpoint's. The only differences are the table, and that the experts' inputs are in int8."""
     folder, bundle = int4
-    found = measure_quality(bundle, folder, 25)
+    found = measure_quality(bundle, describe(folder), 25)
     assert found["answers"] is found["pace"] is None
     assert found["steps"]["prompts"] == 2
     assert len(found["steps"]["by_step"]) == 3
@@ -136,7 +139,7 @@ def test_four_requests_of_the_released_widths_agree_with_transformers(tmp_path: 
     folder = tmp_path / "checkpoint"
     config = write_random_checkpoint(folder, "released-8k", layers=1, format="int4")
     bundle = build_bundle(folder, "cpu", tmp_path / "bundle")
-    sides: list[Any] = [ReferenceModel(folder, True), open_model(bundle.path)]
+    sides: list[Any] = [ReferenceModel(describe(folder), True), open_model(bundle.path)]
     found: list[list[DenoiseOutput]] = []
     for side in sides:
         rng = np.random.default_rng(0)
@@ -167,7 +170,7 @@ def test_the_checkpoint_s_own_codes_must_be_the_same(int4: Any, tmp_path: Path) 
         return 1.1 * each if tensor == name else each
 
     def check(folder: Path) -> tuple[float, bool, str | None]:
-        found = measure_quality(bundle, folder, 0)
+        found = measure_quality(bundle, describe(folder), 0)
         (kept,) = [each for each in found["limits"] if each["name"] == "weight_error_kept"]
         return kept["measured"], kept["ok"], kept["where"]
 
@@ -182,6 +185,6 @@ def test_a_large_model_is_streamed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -
     assert not report.is_streamed(checkpoint)
     monkeypatch.setattr(report, "available_bytes", lambda: 10**6)
     assert report.is_streamed(checkpoint)
-    whole = measure_quality(load_bundle(tiny.bundle), tiny.checkpoint, 0)
+    whole = measure_quality(load_bundle(tiny.bundle), describe(tiny.checkpoint), 0)
     assert whole["ok"]
     assert whole["steps"]["prompts"] == 2
