@@ -93,3 +93,4 @@ def test_large_graphs_go_as_they_are_lowered(
     assert not any(cache.glob("lowerings/*"))
     whole = build_bundle("demo", "cpu", tmp_path / "whole", OPTIONS)
     assert made.manifest.digest == whole.manifest.digest
+    assert made.manifest.embedding["host_head"]  # as in the graphs
