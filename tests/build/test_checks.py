@@ -221,6 +221,8 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
     assert usual.layers_per_segment == 6
     asked = plan(usual.source, "rtx-5090", "out", BuildOptions("nvfp4", layers_per_segment=2))
     assert asked.needs.segments["body_0"] < usual.needs.segments["body_0"]
+    asked = plan(usual.source, "rtx-3090", "out", BuildOptions("int4", layers_per_segment=6))
+    assert asked.layers_per_segment == 6  # not shortened
 
 
 def test_sorted_rows_are_checked_before_anything_is_built() -> None:
