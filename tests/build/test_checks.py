@@ -79,7 +79,7 @@ def test_a_dry_run_looks_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 QUANTIZED = Source(Path("fp8"), RELEASED, {"kind": "checkpoint"}, None, "fp8")
 
 
-def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
+def test_a_data_centre_target_needs_its_gpu_and_every_target_its_builder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     h100, made = find_target("h100"), released("h100", "fp8")
@@ -94,6 +94,10 @@ def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
     with pytest.raises(CanvasError, match="tensorrt is not installed") as raised:
         check_machine(made)
     assert raised.value.hint == "run `pip install 'canvasrt[tensorrt]'`"
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    with pytest.raises(CanvasError, match="tensorrt_rtx is not installed") as raised:
+        check_machine(released("rtx-4090", "int4"))
+    assert raised.value.hint == "run `pip install 'canvasrt[rtx]'`"
 
 
 def test_what_is_quantized_already_is_built_as_it_is() -> None:
@@ -145,6 +149,9 @@ def test_a_precision_that_not_all_targets_have() -> None:
     with pytest.raises(UsageError, match="rtx-4090 does not support precision 'nvfp4'") as raised:
         precisions("demo", "rtx-5090,rtx-4090", "nvfp4")
     assert "leave out --precision" in raised.value.hint
+    with pytest.raises(UsageError, match="unknown precision 'int3'") as raised:
+        precisions("demo", "rtx-5090", "int3")
+    assert "nvfp4-experts" in raised.value.hint
 
 
 # The options, what the refusal says, and what its hint suggests.
@@ -214,6 +221,8 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
     assert usual.layers_per_segment == 6
     asked = plan(usual.source, "rtx-5090", "out", BuildOptions("nvfp4", layers_per_segment=2))
     assert asked.needs.segments["body_0"] < usual.needs.segments["body_0"]
+    asked = plan(usual.source, "rtx-3090", "out", BuildOptions("int4", layers_per_segment=6))
+    assert asked.layers_per_segment == 6  # not shortened
 
 
 def test_sorted_rows_are_checked_before_anything_is_built() -> None:
@@ -309,6 +318,9 @@ def test_options_that_the_model_or_the_graphs_rule_out(tmp_path: Path) -> None:
     for wrong in (BuildOptions(max_batch=0), BuildOptions(layers_per_segment=0)):
         with pytest.raises(UsageError, match=r"--(max-batch|layers-per-segment) 0 is less than 1"):
             plan(source, "cpu", "out", wrong)
+    for context, said in ((262_145, "is more than the model's 262144"), (256, "leaves no room")):
+        with pytest.raises(UsageError, match=f"--max-context {context} {said}"):
+            plan(source, "cpu", "out", BuildOptions(max_context=context))
     made: Any = SimpleNamespace(manifest=SimpleNamespace(options={"layers_per_segment": 3}))
     graphs = replace(source, graphs=made)
     with pytest.raises(UsageError, match="holds graphs of 3 layers each"):

@@ -106,6 +106,9 @@ def test_long_passes_are_given_up_before_sight() -> None:
         assert read(SEEING, limit) == way
     assert read(SEEING, needed[-1] - 1) == read(SEEING, None) == usual
     assert read(RELEASED, needed[-1]) == PrefillPlan(256, False)
+    long, short = (estimate(RELEASED, "int4", 65_536, 1, prefill_chunk=n) for n in (512, 256))
+    assert short.workspace < long.workspace
+    assert short.buffers < long.buffers
 
 
 def test_only_full_layers_grow_with_the_context() -> None:

@@ -15,6 +15,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.cache import EngineCache
 from canvasrt.graphs import lower as lowering
 from canvasrt.pipeline import build_bundle, graphs_of, plan_all
+from canvasrt.progress import listening
 from canvasrt.targets import parse_targets
 from tests.helpers import library
 
@@ -91,5 +92,9 @@ def test_large_graphs_go_as_they_are_lowered(
     assert done == ["body_0", "head", "head", "vision"]
     assert not any(cache.glob("graphs/*/body_*.bin"))
     assert not any(cache.glob("lowerings/*"))
-    whole = build_bundle("demo", "cpu", tmp_path / "whole", OPTIONS)
+    said: set[str] = set()
+    with listening(lambda what, *_: said.add(what)):
+        whole = build_bundle("demo", "cpu", tmp_path / "whole", OPTIONS)
+    assert "lowering graphs for a CPU" in said
     assert made.manifest.digest == whole.manifest.digest
+    assert made.manifest.embedding["host_head"]  # as in the graphs

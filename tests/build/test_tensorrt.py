@@ -24,6 +24,7 @@ from canvasrt.pass_shapes import plan_passes
 from canvasrt.pipeline import build_all, build_bundle, plan_all
 from canvasrt.progress import listening
 from canvasrt.targets import parse_targets
+from tests.conftest import Command
 from tests.helpers import library
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
@@ -111,7 +112,7 @@ def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
 
 
 def test_several_targets_share_an_export(
-    built: Built, plain_graphs: Bundle, tmp_path: Path
+    built: Built, plain_graphs: Bundle, tmp_path: Path, command: Command
 ) -> None:
     """The fixture's export is repeated byte for byte, so its engines are reused."""
     for target in TARGETS:
@@ -129,6 +130,9 @@ def test_several_targets_share_an_export(
         *(f"reusing {name} for {target}" for target in TARGETS for name in ("body_0", "head")),
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(TARGETS)
+    shown = command("inspect", out / "rtx-4090").stdout
+    assert "compute_capability 8.9" in shown
+    assert "denoise_batch  batch 2" in shown
 
 
 def without_tensorrt(job: compile.Job, children: compile.Children) -> int | None:

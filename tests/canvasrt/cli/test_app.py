@@ -135,6 +135,8 @@ def test_targets_and_doctor_as_data(ask: Ask) -> None:
     rows = json.loads(ask("targets", "--json"))
     assert (rows[0]["name"], rows[0]["builds_here"]) == ("cpu", True)
     report = json.loads(ask("doctor", "--json"))
+    assert report["machine"]["processors"] >= 1
+    assert report["machine"]["memory"] > 2**28
     gaps = [check for check in report["checks"] if check["state"] == "gap"]
     assert all(check["fix"] for check in gaps)
     assert report["gaps"] == len(gaps)

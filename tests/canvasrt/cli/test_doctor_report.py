@@ -50,6 +50,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     assert found["checks"]
     assert found["packages"]["numpy"]
     assert found["variables"]["NIM_LOG_LEVEL"] == "DEBUG"
+    assert found["caches"]
     (log,) = found["logs"].values()
     assert log[0] == "plan: {}"
     assert log[-4] == "it failed: out of memory"
@@ -104,7 +105,9 @@ def test_a_report_lists_the_compiled_kernels_in_a_container_too(
         compiled.mkdir(parents=True)
         (compiled / "key").write_bytes(bytes(5))
         monkeypatch.setenv(variable, str(compiled.parent))
-    for cache in _caches().values():
+    found = _caches().values()
+    assert len(found) == 2
+    for cache in found:
         assert cache["compiled"] == {"key": 5}
         assert cache["free"] > 0
 

@@ -57,6 +57,11 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found["distance"] is None
 
 
+def test_a_certain_answer_is_in_the_last_bin() -> None:
+    (last,) = summary([Scored("choice", "", np.eye(2)[:1], np.array([1.0, 0.0]))])["bins"]
+    assert (last["from"], last["questions"]) == (0.9, 1)
+
+
 def test_chance_explains_calibrated_probabilities_alone() -> None:
     good, sharp = summary(choices(2000)), summary(choices(2000, sharpness=2))
     assert good["ece"] <= good["ece_by_chance"]["p95"] < 0.05

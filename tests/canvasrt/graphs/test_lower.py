@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -230,3 +232,12 @@ def test_a_bf16_bundle_is_widened(tmp_path: Path) -> None:
     model = ir.load(wide / "body_0.onnx")
     values = [*model.graph.initializers.values(), *model.graph.inputs, *model.graph.outputs]
     assert all(value.dtype != ir.DataType.BFLOAT16 for value in values)
+
+
+def test_no_torch_is_needed(quantized: Callable, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from canvasrt.graphs.lower import lower_graph;"
+        "lower_graph(Path(sys.argv[1]), Path(sys.argv[2])); assert 'torch' not in sys.modules"
+    )
+    files = [quantized("nvfp4").file, tmp_path / "body_0.onnx"]
+    subprocess.run([sys.executable, "-P", "-c", code, *map(str, files)], check=True)

@@ -72,6 +72,7 @@ def test_heads_are_split_before_they_are_scaled(quantized) -> None:
     size = model.graph.initializers["layers.0.attention.q_norm.weight"].shape[0]
     by_head = ir.convenience.get_const_tensor(form["scales"].inputs[1])
     assert by_head.numpy().tolist() == [-1, size]
+    assert ir.convenience.get_const_tensor(form["weight"].inputs[1]).numpy() == 1
     after = form["narrow"].outputs[0].consumers()
     assert {node.op_type for node in after} == {"RMSNormalization"}
 

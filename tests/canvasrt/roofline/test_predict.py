@@ -162,6 +162,9 @@ def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
     # Rates of a GPU that the table lacks are accepted for any GPU.
     other = measured(GPU, rates(tmp_path, device="NVIDIA RTX A5000"))
     assert other.bytes_per_second() == 1.6e12
+    only = {name: RATES[name] for name in ("device", "copy_bytes_per_second")}
+    (tmp_path / "gpu.json").write_text(json.dumps({"rates": only}))
+    assert measured(GPU, tmp_path / "gpu.json").arithmetic == GPU.arithmetic
 
 
 def test_a_file_without_rates_of_that_gpu_is_refused(tmp_path: Path) -> None:
