@@ -43,6 +43,7 @@ def test_no_beat_looks_like_one_of_long_ago(tmp_path: Path) -> None:
 
 def test_silence_ends_with_a_beat(tmp_path: Path) -> None:
     file = tmp_path / "heartbeat"
+    assert silence_at(file) is None
     heartbeat = Heartbeat.at(file)
     time.sleep(0.05)
     assert (silence_at(file) or 0) >= 0.05

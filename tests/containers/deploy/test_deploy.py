@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.cli.app import parsed_command
 from canvasrt.cli.app import run as run_command_line
 from canvasrt.containers.deploy import deploy as deploying
 from canvasrt.containers.deploy.command import run_command
@@ -70,6 +71,9 @@ def test_without_keys_it_answers_under_names_that_users_expect():
     assert hosts(server=given) == "a.example,b"
     assert hosts(listen="0.0.0.0") == ""  # under any host name, as `serve` does
     assert hosts(listen="0.0.0.0", server=given) == "a.example,b"
+    assert "ALLOWED_HOSTS" not in words(CPU, server={"CANVASRT_ALLOWED_HOSTS": ""})
+    (shown,) = (each for each in parsed_command("deploy").params if each.name == "hosts")
+    assert shown.show_default == "127.0.0.1,::1,localhost,NAME, on loopback"
     # The user's options come later, and win.
     said = words(CPU, variables=("CANVASRT_ALLOWED_HOSTS=mine",))
     assert said.index("ALLOWED_HOSTS=127") < said.index("ALLOWED_HOSTS=mine")

@@ -67,6 +67,11 @@ NESTED: list[tuple[Any, str, dict[str, Any]]] = [
     ),
     (
         decisions.DecisionRequest,
+        "questions[0].levels[0].odd",
+        {"input": "a", "questions": [{"type": "score", "levels": [{"label": "a", "odd": 1}]}]},
+    ),
+    (
+        decisions.DecisionRequest,
         "questions[0].prompt",
         {"input": "a", "questions": [{"type": "predicate", "prompt": 1}]},
     ),

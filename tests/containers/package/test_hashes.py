@@ -14,6 +14,7 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder
+from canvasrt.cli.package import _lines
 from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.build import options_for
 from canvasrt.containers.package import releases, wheels
@@ -222,3 +223,11 @@ def test_a_base_that_may_change_is_noted_as_it_is_in_the_dockerfile(
     assert f"ARG BASE_IMAGE={releases.REPOSITORY}:26.07-py3\n" in dockerfile
     done = command("package", engines, "-o", tmp_path / "again", "--json")
     assert json.loads(done.stdout)["base_pinned"] is False
+
+
+def test_the_default_base_is_the_newest_release_that_is_known() -> None:
+    assert releases.DEFAULT_BASE.startswith(f"{releases.REPOSITORY}:{releases.NEWEST}")
+    assert max(releases.TENSORRT) <= releases.NEWEST
+    shown = {"path": "p", "tag": "t", "format": "context", "bytes": 1, "base_pinned": False}
+    *_, last = _lines(shown | {"base": releases.DEFAULT_BASE})
+    assert last.endswith(f"on {releases.READ}")

@@ -132,6 +132,7 @@ def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bund
 def test_a_small_model_has_the_time_that_its_server_allows(engines: Bundle) -> None:
     """The image and the chart allow it as long as `serve` does."""
     assert sizes(engines.manifest, "cpu").startup == READY_TIMEOUT
+    assert sizes(engines_for(engines.manifest, "cpu"), "cpu").startup > 2 * READY_TIMEOUT
 
 
 @pytest.mark.parametrize("name", ["cpu", "rtx-5090", "h100"])
@@ -143,3 +144,4 @@ def test_every_size_is_a_whole_number(engines: Bundle, name: str) -> None:
         if key not in ("further", "contexts")
     )
     assert found.shared > 64 << 20  # too small for the tensors that Triton's Python backend passes
+    assert found.temporary > 2 << 20  # a server writes as much below /tmp

@@ -168,7 +168,12 @@ def test_a_dry_run_shows_what_was_decided(command: Command, engines: Bundle):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [("--port x", "NIM_PASSTHROUGH_ARGS"), ("'", "No closing quotation")]
+    ("arguments", "says"),
+    [
+        ("--port x", "NIM_PASSTHROUGH_ARGS"),
+        ("--nothing", "No such option"),
+        ("'", "No closing quotation"),
+    ],
 )
 def test_passthrough_arguments_that_are_wrong_end_it(
     monkeypatch: pytest.MonkeyPatch,

@@ -79,6 +79,10 @@ def test_events_that_nobody_asked_for_are_left_out(tokenizer: Tokenizer):
     assert not last_only.replies(block)
     assert last_only.replies(finished([40], "length"))
     assert not last_only.replies(finished([], "cancelled"))
+    stopped = ReplyBuilder(tokenizer, SamplingParams(), False, only_final=True, stops=["6"])
+    ids = tokenizer.encode("46", add_special_tokens=False)
+    (final,) = stopped.replies(Block(0, 0, 1, ids, None))
+    assert (final["event"], final["text"], final["finish_reason"]) == ("final", "4", "stop")
 
 
 def test_settled_pieces_and_the_rest_of_their_block_add_up(tokenizer: Tokenizer):

@@ -198,7 +198,9 @@ def test_time_that_is_over_is_told_wherever_a_request_is(model: Model):
     assert time.monotonic() - begin > 1
     early = Caller()
     submit(worker, request(model), early, begin)  # a request's time begins when it arrives
-    assert isinstance(early.ends.get(timeout=60), Late)
+    error = early.ends.get(timeout=60)
+    assert isinstance(error, Late)
+    assert "longer than 1 s" in error.message
     again = Caller()
     worker.submit(request(model), ticket)  # once it is prepared
     assert eventually(lambda: len(worker.tickets) == 0)
