@@ -103,8 +103,9 @@ def check_weights(folder: Path) -> None:
 class CheckpointFiles:
     """What the small files in a checkpoint's `folder` say: the objects in its JSON files, and the names of its tensors.
 
-    `generation` and `modelopt` (hf_quant_config.json) are None if there is no such file. `preprocessing` has the files
-    that say how images are prepared, by name; only those of a model with a vision tower are read.
+    `generation` is generation_config.json and `modelopt` is hf_quant_config.json; each is None if the file is missing.
+    `preprocessing` maps names of files that say how to prepare images to their objects; it is empty for a model without
+    a vision tower.
     """
 
     folder: Path
@@ -116,7 +117,7 @@ class CheckpointFiles:
 
 
 def read_files(folder: Path) -> CheckpointFiles:
-    """Read a checkpoint's small files. Raises CanvasError if a file is damaged, or if there is no config.json."""
+    """Read a checkpoint's small files. Raises CanvasError if a file is damaged or config.json is missing."""
     modelopt = _read_if_there(folder / MODELOPT)
     config = read_json(folder / CONFIG)
     generation = _read_if_there(folder / GENERATION)

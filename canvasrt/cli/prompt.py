@@ -163,7 +163,8 @@ def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
 
 
 def read_images(images: Sequence[Path], budget: int) -> list[tuple[Path, bytes]]:
-    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, CanvasError for an unreadable file."""
+    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, and CanvasError for a
+    file that cannot be read."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
@@ -176,8 +177,8 @@ def read_images(images: Sequence[Path], budget: int) -> list[tuple[Path, bytes]]
 
 
 def pictures_of(files: Sequence[tuple[Path, bytes]], budget: int, model: Model) -> list[Picture]:
-    """Return images as patches for the vision tower. Raises CanvasError if the model has no such tower, and for a file
-    that is no image."""
+    """Return images as patches for the vision tower. Raises CanvasError if the model has no such tower, or if a
+    file is not an image."""
     from canvasrt.runtime.pictures import check_pixels, read_picture
 
     if not files:
