@@ -38,7 +38,10 @@ def test_figures_are_shown_as_tables() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_the_tables_of_their_files(page: Path) -> None:
     """If not: `.venv/bin/python -m bench tables`."""
-    assert page.read_text("utf-8") == filled(page.read_text("utf-8"))
+    text = page.read_text("utf-8")
+    assert text == filled(text)
+    comments = [line for line in text.splitlines() if line.startswith("<!-- bench/results/")]
+    assert sorted(comments) == sorted(set(comments)), "a table stands twice"
 
 
 @pytest.mark.acceptance
