@@ -13,18 +13,21 @@ from canvasrt.errors import CanvasError
 
 
 class Load:
-    """The memory of the running tasks, and its peak."""
+    """The memory of the running tasks, and its peak. Tasks run until the peak is `wanted`."""
 
-    def __init__(self) -> None:
-        self.now, self.most, self.lock = 0, 0, threading.Lock()
+    def __init__(self, wanted: int = 0) -> None:
+        self.now, self.most, self.wanted = 0, 0, wanted
+        self.changed = threading.Condition()
 
     def task(self, name: str, memory: int) -> ParallelTask[str]:
         def run() -> str:
-            with self.lock:
+            with self.changed:
                 self.now += memory
                 self.most = max(self.most, self.now)
-            time.sleep(0.05)
-            with self.lock:
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.most >= self.wanted, 60)
+            time.sleep(0.05)  # in which one too many would begin
+            with self.changed:
                 self.now -= memory
             return name.upper()
 
@@ -42,7 +45,7 @@ class Load:
 def test_tasks_stay_within_the_limits_and_all_are_done(
     memory: list[int], limit: int, workers: int, most: int
 ) -> None:
-    load, said = Load(), list[str]()
+    load, said = Load(most), list[str]()
     names = "abcdefg"[: len(memory)]
     results = run_all(
         [load.task(name, each) for name, each in zip(names, memory, strict=True)],
@@ -79,7 +82,7 @@ def test_killed_children_end_and_none_follow() -> None:
     children = Children()
     process = children.start(["sleep", "60"])
     children.kill()
-    assert process.wait(5) == -9
+    assert process.wait(60) == -9
     children.end(process)
     with pytest.raises(CanvasError, match="stopped"):
         children.start(["sleep", "60"])

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.containers.ports import bind
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.faulty import Watch
 from tests.helpers.rehearsal import H100, RTX, Rehearsal, kernels_in, rehearsal
@@ -56,11 +56,6 @@ def start(gpu: Rehearsal, folder: Path, *options: str) -> Iterator[Serving]:
         yield running
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])
-
-
 @pytest.fixture
 def right(local: Local, tokenizer: Tokenizer) -> Right:
     """Asks a server whether its tokens are the CPU's."""
@@ -95,12 +90,13 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
     """The interrupted start is alive but not ready, so no probe ends it."""
     monkeypatch.setenv("REHEARSAL_COMPILE", "0.5")
     monkeypatch.setenv("REHEARSAL_KERNELS", str(20 << 20))
-    port = ("--port", str(free_port()))
     cache = gpu.folder / "cache"
-    options = (*ANY_PORTS[2:], *port, "--cache", str(cache))
-    process = started(gpu.package, tmp_path / "killed", *options)
-    assert eventually(lambda: gpu.events()["compile"] >= 4)
-    host = f"127.0.0.1:{port[1]}"
+    with bind("127.0.0.1", 0, "--port") as held:  # until the server listens
+        port = str(held.getsockname()[1])
+        options = (*ANY_PORTS[2:], "--port", port, "--cache", str(cache))
+        process = started(gpu.package, tmp_path / "killed", *options)
+        assert eventually(lambda: gpu.events()["compile"] >= 4)
+    host = f"127.0.0.1:{port}"
     assert [call(host, f"/v1/health/{name}")[0] for name in ("live", "ready")] == [200, 503]
     kill_all(process)
     before = gpu.events()["compile"]

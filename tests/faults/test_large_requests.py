@@ -62,7 +62,8 @@ def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer):
         assert pool.submit(encoder._tokens, short, options, "").result(timeout=60)
 
 
-def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):
+def longest_pause(tokenizer: Tokenizer) -> float:
+    """Return for which part of a long text's encoding another thread could not run."""
     pauses, done = [], threading.Event()
 
     def tick() -> None:
@@ -79,7 +80,12 @@ def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):
     took = time.perf_counter() - begin
     done.set()
     thread.join()
-    assert max(pauses) < took / 2
+    return max(pauses) / took
+
+
+def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):
+    """A busy machine may stop the other thread, too, but not in all of the tries."""
+    assert any(longest_pause(tokenizer) < 0.5 for _ in range(10))
 
 
 def test_large_tensors_are_refused_by_their_shape():

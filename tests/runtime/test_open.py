@@ -36,7 +36,7 @@ def test_segments_load_side_by_side(tiny: Any) -> None:
     class Meeting(OrtBackend):
         def open(self, name: str, file: Path) -> OrtSegment:
             if name in ("body_0", "head"):
-                both.wait(timeout=10)
+                both.wait(timeout=60)
             return super().open(name, file)
 
     opening.open_model(tiny.bundle, backend=Meeting(threads=2))

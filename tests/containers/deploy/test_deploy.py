@@ -24,6 +24,7 @@ from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
+from canvasrt.containers.ports import bind
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 from tests.helpers import container_tools, serving
@@ -312,10 +313,9 @@ def test_a_container_that_is_not_restarted_is_said_to_be(
     monkeypatch.setattr(deploying, "find_engine", lambda _: PODMAN)
     monkeypatch.setattr(deploying, "open_package", lambda *_: replace(CPU, architecture=None))
     monkeypatch.setattr(deploying, "start_limit", lambda *_: 1.0)
-    free = socket.create_server(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-    free.close()
-    assert run_command_line(["deploy", "one", "--port", str(port)]) == 0
+    with bind("127.0.0.1", 0, "--port") as held:  # so that nobody else takes it
+        port = str(held.getsockname()[1])
+        assert run_command_line(["deploy", "one", "--port", port]) == 0
     assert ("does not restart it" in capsys.readouterr().out) != updates
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import tarfile
 import time
@@ -23,6 +22,7 @@ from canvasrt.containers.image.oci_layout import write_archive
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
 from canvasrt.containers.package.sizes import _COMPILE_SECONDS, sizes_of
+from canvasrt.containers.ports import Ports
 from canvasrt.targets import find_target
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
@@ -308,22 +308,19 @@ def test_podman_runs_it_too(made: WrittenImage):
             assert tools.state(engine, name)["ExitCode"] == 0
 
 
-def free_ports() -> tuple[str, ...]:
-    """Ports for the host's network, on which anything may be listening already."""
-    held = {name: socket.create_server(("0.0.0.0", 0)) for name in ("", "grpc-", "http-")}
-    found: list[str] = []
-    for name, each in held.items():
-        found += [f"--{name}port", str(each.getsockname()[1])]
-        each.close()
-    return tuple(found)
+@pytest.fixture
+def free_ports() -> Iterator[tuple[str, ...]]:
+    """Options with ports of the host's network. They stay reserved: only servers that are told of them get them."""
+    with Ports(0, 0, 0).held("0.0.0.0") as held:
+        ports = {"--port": held.metrics, "--grpc-port": held.grpc, "--http-port": held.http}
+        yield tuple(str(word) for each in ports.items() for word in each)
 
 
 def test_deploy_runs_it_until_it_is_ready(
-    docker: ContainerEngine, made: WrittenImage, command: Command
+    docker: ContainerEngine, made: WrittenImage, command: Command, free_ports: tuple[str, ...]
 ):
-    ports = free_ports()
     options = ("--network", "host", "--name", "canvasrt-deployed", "--env", "CANVASRT_THREADS=1")
-    options += ports
+    options += free_ports
     try:
         done = command("deploy", made.image.path, *options, "--json")
         assert done.returncode == 0, done.stderr
@@ -332,15 +329,15 @@ def test_deploy_runs_it_until_it_is_ready(
         assert asked.returncode == 0, asked.stderr
         again = command("deploy", STANDIN_TAG, *options)
         assert again.returncode == 1
-        assert f"port {ports[1]} on 127.0.0.1 is in use" in again.stderr
+        assert f"port {free_ports[1]} on 127.0.0.1 is in use" in again.stderr
     finally:
         docker.run("rm", "--force", "--volumes", "canvasrt-deployed")
 
 
 def test_deploy_shows_the_log_of_what_fails(
-    docker: ContainerEngine, made: WrittenImage, command: Command
+    docker: ContainerEngine, made: WrittenImage, command: Command, free_ports: tuple[str, ...]
 ):
-    options = ("--network", "host", "--name", "canvasrt-failing", *free_ports())
+    options = ("--network", "host", "--name", "canvasrt-failing", *free_ports)
     done = command("deploy", STANDIN_TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
     assert done.returncode == 1
     assert (
@@ -350,7 +347,9 @@ def test_deploy_shows_the_log_of_what_fails(
     assert docker.inspect("container", "canvasrt-failing") is None
 
 
-def test_deploy_says_when_docker_has_no_gpu_runtime(docker: ContainerEngine, command: Command):
+def test_deploy_says_when_docker_has_no_gpu_runtime(
+    docker: ContainerEngine, command: Command, free_ports: tuple[str, ...]
+):
     """A package that its label declares for a GPU, on a docker without a GPU runtime."""
     text = f"FROM {STANDIN_TAG}\nLABEL canvasrt.target=rtx-5090\n"
     subprocess.run(
@@ -361,7 +360,7 @@ def test_deploy_says_when_docker_has_no_gpu_runtime(docker: ContainerEngine, com
         capture_output=True,
     )
     name = ("--name", "canvasrt-gpu")
-    done = command("deploy", "canvasrt-gpu:1", "--network", "host", *name, *free_ports())
+    done = command("deploy", "canvasrt-gpu:1", "--network", "host", *name, *free_ports)
     assert done.returncode == 1
     assert "cannot give GPUs to containers" in done.stderr
     assert "NVIDIA Container Toolkit" in done.stderr

@@ -79,22 +79,26 @@ def test_a_silent_stream_sends_comments(
 ) -> None:
     monkeypatch.setattr(streaming, "_SILENCE", silence)
 
-    async def chunks() -> AsyncGenerator[bytes, None]:
-        await asyncio.sleep(0.05)
-        if fails:
-            raise bad_request("no")
-        yield b"first"
-        yield b"last"
-
     async def read() -> list[bytes]:
-        kept = kept_alive(chunks(), lambda error: error.message.encode())
-        return [each async for each in kept]
+        found: list[bytes] = []
+
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            while silence < 1 and not found:
+                await asyncio.sleep(silence)
+            if fails:
+                raise bad_request("no")
+            yield b"first"
+            yield b"last"
+
+        async for each in kept_alive(chunks(), lambda error: error.message.encode()):
+            found.append(each)
+        return found
 
     if fails and silence == 60:  # the error still sets the status
         with pytest.raises(ApiError, match="no"):
             asyncio.run(read())
         return
-    found = asyncio.run(read())
+    found = asyncio.run(asyncio.wait_for(read(), 60))
     comments = [each for each in found if each.startswith(b":")]
     assert bool(comments) == (silence < 1)
     assert found == [*comments, *([b"no"] if fails else [b"first", b"last"])]

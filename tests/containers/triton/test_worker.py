@@ -31,7 +31,7 @@ class Failing(Generator):
     held.set()
 
     def _denoise(self) -> list[Event]:
-        assert Failing.held.wait(10)
+        assert Failing.held.wait(60)
         Failing.passes += 1
         if Failing.passes == 1:
             raise MemoryError("out of memory")
@@ -82,7 +82,7 @@ def test_requests_join_a_few_at_a_time(model: Model):
     callers = [Caller() for _ in range(5 * ADMITTED)]
     held = threading.Event()
     first = Caller()
-    first.event = lambda event: held.wait(10)  # type: ignore[method-assign]
+    first.event = lambda event: held.wait(60)  # type: ignore[method-assign]
     submit(worker, request(model), first)
     for caller in callers:
         submit(worker, request(model), caller)
