@@ -126,9 +126,10 @@ def test_help_and_targets_cut_no_word_in_80_columns(
 
 
 def test_a_tower_that_was_never_trained_is_said_to_be_unused(ask: Ask) -> None:
-    for checkpoint, unused in (("demo", True), ("demo-vision", False)):
+    unused = "1-layer tower, hidden 16; unused: the chat template takes no images"
+    for checkpoint, said in (("demo", unused), ("demo-vision", "2-layer tower, hidden 32")):
         shown = ask("inspect", library.bundle(checkpoint))
-        assert ("unused: the chat template takes no images" in shown) == unused
+        assert re.search(rf"^vision +{said}$", shown, re.M)
 
 
 def test_targets_and_doctor_as_data(ask: Ask) -> None:

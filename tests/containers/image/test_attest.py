@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.image.attest import (
-    PAYLOAD,
     Materials,
     attest,
     attestation_of,
@@ -97,9 +96,8 @@ def test_any_implementation_of_dsse_can_check_it(image: Image, signed: Path, key
     envelope = json.loads(signed.read_text())
     payload = base64.b64decode(envelope["payload"])
     signature = base64.b64decode(envelope["signatures"][0]["sig"])
-    said = b" ".join(
-        (b"DSSEv1", b"%d" % len(PAYLOAD), PAYLOAD.encode(), b"%d" % len(payload), payload)
-    )
+    assert envelope["payloadType"] == "application/vnd.in-toto+json"
+    said = b"DSSEv1 28 application/vnd.in-toto+json %d %b" % (len(payload), payload)
     public: Any = pem.load_pem_public_key(keys[1].read_bytes())
     public.verify(signature, said)
     statement = json.loads(payload)

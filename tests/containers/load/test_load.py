@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from canvasrt.containers.load import calls, load_page
-from canvasrt.containers.load.calls import Endpoint, LoadConnection, first_model
+from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall, first_model
 from canvasrt.containers.load.measure import (
     LatencySpread,
     Load,
     LoadSummary,
+    Round,
+    ratios,
     run_sessions,
 )
 from canvasrt.containers.load.sessions import SETS, built_in, from_file
@@ -207,6 +209,14 @@ def test_turns_carry_what_was_answered(endpoint: Endpoint) -> None:
     assert _Server.asked[0]["stream_options"] == {"include_usage": True}
 
 
+def test_ratios_are_ours_to_theirs() -> None:
+    ours = [Round((TimedCall(0.0, 1.0, [0.1], tokens=10),), 0.0, each) for each in (1.0, 2.0)]
+    theirs = [Round((TimedCall(0.0, 1.0, [0.4], tokens=30),), 0.0, 1.0)] * 2
+    found = ratios(ours, theirs)
+    assert found["first"] == pytest.approx([0.25, 0.25, 0.25])
+    assert found["tokens_per_second"] == pytest.approx([2 / 9, 1 / 6, 1 / 3])
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_sets_are_the_same_every_time_and_no_two_alike(name: str) -> None:
     sessions = built_in(name, 50)
@@ -241,9 +251,10 @@ def test_the_command_prints_and_writes_a_page(
     assert data["servers"][endpoint.url]["calls"] == 8
     assert data["settings"]["models"] == ["paced", "paced"]
     assert set(data["ratios"]) == {"first", "gap", "total", "tokens_per_second"}
-    for middle, low, high in data["ratios"].values():
-        assert low <= high
-        assert 0.3 < middle < 3
+    for _, low, high in data["ratios"].values():
+        assert 0 < low <= high
+    calls = 2 * (1 + 2 * 4)  # to both servers: a session to warm up, and the rounds
+    assert len(_Server.asked) == calls
     html = (tmp_path / "out" / "bench.html").read_text()
     assert html.count("<svg") == 3
     assert "http" not in html.replace("http://127", "").replace("http://www.w3.org", "")

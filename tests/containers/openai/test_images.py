@@ -78,7 +78,7 @@ def ask(sighted: Sighted, content: list[Any], **more: Any) -> Any:
     ids=["one", "only", "two"],
 )
 def test_tokens_are_those_of_this_process(sighted: Sighted, content: list[Any]) -> None:
-    """Over the OpenAI API, and over Triton's protocols as bytes and in base64."""
+    """Over the OpenAI API, and over Triton's protocols as bytes, in base64, and as data URLs."""
     model, tokenizer = open_model(sighted.engines.path, threads=1), Tokenizer.load(sighted.engines)
     images = [each for each in content if isinstance(each, Image.Image)]
     parts = [each if isinstance(each, dict) else {"type": "image"} for each in content]
@@ -93,9 +93,10 @@ def test_tokens_are_those_of_this_process(sighted: Sighted, content: list[Any]) 
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.choices[0].message.content == tokenizer.decode(expected.token_ids)
     inputs: dict[str, Any] = {"messages": json.dumps(chat), "image_tokens": [SMALL], **settings}
-    for protocol in ("grpc", "http"):
-        files: list[Any] = [png(each) for each in images]
-        inputs["images"] = files if protocol == "grpc" else list(map(url, files))
+    files = [png(each) for each in images]
+    plain = [base64.b64encode(each).decode() for each in files]
+    sent: tuple[Any, ...] = (("grpc", files), ("http", plain), ("http", [*map(url, files)]))
+    for protocol, inputs["images"] in sent:
         port = getattr(sighted.served.server.ports, protocol)
         with Client(f"127.0.0.1:{port}", protocol, timeout=60) as client:
             found = client.infer(inputs)

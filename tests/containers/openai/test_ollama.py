@@ -74,6 +74,11 @@ def test_results_belong_to_their_calls(results: list[Any], ids: list[str]) -> No
     assert [each["tool_call_id"] for each in read[2:]] == ids
 
 
+def test_images_precede_their_text() -> None:
+    (read,) = _messages([{"role": "user", "content": "color?", "images": ["aGk="]}])
+    assert [part["type"] for part in read["content"]] == ["image_url", "text"]
+
+
 def test_completions(client: Any, acting: Script) -> None:
     options = acting.choose("plain")
     assert client.generate("canvasrt", "Hello", options=options).response == "Hello there."

@@ -20,7 +20,9 @@ def front() -> Iterator[TestClient]:
 def test_probes_of_other_servers(front: TestClient) -> None:
     assert front.get("/version").json().keys() == {"version"}
     assert front.get("/v1/version").json()["release"] == __version__
-    assert front.get("/v1/metadata").json()["modelInfo"][0]["shortName"] == "canvasrt"
+    metadata = front.get("/v1/metadata").json()
+    assert metadata["modelInfo"][0]["shortName"] == "canvasrt"
+    assert metadata["licenseInfo"]["name"] == "Apache-2.0"
     assert front.get("/v1/license").json()["name"] == "Apache-2.0"
     assert front.get("/v1/health/live").json()["status"] == "live"
     assert "canvasrt_openai_requests_total" in front.get("/metrics").text

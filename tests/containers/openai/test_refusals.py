@@ -245,6 +245,10 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "/api/chat": [
         ({"options": {"repeat_penalty": 1.5}}, "", "options.repeat_penalty is not supported"),
         ({"options": {"mirostat": 1}}, "", "options.mirostat is not supported"),
+        *(
+            ({"options": {name: 0.5}}, "", f"options.{name} is not supported")
+            for name in ("presence_penalty", "frequency_penalty")
+        ),
         ({"options": {"temperature": "hot"}}, "", "options.temperature"),
         ({"options": {"num_predict": "a"}}, "", "options.num_predict"),
         ({"think": "very"}, "", "think"),
