@@ -306,16 +306,24 @@ def test_the_grammar(begun: str, text: str, answer: Any, fits: bool) -> None:
     assert accepts(core(), begun, text, answer) == fits
 
 
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_a_second_call_follows_unless_the_request_forbids_it(parallel: bool | None) -> None:
+    body: Any = {"model": "m", "messages": HELLO, "tools": [tool("lamp")]}
+    body |= {"tool_choice": "required", "parallel_tool_calls": parallel}
+    grammar = tools_grammar(ChatRequest(**body)) or {}
+    assert accepts(core(), "call", TWO, parallel=grammar["parallel"]) == (parallel is not False)
+
+
 def test_the_demo_calls_without_thoughts() -> None:
     demo = Core.from_file(str(DEMO_FOLDER / "checkpoint" / "tokenizer.json"))
     assert accepts(demo, "nothing", f"Hm.<|tool_call>{LAMP}")
     assert not accepts(demo, "nothing", "Hm.<|tool_call>call:lamp{}<tool_call|>")
 
 
-def accepts(core: Core, begun: str, text: str, answer: Any = None) -> bool:
+def accepts(core: Core, begun: str, text: str, answer: Any = None, parallel: bool = True) -> bool:
     """Whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
-    spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
+    spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": parallel, "strict": True}
     grammar = call_grammar({**spec, "answer": answer}, tokenizer)
     control = frozenset(core.get_added_tokens_decoder())
     words = Vocabulary(tokenizer, core.get_vocab_size(), (1,), control)
