@@ -107,9 +107,10 @@ def _generation(request: Sampling, wanted: Format | None) -> Generation:
     name, given["max_new_tokens"] = request.token_budget
     given |= read_of(request)
     if given["ignore_eos"] and given["grammar"]:
+        chosen = "ignore_eos" if request.ignore_eos else "diffusion_read_only"
         raise bad_request(
-            "ignore_eos is not supported with a format or a schema, which decide where the answer ends.",
-            "ignore_eos",
+            f"{chosen} is not supported with a format or a schema, which decide where the answer ends.",
+            chosen,
             "unsupported_parameter",
         )
     given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None

@@ -169,11 +169,11 @@ class Run:
     def _renamed(self, error: ApiError) -> ApiError:
         """Replace the model's parameter names in an error with the caller's, and return the error."""
         endpoint, text = self._endpoint, self.reply.text_field
-        if not rename(error, self._asked.names) and text:
+        found = rename(error, self._asked.names)
+        if not rename(error, endpoint.names) and not found:
             field = re.split(r"\W", error.param or "", maxsplit=1)[0]
             if field not in endpoint.body.model_fields or field == text:
                 error.param = text
-        rename(error, endpoint.names)
         return error
 
     def _add_usage(self, index: int, final: StreamEvent) -> None:

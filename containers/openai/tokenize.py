@@ -13,9 +13,9 @@ from canvasrt.containers.openai import fields
 from canvasrt.containers.openai.body import Body, Messages
 from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.generation import Answer, Generation, Reply
+from canvasrt.containers.openai.generation import Answer, Generation, Reply, Served
 from canvasrt.containers.openai.messages import has_images
-from canvasrt.containers.openai.tools import ChatRequest, Tools, template_inputs
+from canvasrt.containers.openai.tools import ChatRequest, Tools, template_inputs, template_names
 from canvasrt.runtime.sampling_params import MAX_INT32
 from canvasrt.types import Json
 
@@ -88,6 +88,7 @@ def tokenize(body: TokenizeRequest) -> Generation:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     asked = _encoding(options, messages=messages, ignored=body.ignored)
+    asked.names = template_names(request)
     asked.options |= {k: v for k, v in template_inputs(request).items() if k == "template"}
     return asked
 
@@ -105,7 +106,9 @@ def _encoding(options: Json, **more: Any) -> Generation:
 class TokenizeReply(Reply):
     """Renders the tokens of a prompt."""
 
-    text_field = None
+    def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
+        super().__init__(body, asked, seed, served)
+        self.text_field = "prompt" if body.messages is None else "messages"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         final = answers[0].final

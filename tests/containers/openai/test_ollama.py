@@ -107,8 +107,17 @@ def test_models(client: Any, acting_server: Served) -> None:
     assert next(iter(client.generate("canvasrt", stream=True))).done
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_predict": 32760}, "exceed the context"),
+        ({"temperature": -1}, r"^options\.temperature is -1"),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_model_refuses_is_in_its_form(client: Any, stream: bool) -> None:
-    with pytest.raises(ollama.ResponseError, match="exceed the context") as error:
-        list(client.chat("canvasrt", LONG, options={"num_predict": 32760}, stream=stream))
+def test_what_the_model_refuses_is_in_its_form(
+    client: Any, stream: bool, options: Any, says: str
+) -> None:
+    with pytest.raises(ollama.ResponseError, match=says) as error:
+        list(client.chat("canvasrt", LONG, options=options, stream=stream))
     assert error.value.status_code == 400

@@ -170,6 +170,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}
 FAR_IMAGE = {"type": "input_image", "image_url": REMOTE}
 NOUL = {"type": "noul", "instructions": "?"}
 LONG = {"type": "choice", "instructions": "?", "criteria": {str(n): None for n in range(27)}}
+READ = {"diffusion_read_only": True, "diffusion_seed_canvas": [5]}
 TWICE = {"max_completion_tokens": 3}
 FORM = {"format": {"type": "json_schema", "schema": {"type": "x"}}}
 # A path → fields, the parameter that is named if the API's errors have one, and what the message says.
@@ -183,6 +184,11 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         ({"prompt": "a", "logprobs": 21}, "logprobs", "equal to 20"),
         ({"prompt": "a", **TWICE}, "max_completion_tokens", "not supported"),
+        (
+            {"prompt": "a", **READ, "guided_regex": "a"},
+            "diffusion_read_only",
+            "diffusion_read_only is not supported with a format",
+        ),
     ],
     "/v1/responses": [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),

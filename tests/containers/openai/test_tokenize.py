@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 
 from canvasrt.containers.client.triton import Client
+from canvasrt.containers.openai.endpoint import Run
+from canvasrt.containers.openai.generation import Served
+from canvasrt.containers.openai.tokenize import TOKENIZE, TokenizeRequest, tokenize
+from canvasrt.containers.openai.upstream import triton_error
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.serving import needs_triton
 
 pytestmark = needs_triton
+LONG, KWARGS = "1" * (2**22 + 1), "chat_template_kwargs"
 CHAT = [{"role": "user", "content": "reverse planet"}, {"role": "assistant", "content": "tenalp"}]
 
 
@@ -59,10 +64,12 @@ def test_a_prompt_beyond_the_context_is_counted(front: FrontEnd) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/tokenize", {"prompt": "1" * (2**22 + 1)}, "prompt"),
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"x": 1}}, f"{KWARGS}.x"),
         ("/detokenize", {"tokens": [112]}, "tokens"),
     ],
-    ids=["text", "token"],
+    ids=["text", "chat", "variable", "token"],
 )
 def test_what_the_model_refuses_is_named(
     front: FrontEnd, path: str, body: dict, param: str
@@ -70,6 +77,13 @@ def test_what_the_model_refuses_is_named(
     reply = post(front, path, **body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+def test_what_the_template_refuses_is_in_the_messages() -> None:
+    body, none = TokenizeRequest(messages=CHAT), cast(Any, None)
+    run = Run(TOKENIZE, body, tokenize(body), [], Served(), none, none, {})
+    said = triton_error("INVALID_ARG", "the chat template refused the messages: no")
+    assert run._renamed(said).param == "messages"
 
 
 @pytest.mark.parametrize("name", ["http", "grpc"])
