@@ -177,9 +177,8 @@ class Reply(ABC):
     """Renders the answers to one request in an API's format: at once, or as the objects of a stream."""
 
     media_type = "text/event-stream"
-    text_field = (
-        "messages"  # the body's field that holds the prompt, which errors about no other field name
-    )
+    # The body's field that holds the prompt. Errors about none of the body's fields name it.
+    text_field = "messages"
 
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         """`seed` is the first answer's seed."""
