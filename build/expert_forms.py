@@ -50,7 +50,7 @@ class Slots:
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
         """Return how many bytes of workspace experts take: gathered rows, intermediate results, and outputs."""
         slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
-        return model.num_experts * passes.most_rows * slot * element
+        return model.num_experts * passes.largest_capacity * slot * element
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
         """Return how many bytes of kernel code all body segments have. There are `bodies` segments, with `layers`

@@ -57,7 +57,8 @@ class Geometry:
 
 
 class Capacity:
-    """The slots per expert in one body segment for one request, learned from the request's own passes.
+    """The slots per expert in one body segment for one request, learned from the request's own passes: a CPU's time
+    grows with every slot, and any shape runs, so it needs no plan of passes as GPUs do.
 
     Every request learns separately. Otherwise one request's history would change the shapes of another request's
     passes, and so the last bits of their results.

@@ -35,14 +35,14 @@ class DeviceRow:
     needs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def need(self, segment: int) -> int:
-        """Return the rows per expert that a segment needs in the current block; 0 if no expert was overloaded so
+        """Return the slots per expert that a segment needs in the current block; 0 if no expert was overloaded so
         far."""
         return self.needs.get((self.length, segment), 0)
 
-    def overload(self, segment: int, rows: int) -> None:
-        """Set the rows per expert that a segment needs until the block ends, even if the request is parked
+    def overload(self, segment: int, slots: int) -> None:
+        """Set the slots per expert that a segment needs until the block ends, even if the request is parked
         meanwhile."""
-        self.needs[self.length, segment] = rows
+        self.needs[self.length, segment] = slots
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Launches:
         self._calls: dict[tuple[Any, ...], EngineCall] = {}
 
     def body(self, number: int, this: Pass, capacity: int) -> None:
-        """Launch a body segment with `capacity` rows per expert."""
+        """Launch a body segment with `capacity` slots per expert."""
         where = (this.phase, this.pictured, this.first, this.batch, this.length)
         key = (number, *where, capacity, this.width)
         engine = self._space.segments[number].engine
@@ -204,7 +204,7 @@ def _call(
 
 
 def too_full() -> EngineError:
-    """Return the error for a request that overloads an expert even if it runs alone with the most rows per expert."""
+    """Return the error for a request that overloads an expert even if it runs alone with the most slots per expert."""
     return EngineError(
         "one request routed more tokens to an expert than the engines have rows for",
         "build the bundle again with this version",

@@ -57,7 +57,7 @@ def test_a_body_has_what_its_passes_and_layers_need() -> None:
     assert (8 * odd["octets_full"].max, 8 * odd["octets_sliding"].max) == (4160, 1024)
     # Prompts may be read a canvas at a time.
     short = profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1, 256))["encode"]
-    assert short["length"].max == short["capacity"].max == 256
+    assert short["length"].max == short["capacity"].max == short["capacity"].opt == 256
 
 
 def test_experts_have_the_slots_that_passes_ask_for() -> None:
