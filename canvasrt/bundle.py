@@ -25,7 +25,7 @@ _FIELDS = (
     *("schema", "kind", "made_by", "made_from", "options", "model", "sampler", "segments"),
     *("embedding", "tokenizer", "target", "files", "digest"),
 )
-# A manifest can lack these fields: only GPU engines have a pass plan, and earlier versions wrote none.
+# A manifest can lack these fields. Only GPU engines have a pass plan, and earlier versions did not write any.
 _MAY_HAVE = ("passes",)
 BUNDLE_KINDS = ("graphs", "engines", "package")
 _HOW_TO_MAKE = {
@@ -52,7 +52,7 @@ class _Record(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest.json. It contains no machine names and no times."""
+    """The content of a manifest.json. It contains no machine names and no timestamps."""
 
     data: Json
 

@@ -56,7 +56,7 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
 
 
 def build_work(work: Work) -> list[tuple[Plan, Bundle]]:
-    """Build what earlier builds have not left, as `build_all` does."""
+    """Build the missing bundles, and return all of them, as `build_all` does."""
     missing = work.missing
     for plan in missing:
         out = plan.out.resolve()

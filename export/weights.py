@@ -49,7 +49,7 @@ def check_scales(values: npt.NDArray[Any], name: str, source: Path) -> None:
     wrong = values[~(np.isfinite(values) & (values > 0))]
     if wrong.size:
         raise CanvasError(
-            f"{name} in {source} is {wrong[0]}: a scale is positive and finite", DAMAGED
+            f"{name} in {source} is {wrong[0]}: a scale must be positive and finite", DAMAGED
         )
 
 

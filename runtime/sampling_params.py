@@ -369,7 +369,7 @@ def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None =
         )
     if values.get("settle_steps") and values.get("early_stop") is False:
         raise CanvasError(
-            f"{settle}, but early stopping is off: a block ends when all of it has settled",
+            f"{settle}, but early stopping is off: a block ends early if all of it settles",
             f"leave out {called['settle_steps']}, or turn on {called['early_stop']}",
         )
 

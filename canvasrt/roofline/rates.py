@@ -27,7 +27,7 @@ class GpuRates:
     """`bandwidth` is in bytes per second, `rates` in dense operations per second by the operands' format.
 
     Products of bf16, fp8 and fp4 accumulate in fp32. Products in a format without a rate run in the next wider format.
-    `reached` and `arithmetic` are the shares of bandwidth and rates that kernels are assumed to reach.
+    Kernels are assumed to reach the share `reached` of the bandwidth and the share `arithmetic` of the rates.
     """
 
     name: str

@@ -129,8 +129,8 @@ def _public(key: Path) -> Any:
 def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any]:
     """Return the statement about an image.
 
-    It contains no time, so equal images get equal statements. Its subjects are the manifest and the configuration. The
-    configuration's digest is docker's id of the image.
+    It contains no timestamp, so equal images get equal statements. Its subjects are the manifest and the configuration.
+    The configuration's digest is docker's id of the image.
     """
     from google.protobuf import json_format
     from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance

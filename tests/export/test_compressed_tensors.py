@@ -146,7 +146,7 @@ def test_scales_are_positive_and_finite(copy: Path, value: float) -> None:
     edit(copy, lambda tensors: tensors[name].view(-1)[3:4].fill_(value))
     found = read(copy, "layers.1.mlp.down.weight")
     assert found is not None
-    with pytest.raises(CanvasError, match=f"{name} in .* a scale is positive and finite"):
+    with pytest.raises(CanvasError, match=f"{name} in .* a scale must be positive and finite"):
         found.pack()
 
 

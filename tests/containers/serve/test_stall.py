@@ -1,4 +1,4 @@
-"""How a hanging server is noticed; the test has a heartbeat and a process of its own in place of a server's."""
+"""How a hanging server is noticed. A heartbeat file and a `sleep` process stand in for a server's own."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_int4_rounds_each_block_to_its_own_scale(width: int, block: int) -> None
         step = bf16(float(np.abs(each).max() / np.float32(7))) if each.any() else np.float32(1)
         expected.append([min(max(round(float(x / step)), -8), 7) * step for x in each])
     np.testing.assert_array_equal(dequantize(packed), np.reshape(expected, given.shape))
-    # Two's complement, the first number low.
+    # A byte holds two numbers in two's complement, the first in its low four bits.
     first = packed.values[1, 0]
     numbers = [(int(code) + 8) % 16 - 8 for code in (first & 15, first >> 4)]
     steps = packed.block_scales[1, 0]
