@@ -170,8 +170,8 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str, index: int) -> Json | None:
-        """Return the log-probabilities in `text`, the model's JSON, in OpenAI's form. If `text` is empty, return None.
-        They continue those that the answer `index` already has.
+        """Convert the log-probabilities in `text`, which is JSON from the model, to OpenAI's form. They follow the
+        log-probabilities that the answer `index` already has. If `text` is empty, return None.
 
         The token that ends the answer is left out. With `echo`, that token is kept, because lm-eval then drops the last
         token itself.

@@ -177,7 +177,7 @@ class Reply(ABC):
     """Renders the answers to one request in an API's format: at once, or as the objects of a stream."""
 
     media_type = "text/event-stream"
-    # The body's field that holds the prompt. Errors about none of the body's fields name it, unless it is None.
+    # The body's field that holds the prompt, or None. An error that concerns no field of the body names this field.
     text_field: str | None = "messages"
 
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
@@ -228,8 +228,8 @@ class Reply(ABC):
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:
-    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`, so that
-    becomes `length`, and `own_parts` adds the true reason."""
+    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`. It is
+    reported as `length`, and `own_parts` adds the true reason."""
     if final.finish_reason == "grammar":
         return "length"
     return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason

@@ -65,7 +65,7 @@ CHATS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stop": ["a", 3]}, "stop[1]", "string"),
         ({"stream": 1}, "stream", "boolean"),
         ({"messages": "hello"}, "messages", "array"),
-        (said("tool", "a"), "messages[0].tool_call_id", "names the call"),
+        (said("tool", "a"), "messages[0].tool_call_id", "the id of the call"),
         (said("user", None), "messages[0].content", "list of parts"),
         (user(), "messages[0].content", "list of parts"),
         (user(image(3)), f"{PART}.image_url.url", "must be a string"),
