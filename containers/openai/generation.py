@@ -149,7 +149,8 @@ class Usage:
         """Count one answer. `prompt` is the index of the prompt that it answers."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
-        # The first answer encodes the prompt, and the others find it in the prefix cache. So the minimum is right.
+        # The first answer encodes the prompt, and the others find it in the prefix cache. So only the minimum tells how
+        # many tokens were cached before this request.
         known = self._cached.get(prompt, final.cached_tokens)
         self._cached[prompt] = min(known, final.cached_tokens)
         self.completion_tokens += len(final.token_ids)

@@ -203,7 +203,7 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "/v1/messages": [
         ({"n": 2}, "", "n is not supported"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "", "not continued"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "", "cannot continue"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "", "messages.0.role"),
         (block({"type": "document"}), "", "messages.0.content.0: a block of type 'document'"),
         (block(PICTURE), "", "messages.source"),
