@@ -38,9 +38,8 @@ _RESERVED_TIMEOUT = 2.0
 # may have `_PIECES` pieces, plus one per `_BYTES_PER_PIECE` bytes.
 _PIECES, _BYTES_PER_PIECE = 1024, 256
 _FREE_PIECES = 16  # pieces parsed without waiting for a turn; ordinary bodies have fewer
-_PROGRESS = (
-    4096  # every time this many bytes of a body have arrived, the connection counts as active again
-)
+# Every time this many bytes of a body have arrived, the connection counts as active again.
+_PROGRESS = 4096
 # Maximum bytes of the bodies of all unfinished requests together. Above this limit, a connection that receives more of
 # a body is closed if that body has more than `_SHARE` bytes.
 _MOST_HELD, _SHARE = 512 * 2**20, 2**20
