@@ -36,7 +36,7 @@ def open_model(
     - device: `cpu` or `cuda`; None selects the device that the bundle was built for.
     - share_passes: let requests share passes on a GPU. Denoising passes then have the shape of a full batch.
     - max_context: maximum number of tokens of a request: prompt plus answer; None means the bundle's limit.
-    - gpu: the number of the GPU among those that CUDA_VISIBLE_DEVICES names.
+    - gpu: the index of the GPU among the GPUs that CUDA_VISIBLE_DEVICES lists.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
@@ -133,7 +133,7 @@ def _check_graphs(precision: str, device: str | None) -> None:
     if precision not in ("fp32", "bf16"):
         raise CanvasError(
             f"the graphs are quantized to {precision} and only run as engines",
-            "build them: `canvasrt build GRAPHS --target cpu`, or for a GPU's target",
+            "build them: `canvasrt build GRAPHS --target cpu`, or with a GPU as the target",
         )
     if precision == "bf16" and device != "cuda":
         raise CanvasError(
