@@ -98,7 +98,8 @@ class Template:
 def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
     """Pad labels to equal length. If the lengths differ, append `end` to every label, then fill up with `filler`.
 
-    Raises CanvasError for an empty label, or for two labels with the same tokens. `path` is their path in the message.
+    Raises CanvasError for an empty label, or for two labels with the same tokens. The error names `path`, the labels'
+    path in the request.
     """
     seen: dict[TokenIds, int] = {}
     for number, label in enumerate(map(tuple, labels)):

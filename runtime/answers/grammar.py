@@ -59,7 +59,7 @@ class Vocabulary:
         if not ends:
             raise CanvasError(
                 "the model has no token that ends an answer, so it cannot follow grammars",
-                "leave it out",
+                "leave out the grammar",
             )
         self.size, self.ends = size, ends
         found = [tokenizer.token_bytes(token) for token in range(size)]
@@ -333,8 +333,8 @@ def _check_schemas(source: Any, path: str) -> None:
             raise CanvasError(f"{path} has {size} {what}", f"give at most {most}")
     if multiple > MAX_MULTIPLE:
         raise CanvasError(
-            f"{path} has multipleOf whose least common multiple exceeds {MAX_MULTIPLE}",
-            "give smaller ones",
+            f"{path} has multipleOf values whose least common multiple exceeds {MAX_MULTIPLE}",
+            "give smaller values",
         )
 
 
@@ -348,7 +348,8 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point. For any other value, which llguidance refuses anyway, return 1."""
+    """Return a number without its decimal point, such as 25 for 2.5. Return 1 for any other value, because llguidance
+    refuses it anyway."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

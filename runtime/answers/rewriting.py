@@ -25,7 +25,7 @@ def lark_of(text: str, path: str) -> str:
 
     try:
         return any_to_lark(text)
-    except Exception as error:  # of many types, such as IndexError and RecursionError
+    except Exception as error:  # errors have many types, such as IndexError and RecursionError
         raise CanvasError(f"{path} is not a grammar: {error}"[:300], "correct it") from None
 
 
@@ -76,7 +76,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
         values = [False, True]
     if not isinstance(values, list):
         raise CanvasError(
-            f"{path} has uniqueItems whose items are not a list of values",
+            f"{path} has uniqueItems, but its items have no enum",
             "give items an enum, or leave out uniqueItems",
         )
     values = [json.loads(each) for each in dict.fromkeys(map(json.dumps, values))]
@@ -93,7 +93,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
         shown = count if count <= MAX_ARRAYS else f"more than {MAX_ARRAYS}"
         raise CanvasError(
             f"{path}: {shown} arrays satisfy its uniqueItems",
-            f"allow 1 to {MAX_ARRAYS} short arrays, by its enum and maxItems, or leave out uniqueItems",
+            f"limit enum or maxItems to allow 1 to {MAX_ARRAYS} short arrays, or leave out uniqueItems",
         )
     arrays = [list(each) for size in sizes for each in permutations(values, size)]
     return [*arrays, None] if "null" in kinds else arrays
