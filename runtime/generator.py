@@ -44,7 +44,7 @@ class Generator:
     def __init__(
         self, model: Model, max_batch: int = MAX_BATCH, prefixes: PrefixCache | None = None
     ) -> None:
-        """`prefixes` keeps common prefixes of prompts, so that each is encoded only once; None keeps nothing."""
+        """`prefixes` keeps common prefixes of prompts, so that each prefix is encoded only once; None keeps nothing."""
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model

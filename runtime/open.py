@@ -54,8 +54,8 @@ def open_model(
 
 
 def _check_memory(bundle: Bundle) -> None:
-    """Raise CanvasError if the weights exceed this machine's memory. They must fit, because ONNX Runtime converts them
-    to its own format."""
+    """Raise CanvasError if the weights exceed this machine's memory. The weights must fit, because ONNX Runtime
+    converts them to its own format."""
     names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
     files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]
     need, have = sum(each.get("bytes", 0) for each in files), memory_bytes()

@@ -202,7 +202,7 @@ def _decode(data: bytes) -> np.ndarray:
         if width * height > MAX_PIXELS:
             raise CanvasError(
                 f"an image has {width} × {height} pixels",
-                f"send one of at most {MAX_PIXELS // 10**6} million pixels",
+                f"send an image of at most {MAX_PIXELS // 10**6} million pixels",
             )
         return np.asarray(ops.exif_transpose(image).convert("RGB"))
 

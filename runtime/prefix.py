@@ -92,8 +92,8 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Append saved chunks to a request's cache: all of `chunks` before the first that is not saved for `owner`.
-        Return the number of appended chunks."""
+        """Append saved chunks to a request's cache, from the beginning of `chunks` up to the first chunk that is not
+        saved for `owner`. Return the number of appended chunks."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:

@@ -335,7 +335,7 @@ class SamplingParams:
             label = (labels or {}).get("max_new_tokens", "max_new_tokens")
             raise CanvasError(
                 f"{label} is {self.max_new_tokens}",
-                f"give a whole number from 1 to {most} for {label}, less the tokens of the prompt",
+                f"give a whole number from 1 to {most} for {label}, minus the tokens of the prompt",
             )
 
 
@@ -370,7 +370,7 @@ def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None =
         )
     if values.get("settle_steps") and values.get("early_stop") is False:
         raise CanvasError(
-            f"{settle}, but early stopping is off: a block ends early if all of it settles",
+            f"{settle}, but early stopping is off: a block ends early once all its tokens settle",
             f"leave out {called['settle_steps']}, or turn on {called['early_stop']}",
         )
 

@@ -129,7 +129,7 @@ class Tokenizer:
         if self._template is None:
             raise CanvasError(
                 "the model's tokenizer has no chat template",
-                "send the text without a template, with raw (--raw on the command line), or give token ids",
+                "set raw (--raw on the command line) to send text without a template, or give token ids",
             )
         chat = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         return self._template.render({**variables, **chat})

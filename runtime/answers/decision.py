@@ -121,7 +121,7 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRequest(Request):
-    """A prompt, and the templates whose labels are read after it.
+    """A prompt, and the templates whose labels are read after the prompt.
 
     samples: number of noise samples; every sample reads all templates. Of `params`, only the seed, the temperatures,
     the entropy bound and `max_denoising_steps` (here the number of steps per canvas) apply.

@@ -75,7 +75,7 @@ class Vocabulary:
         self._allow(control)
 
     def with_control(self, control: frozenset[int]) -> Vocabulary:
-        """Return the same vocabulary for grammars that can contain these special tokens."""
+        """Return a copy of the vocabulary for grammars that can contain the special tokens `control`."""
         other = copy.copy(self)
         other._allow(control)
         return other
@@ -153,7 +153,7 @@ class GrammarState:
     def ends_after(self, tokens: Sequence[int], allowance: Allowance) -> bool:
         """Return whether these tokens can follow and end the answer."""
         matcher = self._matcher.deep_copy()
-        for token in tokens:  # a single call for all tokens would hold the interpreter lock
+        for token in tokens:  # one call for all tokens would hold the interpreter's lock too long
             allowance.check()
             if not matcher.try_consume_tokens([token]):
                 return False
@@ -272,7 +272,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     if shortest is None:
         raise CanvasError(
             f"{path} allows no answer of at most {MAX_SHORTEST} tokens",
-            "give one that this model's tokens can satisfy with a finite answer",
+            "give a grammar that has a shorter answer in this model's tokens",
         )
     return GrammarState(matcher, vocabulary, len(shortest))
 
@@ -308,8 +308,8 @@ def _check_size(source: Any, path: str, kind: str) -> None:
 
 
 def _check_schemas(source: Any, path: str) -> None:
-    """Raise CanvasError for too many patterns or too large divisors, which are slow to compile even in a short
-    schema."""
+    """Raise CanvasError for too many patterns or too large `multipleOf` values. Both are slow to compile, even in a
+    short schema."""
     patterns = keys = 0
     multiple = 1
     left: list[Any] = [source] if isinstance(source, dict) else _schemas_in(source)

@@ -39,7 +39,7 @@ class Gap:
 
 
 def read_gaps(text: str) -> list[str | Gap]:
-    """Return the texts and gaps of a text such as `The cat {4} on the {2-3} mat`.
+    """Split a text such as `The cat {4} on the {2-3} mat` into fixed texts and gaps.
 
     Raises CanvasError for a text without gaps, and for a gap whose length or range is invalid.
     """

@@ -30,8 +30,8 @@ def lark_of(text: str, path: str) -> str:
 
 
 def without_unique(schema: Any, path: str, root: Any = None, names: bool = False) -> Any:
-    """Return a schema in which every array with `uniqueItems` is replaced by an enum of all possible arrays. Arrays of
-    at most one element only lose the keyword.
+    """Return a schema in which every array with `uniqueItems` is replaced by an enum of all possible arrays. If an
+    array has at most one element, only the keyword is removed.
 
     names: whether the keys of `schema` are names of properties or definitions, not keywords. Raises CanvasError, whose
     message begins with `path`, if the possible arrays are too many or unknown.
@@ -54,7 +54,7 @@ def without_unique(schema: Any, path: str, root: Any = None, names: bool = False
 
 
 def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
-    """Return the arrays that satisfy a schema, and null if its type allows that."""
+    """Return the arrays that satisfy a schema, and null if the schema's type allows null."""
     wanted = schema.get("type")
     kinds = wanted if isinstance(wanted, list) else [wanted]
     if "array" not in kinds or any(each not in ("array", "null") for each in kinds):

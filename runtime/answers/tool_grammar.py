@@ -41,7 +41,8 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     for number, (name, schema) in enumerate(tools.items()):
         if not _NAME.fullmatch(name) or not isinstance(schema, dict):
             raise CanvasError(
-                f"grammar.tools.{name[:200]} is not a tool", "map a tool's name to its JSON schema"
+                f"grammar.tools.{name[:200]} has an invalid name or schema",
+                "give a name of at most 128 letters, digits and _.:- and a JSON schema",
             )
         strict = bool(spec.get("strict"))
         if strict:

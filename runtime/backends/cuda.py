@@ -184,7 +184,7 @@ class CudaDevice:
         status, *values = result
         if int(status) != 0:
             try:
-                # The driver's errors have the runtime's numbers, except for a few that the runtime lacks.
+                # Driver errors have the same numbers as runtime errors, except for a few that the runtime lacks.
                 known = self._runtime.cudaError_t(int(status))
                 _, words = self._runtime.cudaGetErrorString(known)
                 text = words.decode()

@@ -139,8 +139,8 @@ class TensorRTBackend:
 
 
 class TensorRTEngine:
-    """One engine. Per profile, calls without a `place` share an execution context. Every place in the batch has its own
-    context, which replays the place's latest call as a CUDA graph. TensorRT-RTX captures the graphs itself.
+    """One engine. For every profile, calls without a `place` share an execution context, and every place in the batch
+    has its own context. A place's context replays the latest call as a CUDA graph. TensorRT-RTX captures graphs itself.
     """
 
     def __init__(

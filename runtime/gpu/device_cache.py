@@ -264,7 +264,7 @@ class DeviceCache:
         return cache.values + slot * self._stride(cache)
 
     def positions(self, kind: str, slot: int) -> int:
-        """Return the address of the positions of a slot's tokens in layers of a kind."""
+        """Return the address of a slot's token positions for layers of a kind."""
         past = self.past[kind]
         return past.positions + 8 * slot * past.most
 

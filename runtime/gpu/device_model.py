@@ -27,7 +27,7 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hi
 from canvasrt.runtime.pictures import Picture
 
 _log = logging.getLogger(__name__)
-# The number of runs after which a call is captured as a CUDA graph: the first run cannot be captured.
+# The number of runs that it takes to capture a call as a CUDA graph: the first run cannot be captured.
 _UNTIL_CAPTURED = 2
 
 

@@ -177,8 +177,8 @@ class _Trial:
 
 def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
     """Fill a request's caches to the length of `prompt`. Only the beginning of the prompt, which cannot overflow an
-    expert, is encoded; the resulting keys and values are appended again and again. Encoding 262,144 tokens at every
-    start would take minutes."""
+    expert, is encoded; the resulting keys and values are appended repeatedly. Encoding 262,144 tokens at every start
+    would take minutes."""
     first = prompt[: min(ROOMY, model.prefill_chunk)]
     model.encode([EncodeInput(row, first)])
     length = model.shapes.encode(len(first), model.shapes.widths[0]).length
