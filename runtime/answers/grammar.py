@@ -160,10 +160,10 @@ class GrammarState:
         return bool(matcher.is_accepting())
 
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
-        """Return at most `most` tokens after which the answer can end, or None if the search finds none.
+        """Return at most `most` tokens after which the answer can end, or None if the search finds no such ending.
 
-        The ending is not always the shortest: the search tries only a few tokens, first those that close something,
-        then the least used. Raises SlowGrammarError if the search takes too long.
+        The ending is not always the shortest, because the search tries only a few tokens: first tokens that close
+        something, then the least used ones. Raises SlowGrammarError if the search takes too long.
         """
         # Tokens that led to dead ends, keyed by the tokens before them.
         wrong: dict[tuple[int, ...], set[int]] = {}

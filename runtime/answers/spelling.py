@@ -1,4 +1,4 @@
-"""A small set of tokens that can spell any text, in the order in which a search for an ending tries them."""
+"""A small set of tokens that can spell any text, sorted in the order in which they are tried to end an answer."""
 
 from __future__ import annotations
 
