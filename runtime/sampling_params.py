@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -202,6 +203,11 @@ class SamplingParams:
                 raise CanvasError(
                     f"logit_bias of token {token} is {bias}",
                     f"give a number from -{MAX_BIAS} to {MAX_BIAS}",
+                )
+        for token, count in Counter(token for token, _ in self.logit_bias).items():
+            if count > 1:
+                raise CanvasError(
+                    f"logit_bias of token {token} is given twice", "leave out one of them"
                 )
 
     @classmethod
