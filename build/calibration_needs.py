@@ -127,8 +127,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head. `memory` and `stored` are its sizes in bytes, in memory and in the file. `numbers` counts
-    all weights, `experts` the experts' weights, and `active` the weights that one token uses."""
+    """A layer or the head. `memory` is its size in memory, and `stored` its size in the file, both in bytes. `numbers`
+    counts all weights, `experts` the experts' weights, and `active` the weights that one token uses."""
 
     memory: int
     stored: int

@@ -1,8 +1,8 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build takes more than twice its weights' memory, cannot be interrupted from Python, and can be killed when memory runs
-out. A child process can be killed at any time and then returns all of its memory; if it dies, the parent raises an
-ordinary error.
+A build takes more than twice its weights' memory, cannot be interrupted from Python, and the kernel can kill it when
+memory runs out. A child process can be killed at any time, and then returns all of its memory. If it dies, the parent
+raises an ordinary error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from canvasrt.roofline.tensor_shapes import shapes_of
 
 _log = logging.getLogger(__name__)
 
-# TensorRT logs a missing GPU as an error, but here it is expected.
+# TensorRT-RTX logs a missing GPU as an error, although it builds without one.
 _NO_GPU = "catchCudaError"
 # The builder's log line that states an engine's activation memory.
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
@@ -217,8 +217,8 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 def _write_kernels(trt: Any, network: Any, job: Job, listed: str) -> None:
     """Write the kernel list from the builder's message `listed`. The network cannot be built afterwards.
 
-    A failure is only logged, because the engine works without the list, whose form can change between versions of
-    TensorRT."""
+    A failure is only logged, because the engine works without the list. (The list's form can change between versions of
+    TensorRT.)"""
     if not listed:
         print("WARNING: the builder did not list its kernels", flush=True)
         return

@@ -1,6 +1,6 @@
-"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, which run between
-two engines of each layer, over rows sorted by expert. A build selects a form by name, and all code that differs between
-forms is here. `canvasrt/pass_shapes.py` chooses the numbers of slots."""
+"""The two forms in which a GPU runs the experts: in slots inside the engines; or over rows sorted by expert, in our own
+kernels between engines. A build selects a form by name, and all code that differs between forms is here.
+`canvasrt/pass_shapes.py` chooses the numbers of slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIECE_CODE = 10 * 10**6
 
 
 class Slots:
-    """Experts inside the engines. Each expert has as many rows as the pass plan says."""
+    """Experts inside the engines. The pass plan says how many slots an expert has."""
 
     name = SLOTTED
     # Whether the experts are inside the engines.
@@ -44,7 +44,7 @@ class Slots:
         """Raise CanvasError for a target, weight format or row length that this form does not support."""
 
     def passes(self, passes: PassPlan) -> PassPlan:
-        """Return `passes`, which was planned for experts with slots, adapted to this form."""
+        """Return the pass plan for this form. `passes` is the plan for experts with slots."""
         return passes
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:

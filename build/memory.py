@@ -73,8 +73,8 @@ class Weights:
         precision: fp32, bf16, or a recipe's precision.
         formats: the quantized weights' formats by global name. If None, the recipe that `precision` names decides.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
-        in_files: whether sizes are those in graphs' files. Otherwise they are those in memory, where engines store some
-        weights twice, and ONNX Runtime adds sums of blocks.
+        in_files: whether to return sizes in graph files. Otherwise, sizes in memory are returned. These are larger:
+        engines store some weights twice, and ONNX Runtime adds sums of blocks.
     """
 
     model: ModelConfig
@@ -200,7 +200,7 @@ def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
     """Return the number of execution contexts while serving. The head has one per profile, one for captured passes of
-    single requests, and, in batches, one for captured shared passes. The vision tower has one."""
+    single requests, and, if requests are batched, one for captured shared passes. The vision tower has one."""
     head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)

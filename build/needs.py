@@ -32,7 +32,7 @@ CHUNK, ROWS = 1 << 26, 16_384
 
 # The hint for a build that does not fit.
 LIGHTER = (
-    "choose a build that takes less: from a checkpoint that is already quantized"
+    "choose a smaller build: from a checkpoint that is already quantized"
     " (nvidia/diffusiongemma-26B-A4B-it-NVFP4), with --precision int4, which needs no calibration, or with fewer or"
     " shorter prompts for --calibration"
 )
@@ -148,7 +148,7 @@ def host_needs(
 
 
 def _quantizing(graphs: Weights) -> int:
-    """Return how much memory quantizing the largest weights takes: two pieces, both as read and in float32; two float32
+    """Return how much memory quantizing the largest weights takes: two pieces, each as read and in float32; two float32
     matrices; their codes; and the codes of earlier experts, whose memory the allocator keeps."""
     pieces = matrix = 0
     experts, others = 0.0, 0.0
@@ -195,7 +195,7 @@ def check_memory_here(segment: str, need: int) -> None:
     fewer = (
         ""
         if segment == "head"
-        else "; --layers-per-segment, given to the export, makes smaller segments"
+        else "; a smaller --layers-per-segment in the export makes smaller segments"
     )
     raise CanvasError(
         f"building {segment} takes about {gigabytes(need)} of memory, but only {gigabytes(free)} are free",

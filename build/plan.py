@@ -1,4 +1,4 @@
-"""Plans builds: what each one writes and needs, and from what its results are made."""
+"""Plans builds: what a build writes, what it needs, and which inputs determine its results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from canvasrt.types import Json
 
 
 class PrefillPlan(NamedTuple):
-    """How prompts are encoded: how many tokens an encoding pass has at most, and whether images are supported."""
+    """How prompts are encoded: the most tokens of an encoding pass, and whether images are supported."""
 
     prefill_chunk: int
     sees: bool
@@ -73,8 +73,8 @@ class Plan:
     @property
     def spends_graphs(self) -> bool:
         """Whether a segment's weights in graphs are removed from the cache once its engine is built. They are kept if
-        they are small, if the source is a graph bundle, if the user wants to keep them, or if engines still need them:
-        as links or for sorted experts."""
+        they are small, if the source is a graph bundle, if the user wants to keep them, if engines link to them, or if
+        sorted experts need them."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
@@ -117,8 +117,8 @@ class Plan:
 
     @cached_property
     def exported_precision(self) -> str:
-        """The precision of the exported graphs. A quantized checkpoint keeps its own precision if the plan requests
-        that."""
+        """The precision of the exported graphs. If the plan requests a quantized checkpoint's own precision, the
+        checkpoint keeps it."""
         same = self.source.is_quantized and self.precision.name == self.source.precision
         return self.precision.name if same else self.precision.exported
 
@@ -183,7 +183,7 @@ class Plan:
 
     @property
     def kv_cache(self) -> str | None:
-        """The key-value cache's format: that of the requested recipe, or else of the recipe in the graphs."""
+        """The key-value cache's format, from the requested recipe, or else from the graphs' recipe."""
         if self.precision.recipe is not None:
             return self.precision.recipe.kv_cache
         graphs = self.source.graphs
@@ -209,8 +209,8 @@ class Plan:
 
     @cached_property
     def reading(self) -> PrefillPlan:
-        """How prompts are encoded. The first of these that fits the target's memory: the default, shorter passes, no
-        images, shorter passes without images. If none fits, the default."""
+        """How prompts are encoded: the first of four ways that fits the target's memory. They are the default, shorter
+        passes, no images, and shorter passes without images. If none fits, the default is returned."""
         model, limit = self.source.model, self.target.memory
         chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
         sights = (True, False) if model.vision else (False,)
@@ -355,8 +355,8 @@ def make_plans(
 
 
 def shortened(plan: Plan) -> Plan:
-    """Return the plan, with segments of `SHORT_SEGMENT` layers if longer ones take much memory to build and the target
-    has room for short ones. (These take slightly more memory to serve.)
+    """Return the plan with segments of `SHORT_SEGMENT` layers if longer segments take much memory to build and the
+    target has room for short segments, which take slightly more memory to serve. Otherwise, return the plan unchanged.
 
     A target has room if its memory is unknown, or if serving with short segments takes at most 95% of that memory and
     does not change how prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an

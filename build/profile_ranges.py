@@ -87,8 +87,8 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Return the ranges of the dimensions of experts that have `slots` slots. If `tokens` is set, the first product has
-    that many slots instead: one for every token."""
+    """Return the ranges of the experts' dimensions. `slots` is the range of slots per expert. If `tokens` is set, the
+    first product has that many slots instead: one for every token."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}

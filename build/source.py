@@ -57,7 +57,7 @@ def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
     names = {each.replace(ENCODER, DECODER) for each in checkpoint.tensors}
     for name, matrix in matrices(model).items():
         module = matrix.tensors[0].removesuffix(".weight")
-        if name.endswith((GATE_UP, DOWN)):  # each expert's matrices are stored apart
+        if name.endswith((GATE_UP, DOWN)):  # the checkpoint stores every expert separately
             module = module.replace("experts.", "experts.0.").replace("gate_up", "gate")
         formats = [format for part, format in _PARTS.items() if f"{module}.{part}" in names]
         if formats:

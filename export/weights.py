@@ -135,10 +135,10 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name and shape there, and the checkpoint's tensors (`parts`) that form it.
+    """One weight of a graph: its name and shape in the graph, and the checkpoint's tensors (`parts`) that form it.
 
-    Parts are stacked along the first axis. If the checkpoint stores experts separately, the experts' matrices are the
-    parts.
+    Parts are stacked along the first axis. If the checkpoint stores experts separately, every expert's matrix is a
+    part.
     """
 
     name: str

@@ -58,8 +58,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. Return a mapping: each of their values that the rest of
-        the body reads → the equal value in this graph."""
+        """Add a body's nodes that depend on positions alone. Return a mapping from each value that the rest
+        of the body reads from them to the equal value in this graph."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}

@@ -36,15 +36,15 @@ _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _PARTS = (VALUES, BLOCK_SCALES, SCALE, FACTOR)
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# How many numbers are converted to float32 at a time, and how many bytes of signed INT4 codes to unsigned codes.
+# How many numbers at a time are converted to float32, and how many bytes of INT4 codes at a time become unsigned.
 _PIECE = 1 << 22
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` to `out` in a form that ONNX Runtime runs on a CPU, and its weight files, whose names
-    do not change, next to `out`.
+    """Write the graph file `source` to `out` in a form that ONNX Runtime runs on a CPU. Its weight files are written
+    next to `out`, under the same names.
 
-    Inputs and outputs keep their names; those in bfloat16 and E4M3 become float32. An embedding table in INT8 stays so.
+    Inputs and outputs keep their names, but bfloat16 and E4M3 become float32. An INT8 embedding table stays INT8.
     """
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
@@ -198,8 +198,8 @@ def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) 
 
 
 def _dequantized(codes: ir.Value, cast: bool) -> ir.Value:
-    """Return the output of the only node that reads `codes`, a DequantizeLinear; with `cast`, that of the cast that
-    follows it, if there is one."""
+    """Return the output of the DequantizeLinear that reads `codes`, which has no other reader. If `cast` is true and a
+    cast follows, return the cast's output instead."""
     (dequantize,) = codes.consumers()
     wide = dequantize.outputs[0]
     users = wide.consumers()

@@ -22,5 +22,5 @@ EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
 # The suffix of SHARES and CARRIED in the names of a piece's outputs.
 OUT = "_out"
-# A head's output, where it is observed.
+# The head's additional output that `observed.with_logits` adds.
 LOGITS = "logits"

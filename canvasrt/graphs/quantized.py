@@ -49,8 +49,8 @@ _TENSORRT = "trt"
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     """Replace weights of `model` by quantized ones, in place. `forms`: initializer name → form.
 
-    A weight `w` is replaced by initializers without data: those of `w.values`, `w.scale`, `w.input_scale`,
-    `w.block_scales` and `w.factor` that its form has. `stored_parts` yields the data. If weights of one format share an
+    A weight `w` is replaced by initializers without data: `w.values` and, if its form has them, `w.scale`,
+    `w.input_scale`, `w.block_scales` and `w.factor`. `stored_parts` yields the data. If weights of one format share an
     input, that input is quantized once, with the first weight's `input_scale`. If only the table's products are
     quantized, they use a quantized copy named `projection`, and the table is kept for lookups.
 

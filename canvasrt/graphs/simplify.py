@@ -1,4 +1,4 @@
-"""Rewrites layers to fewer nodes for a CPU, because the overhead of nodes dominates a small model's time.
+"""Rewrites layers to fewer nodes for a CPU, because a small model spends most of its time on per-node overhead.
 
 ONNX Runtime merges nodes that have the same operator and the same inputs. So if all layers use equal nodes for their
 masks and sizes, these are computed once.

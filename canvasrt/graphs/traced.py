@@ -1,5 +1,5 @@
-"""Turns traced graphs into the graphs that an export writes: clears what torch's tracer leaves, and joins single-layer
-graphs into the graph of a segment.
+"""Turns traced graphs into the graphs that an export writes: removes the metadata of torch's tracer, and joins
+single-layer graphs into the graph of a segment.
 
 Tracing a layer takes seconds, and layers of one kind have equal graphs. So each kind is traced once, and copied.
 """
