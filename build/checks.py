@@ -172,8 +172,8 @@ def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) ->
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """If the plan's build takes much memory, return half its number of layers per segment, and the memory in bytes that
-    a build with this number takes. Return None if halving does not help."""
+    """Return half the plan's layers per segment, and the memory in bytes that a build with so short segments takes.
+    Return None if the plan's own build does not take much memory, or if halving does not help."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
@@ -196,7 +196,7 @@ def check_memory_to_serve(plan: Plan, memory: int) -> None:
     if plan.memory.total <= memory:
         return
     raise CanvasError(
-        f"{_takes(plan)}, but there are {gigabytes(memory)} here",
+        f"{_takes(plan)}, but this machine has {gigabytes(memory)}",
         f"build with other options, then serve what was built: `canvasrt build {plan.source.path} --target"
         f" {plan.target.name} … -o DIR` and `canvasrt serve DIR`; {what_fits(plan, memory)}",
     )
@@ -232,7 +232,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 def _several_options(plan: Plan) -> list[str]:
     """Return options under which a single request fits: the first precision in which any context fits, and the longest
-    such context."""
+    context that fits."""
     for precision in (plan.precision, *plan.other_precisions):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:

@@ -1,7 +1,7 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build takes more than twice its weights' memory, cannot be interrupted from Python, and the kernel can kill it when
-memory runs out. A child process can be killed at any time, and then returns all of its memory. If it dies, the parent
+A build takes more than twice its weights' memory, and cannot be interrupted from Python. If memory runs out, the kernel
+kills the builder. A child process can be killed at any time, and then returns all of its memory. If it dies, the parent
 raises an ordinary error.
 """
 
@@ -42,8 +42,8 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 @dataclass(frozen=True)
 class Job:
     """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine is built for GPUs of all
-    `capabilities`, or, if there are none, for this machine's GPU `gpu`, a UUID. `timing` is the timing cache's file, which
-    is created if missing.
+    `capabilities`. If there are none, it is built for this machine's GPU, whose UUID is `gpu`. `timing` is the timing
+    cache's file, which is created if missing.
     """
 
     module: str
@@ -100,8 +100,10 @@ class Children:
                 process.kill()
 
     def start(self, command: list[str], gpu: str = "") -> subprocess.Popen[str]:
-        """Start a process whose output is a single text stream. Raises CanvasError after `kill`. `gpu`: the UUID of the
-        only GPU that the process may use."""
+        """Start a process. Its stdout and stderr are one text stream. Raises CanvasError after `kill`.
+
+        gpu: the UUID of the only GPU that the process may use.
+        """
         with self._lock:
             if self._stopped:
                 raise CanvasError("the build was stopped", "start it again")
@@ -198,8 +200,8 @@ def compile_engine(job: Job) -> None:
 
 
 def _use_timings(config: Any, file: Path) -> None:
-    """Reuse kernel timings from earlier builds, and record new ones. TensorRT refuses a damaged file, and timings of
-    another kind of GPU; then record all timings anew."""
+    """Reuse kernel timings from earlier builds, and record new ones. If TensorRT refuses the file, because it is
+    damaged or from another kind of GPU, record all timings anew."""
     for content in (file.read_bytes() if file.is_file() else b"", b""):
         timings = config.create_timing_cache(content)
         if timings is not None and config.set_timing_cache(timings, ignore_mismatch=False):

@@ -54,7 +54,7 @@ class Slots:
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
         """Return how many bytes of kernel code all body segments have. There are `bodies` segments, with `layers`
-        layers in total. The engine of a whole segment has `engine` bytes of code."""
+        layers in total. If a segment is not cut into pieces, its engine has `engine` bytes of code."""
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
@@ -89,7 +89,7 @@ class SortedRows(Slots):
         sizes = ExpertSizes.of(model)
         for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
             form = KernelForm(function, sizes, "bfloat16", format)
-            # This raises CanvasError for a format without a kernel, and for rows that the kernel's steps do not divide.
+            # This raises CanvasError for a format without a kernel, and for rows that are not a whole number of kernel steps.
             inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
 
     def passes(self, passes: PassPlan) -> PassPlan:

@@ -41,7 +41,7 @@ class Estimate:
 
     `code` is for the engines' kernels; `buffers` for inputs, outputs and hidden states; `contexts` for execution
     contexts and captured graphs. On a CPU, `buffers` is what the process takes without a model, and `workspace` is the
-    sum for bodies and head."""
+    sum of the bodies' and the head's workspace."""
 
     weights: int
     code: int
@@ -243,8 +243,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return how many bytes attention takes for one request. Fused attention needs joined keys and values and a mask;
-    attention that is not fused needs transposed keys, two sets of scores and a mask."""
+    """Return how many bytes attention takes for one request. Fused attention needs a mask, and cached and new keys
+    and values joined; other attention needs a mask, transposed keys, and two sets of scores."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:

@@ -18,9 +18,9 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder takes `BUILDER_BASE` bytes, plus the size of a segment's weights times a factor: `HEAD_FACTOR` for the head,
-# `BUILDER_FACTOR` for other segments, unless the weights' format has its own factor. Measured in TensorRT-RTX;
-# docs/benchmarks.md lists the peaks of whole builds.
+# A builder takes `BUILDER_BASE` bytes plus the size of a segment's weights times a factor. If the weights' format has
+# no factor of its own, this is `HEAD_FACTOR` for the head and `BUILDER_FACTOR` for other segments. Measured in
+# TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders together use at most a third of the free memory. The rest is for the page cache.

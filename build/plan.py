@@ -117,8 +117,8 @@ class Plan:
 
     @cached_property
     def exported_precision(self) -> str:
-        """The precision of the exported graphs. If the plan requests a quantized checkpoint's own precision, the
-        checkpoint keeps it."""
+        """The precision of the exported graphs. If the plan requests the precision in which the source is already
+        quantized, the graphs keep it. Otherwise, the graphs are plain."""
         same = self.source.is_quantized and self.precision.name == self.source.precision
         return self.precision.name if same else self.precision.exported
 
@@ -295,7 +295,7 @@ class Plan:
         for name in () if self.source.is_quantized else self.target.precisions:
             if name != self.precision.name:
                 other = parse_precision(name)
-                # Skip a format whose blocks do not divide the model's rows.
+                # Skip the precision if the model's rows are not whole blocks of its formats.
                 with contextlib.suppress(CanvasError):
                     other.formats(self.source.model)
                     others.append(other)
@@ -329,8 +329,8 @@ def make_plans(
     out: Path | str,
     options: BuildOptions = DEFAULT_OPTIONS,
 ) -> list[Plan]:
-    """Return one plan per target. A single plan writes to `out`, several to `out/<target>`. Raises CanvasError for
-    options that the model or a target rules out."""
+    """Return one plan per target. A single plan writes to `out`; several plans write to `out/<target>`. Raises
+    CanvasError for options that the model or a target rules out."""
     precisions = choose_precisions(targets, options.precision, source.precision)
     context, layers = check_options(options, source, precisions)
     folder, plans = Path(out).expanduser(), []
@@ -362,7 +362,7 @@ def shortened(plan: Plan) -> Plan:
     does not change how prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an
     export.
     """
-    # Exported graphs are already cut. Otherwise, only engines with the experts' weights take much memory to build.
+    # Exported graphs are already cut. Engines without the experts' weights never take much memory to build.
     if plan.source.graphs is not None or not plan.experts.in_engines:
         return plan
     built = builder_needs(replace(plan.weights, on_cpu=False), plan.experts)
@@ -376,7 +376,7 @@ def shortened(plan: Plan) -> Plan:
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
     """Cut the plans of one source and precision into the same segments, so that they share graphs. If one plan's target
-    has no room for short segments, all plans of its precision get long ones."""
+    has no room for short segments, all plans of its precision get long segments."""
     longest: dict[str, int] = {}
     for each in plans:
         kind = each.precision.text

@@ -43,13 +43,13 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter names the patch dimension by an expression.
+    # The runtime processes one image at a time. The exporter's name of the patch dimension is an expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
 
 def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
-    """Return profiles as the manifest lists them, in the order in which the engine has them."""
+    """Return profiles as the manifest lists them, in the engine's order."""
     return [
         {"name": name, **{dimension: size.to_json() for dimension, size in sizes.items()}}
         for name, sizes in made.items()

@@ -22,7 +22,7 @@ class Work:
     """The plans of one source, and what earlier builds have left for them.
 
     Attributes:
-        bundles: for each plan, the bundle that it would write, if it exists.
+        bundles: for each plan, its finished bundle; None if there is none yet.
         missing: the plans without a bundle, which are to be built.
         graphs: for each precision of missing plans (`Precision.text`), their graphs (see `reusable_graphs`).
         calibrated: the precisions whose calibration result is in the cache, although their graphs are not.
@@ -36,7 +36,7 @@ class Work:
 
 
 def find_work(plans: Sequence[Plan]) -> Work:
-    """Find what earlier builds have left. Raises CanvasError if a different bundle is where a plan writes its own."""
+    """Find what earlier builds have left. Raises CanvasError if a plan's output folder holds a different bundle."""
     bundles = [existing(plan) for plan in plans]
     missing = [plan for plan, found in zip(plans, bundles, strict=True) if found is None]
     graphs = reusable_graphs(missing)
@@ -49,7 +49,7 @@ def find_work(plans: Sequence[Plan]) -> Work:
 
 
 def existing(plan: Plan) -> Bundle | None:
-    """Return the bundle at a plan's `out` if the build would write the same one; None if `out` contains no bundle.
+    """Return the bundle at a plan's `out` if the build would write the same bundle; None if `out` contains no bundle.
 
     Raises CanvasError if a different bundle is there.
     """

@@ -52,7 +52,7 @@ class Source:
 
 
 def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
-    """Return the formats that a quantized checkpoint's weights will have in graphs, from its tensors' names."""
+    """Derive, from a quantized checkpoint's tensor names, the formats that its weights will have in graphs."""
     model, found = checkpoint.model, dict[str, str]()
     names = {each.replace(ENCODER, DECODER) for each in checkpoint.tensors}
     for name, matrix in matrices(model).items():

@@ -1,4 +1,4 @@
-"""Builds engines for NVIDIA GPUs. TensorRT-RTX builds them on any machine; TensorRT needs the GPU itself."""
+"""Builds engines for NVIDIA GPUs. TensorRT-RTX builds them on any machine; TensorRT needs the target's GPU."""
 
 from __future__ import annotations
 

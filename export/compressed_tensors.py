@@ -131,7 +131,8 @@ def _block(weight: Weight, part: str) -> int:
         return short
     if group not in INT4_GROUPS:
         raise CanvasError(
-            f"{name} in {held.path} has groups of {group}, not one of {INT4_GROUPS}", INT4_HINT
+            f"{name} in {held.path} has groups of {group} inputs, which canvasrt does not support",
+            INT4_HINT,
         )
     return group
 

@@ -1,5 +1,5 @@
-"""The mixture of experts in standard ONNX operators. It runs hardly longer than it takes to read every expert's weights
-once, and does not approximate.
+"""The mixture of experts in standard ONNX operators. It is exact, and hardly slower than reading all experts' weights
+once.
 
 Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product, and results are
 gathered back. Alternatively, every expert's first matrix product (gate and up) takes all tokens; the second (down)
@@ -33,8 +33,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. The first of
-        # the best scores is the largest.
+        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. `topk` sorts
+        # them, so the first is the largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)
@@ -86,7 +86,7 @@ class Experts(nn.Module):
 
 
 def sum_of_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, which is kept with size 1.
+    """Sum over a short dimension, and keep it with size 1.
 
     TensorRT-RTX fuses sums over four elements with surrounding operators, but not sums over eight.
     """

@@ -132,7 +132,7 @@ def _crossing(
 ) -> list[str]:
     """Return the names of the values that belong to `stage` and are read in the next stage, except those in `experts`."""
     found: dict[str, None] = {}
-    # `wanted` excludes nodes inside the experts: they lead only to `load`, and to the rows, which are in `experts`.
+    # Nodes inside the experts are not wanted: they lead only to `load`, and to the rows, which are in `experts`.
     outputs = [value for value in graph.outputs if value.name != "load"]
     wanted = set(ancestors(*outputs, given=experts))
     for node in graph:

@@ -1,6 +1,6 @@
 """Moves masks, rotations and sizes, which only depend on positions, to a graph that runs once per block.
 
-Without that graph, a quarter of a small model's body nodes would compute these values again in every pass.
+In a small model, a quarter of the body nodes would otherwise compute these values again in every pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
 
 
 class _Geometry:
-    """The new graph. Equal nodes of several bodies are merged."""
+    """The new graph. Identical nodes of several bodies are merged."""
 
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []

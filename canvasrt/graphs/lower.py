@@ -1,8 +1,9 @@
 """Lowers graphs for ONNX Runtime on a CPU: all values are float32, and rounded exactly as in the quantized graph.
 
 A CPU multiplies neither bfloat16 nor most quantized formats. So the lowered graph has dequantized weights, and rounds
-activations to the same numbers in the same places. INT4 weights stay packed; a function in the graph unpacks them,
-until `nbits` and `cpu_experts` replace it by MatMulNBits. Weights are streamed: only a piece is in memory at a time.
+activations to the same numbers in the same places. INT4 weights stay packed, and a function in the graph unpacks
+them. Later, `nbits` and `cpu_experts` replace this function by MatMulNBits. Weights are streamed: only a piece is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Each row is rounded by itself, so the rounding is moved before a gather, whose input has fewer rows. The experts
+    Each row is rounded by itself, so rounding can be moved before a gather, where there are fewer rows. The experts
     then keep the form that `cpu_experts.split_experts` expects.
     """
     for node in list(graph):

@@ -1,4 +1,4 @@
-"""Quantizes weights to the formats of `canvasrt.formats`. ModelOpt is imported when something is quantized."""
+"""Quantizes weights to the formats of `canvasrt.formats`. ModelOpt is imported only when needed."""
 
 from __future__ import annotations
 

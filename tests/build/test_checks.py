@@ -253,7 +253,7 @@ def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -
 def test_what_is_served_here_must_fit_this_machine() -> None:
     made = released("cpu", "fp32")
     with pytest.raises(
-        CanvasError, match=r"take 110\.\d GB, but there are 25\.0 GB here"
+        CanvasError, match=r"take 110\.\d GB, but this machine has 25\.0 GB"
     ) as raised:
         checks.check_memory_to_serve(made, 25 * 10**9)
     assert "canvasrt serve DIR" in raised.value.hint
