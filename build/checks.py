@@ -110,7 +110,7 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
 
 
 def check_machine(plan: Plan) -> None:
-    """Raise CanvasError if this machine lacks the GPU or an extra that the build needs. Called before anything is
+    """Raise CanvasError if this machine lacks the GPU or a pip extra that the build needs. Called before anything is
     written."""
     target = plan.target
     if target.capability is not None:

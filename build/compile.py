@@ -150,7 +150,7 @@ def compile_graph(job: Job, children: Children | None = None) -> int | None:
     if process.returncode < 0:
         raise CanvasError(
             f"{name}: the {job.module} builder was killed by signal {-process.returncode}",
-            "most likely memory ran out: close other programs, or use a machine with more",
+            "most likely memory ran out: close other programs, or use a machine with more memory",
         )
     said = errors[0] if errors else f"it ended with code {process.returncode} without a message"
     raise CanvasError(

@@ -33,9 +33,9 @@ class Slots:
     name = SLOTTED
     # Whether the experts are inside the engines.
     in_engines = True
-    # Suffixes of the names of weights that are in no engine.
+    # A weight is in no engine if its name ends with one of these suffixes.
     outside: tuple[str, ...] = ()
-    # Modules that a build needs, each followed by the extra that installs it.
+    # Modules that a build needs, each with the pip extra that installs it.
     modules: tuple[tuple[str, str], ...] = ()
     # Packages whose versions determine the result, in addition to the builder's.
     packages: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class SortedRows(Slots):
         sizes = ExpertSizes.of(model)
         for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
             form = KernelForm(function, sizes, "bfloat16", format)
-            # This raises CanvasError for a format without a kernel, and for rows that are not a whole number of kernel steps.
+            # This raises CanvasError for a format without a kernel, and for rows that are not whole kernel steps.
             inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
 
     def passes(self, passes: PassPlan) -> PassPlan:

@@ -74,7 +74,7 @@ class Weights:
         formats: the quantized weights' formats by global name. If None, the recipe that `precision` names decides.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
         in_files: whether to return sizes in graph files. Otherwise, sizes in memory are returned. These are larger:
-        engines store some weights twice, and ONNX Runtime adds sums of blocks.
+        engines store some weights twice, and ONNX Runtime adds a sum per block.
     """
 
     model: ModelConfig
@@ -265,8 +265,8 @@ def _head(weights: Weights, passes: PassPlan, element: int) -> int:
 
 
 def _cpu_head(weights: Weights) -> int:
-    """Return how many bytes the head takes on a CPU. ONNX Runtime runs one operator of one request at a time in float32
-    (only small passes run concurrently), and dequantizes the table piece by piece."""
+    """Return how many bytes the head takes on a CPU. ONNX Runtime runs one operator at a time in float32, and
+    dequantizes the table piece by piece. (Only small passes of several requests run concurrently.)"""
     logits = weights.model.canvas_length * weights.model.vocab_size
     return round(3.5 * logits * 4) + (
         TABLE_PIECE_BYTES if weights.chosen.get(TABLE) in FORMATS else 0
@@ -274,8 +274,8 @@ def _cpu_head(weights: Weights) -> int:
 
 
 def _cpu_body(model: ModelConfig, passes: PassPlan) -> int:
-    """Return the size in bytes of the largest operator's tensors in float32. The largest operator is attention, with
-    all heads' scores and joined keys and values, or the experts, whose sorted rows need no empty slots."""
+    """Return the size in bytes of the largest operator's tensors in float32. The largest operator is either
+    attention (all heads' scores, and joined keys and values) or the experts (sorted rows, without empty slots)."""
     longest = passes.lengths[-1]
     inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
     experts = rows * (2 * model.hidden_size + 3 * inner)

@@ -83,7 +83,7 @@ class Needs:
 
     def disk(self, spends_graphs: bool) -> int:
         """Return the peak disk use in bytes. A calibration's files are removed before graphs are written. If
-        `spends_graphs` is true, a segment's weights in graphs are removed once its engine is built."""
+        `spends_graphs` is true, the weights in a segment's graph are removed once the segment's engine is built."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:
             return max(most, self.graphs + self.engines)
@@ -128,7 +128,8 @@ def host_needs(
     workers: int = 1,
     calibration: CalibrationNeeds | None = None,
 ) -> Needs:
-    """Return what a build needs if the cache is empty. The build then first calibrates and writes `graphs`."""
+    """Return what a build needs if the cache is empty. `graphs` are the weights of the graphs that the build writes
+    first; None if it builds from the source's own graphs."""
     engines: dict[str, int] = {}
     stored = replace(built, in_files=True).segments()
     if not built.on_cpu:

@@ -72,9 +72,9 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights in graphs are removed from the cache once its engine is built. They are kept if
-        they are small, if the source is a graph bundle, if the user wants to keep them, if engines link to them, or if
-        sorted experts need them."""
+        """Whether the weights in a segment's graph are removed from the cache once its engine is built. They are kept
+        if they are small, if the source is a graph bundle, if the user wants to keep them, if engines link to them, or
+        if sorted experts need them."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS

@@ -1,4 +1,4 @@
-"""Finds what a build can reuse: finished bundles, graphs and engines in the cache, and files of an interrupted build."""
+"""Finds what a build can reuse: finished bundles, cached graphs and engines, and files of an interrupted build."""
 
 from __future__ import annotations
 

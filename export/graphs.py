@@ -69,8 +69,8 @@ def export_graphs(
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
         calibration: a JSONL file of calibration prompts, for a recipe or for a quantized checkpoint without activation
         scales. By default, canvasrt's own prompts are used.
-        recipe: how to quantize the weights during a bf16 export. The bundle equals one that `quantize_graphs` makes from a
-        bf16 export.
+        recipe: how to quantize the weights during a bf16 export. The bundle equals one that `quantize_graphs` makes
+        from a bf16 export.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and if
     `out` is not empty. A call that fails does not write `out`. Its progress in calibrating and quantizing stays in the

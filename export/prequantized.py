@@ -55,7 +55,7 @@ class Prequantized:
         # By global name: the weights that the checkpoint stores quantized, and the table if graphs quantize it.
         self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
-        # Checkpoints have no input scales for the table, so formats that need these are not possible.
+        # Checkpoints have no input scales for the table, so the table cannot have a format that needs them.
         if rounded is not None and FORMATS[rounded.format].rounds_inputs:
             rounded = None
         for part in parts:

@@ -1,4 +1,4 @@
-"""Maps checkpoint tensors to the weights of graphs, and combines them."""
+"""Combines a checkpoint's tensors into the weights of graphs."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def next_node(value: ir.Value, kind: str) -> ir.Node:
 
 
 def ancestors(*values: ir.Value, given: Collection[ir.Value] = ()) -> Iterator[ir.Node]:
-    """Yield all nodes that compute `values`, directly or indirectly, nearest first. Nodes that are only needed to compute
-    values in `given` are left out."""
+    """Yield all nodes that compute `values`, directly or not, nearest first. Nodes that are only needed for values
+    in `given` are left out."""
     queue, seen = [each for each in values if each not in given], {*values, *given}
     while queue:
         node = queue.pop(0).producer()

@@ -128,8 +128,8 @@ class _Weight:
 
 
 def _multiplication(value: ir.Value) -> ir.Node | None:
-    """Return the node that multiplies a matrix product by `value`, a scale or factor of its weight; None if there is
-    none. The graph may reshape the value first."""
+    """Return the node that multiplies a matrix product by `value`, the scale or factor of the product's weight. Return
+    None if there is no such node. The graph may reshape the value first."""
     for node in value.consumers():
         if node.op_type == "Reshape":
             return _multiplication(node.outputs[0])

@@ -159,7 +159,7 @@ class _Table(_Quantized):
     def rewrite(self) -> None:
         """Let the products use the dequantized table, and dequantize looked-up rows separately.
 
-        Before the lookup, rows are dequantized by a scale of 1; after it, they are scaled. So TensorRT looks up rows of
+        Rows are dequantized with a scale of 1 before the lookup, and scaled after it. So TensorRT looks up rows of
         codes. If rows were scaled before the lookup, TensorRT would write the whole dequantized table to memory.
         """
         first = self.graph[0]

@@ -1,8 +1,8 @@
 """Calibration: the model generates from real prompts while the largest activations are recorded.
 
-Prefill, the encoding of finished canvases, and denoising at every noise level run as in serving, with self-conditioning
-and the runtime's generator. One layer is in memory at a time, so memory depends neither on the model's depth nor on the
-number of prompts.
+The runtime's generator runs prefill, the encoding of finished canvases, and denoising at every noise level as in
+serving, including self-conditioning. One layer is in memory at a time, so memory depends neither on the model's depth
+nor on the number of prompts.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class StreamedNetwork:
         )
         self._encoding: list[Call] = []
         self._saved = saved
-        # The outputs of all sweeps so far, including those before an interruption. Hidden states are left out.
+        # The outputs of all sweeps so far, including sweeps before an interruption. Hidden states are left out.
         self._outputs: list[list[dict[str, Tensor]]] = []
         self._earlier: list[Any] = saved.state.get("outputs", [])
         self._rows: dict[int, CachedRow] = {}
