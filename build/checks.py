@@ -172,7 +172,7 @@ def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) ->
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """Return half the plan's layers per segment, and the memory in bytes that a build with so short segments takes.
+    """Return half the plan's layers per segment, and the memory in bytes that a build with segments this short takes.
     Return None if the plan's own build does not take much memory, or if halving does not help."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:

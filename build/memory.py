@@ -73,7 +73,7 @@ class Weights:
         precision: fp32, bf16, or a recipe's precision.
         formats: the quantized weights' formats by global name. If None, the recipe that `precision` names decides.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
-        in_files: whether to return sizes in graph files. Otherwise, sizes in memory are returned. These are larger:
+        in_files: whether to return sizes in graph files. Otherwise, sizes in memory are returned. These can be larger:
         engines store some weights twice, and ONNX Runtime adds a sum per block.
     """
 
@@ -243,8 +243,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return how many bytes attention takes for one request. Fused attention needs a mask, and cached and new keys
-    and values joined; other attention needs a mask, transposed keys, and two sets of scores."""
+    """Return how many bytes attention takes for one request. Fused attention needs a mask, and copies that join
+    cached and new keys and values. Other attention needs a mask, transposed keys, and two sets of scores."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:

@@ -138,7 +138,7 @@ def check_options(
     options: BuildOptions, source: Source, precisions: Sequence[Precision]
 ) -> tuple[int, int]:
     """Check options against the source and the targets' precisions. Return the context length and the number of layers
-    per segment: those requested, or else the defaults for the source."""
+    per segment, as requested, or else the source's defaults."""
     ends = source.graphs is not None and source.is_quantized
     is_calibrated = not ends and any(each.is_calibrated for each in precisions)
     what = "a graph bundle that is already quantized" if ends else precisions[0].text

@@ -221,7 +221,7 @@ def _write_host_head(
 
     Returns the manifest's entry: file, dtype, and the weights in file order. The table and all weights that the
     checkpoint stores quantized are left out. If a self-conditioning weight is left out, the host cannot compute
-    self-conditioning, which only requests of several steps need.
+    self-conditioning. (Only requests of several steps need it.)
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

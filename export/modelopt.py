@@ -1,7 +1,7 @@
 """Weights that a checkpoint already stores quantized: codes and block scales are copied to the graph unchanged.
 
-A checkpoint has one scale per matrix, but a graph stacks several matrices, and all experts, into one weight. So the
-matrices' scales become one scalar, plus factors by which the product is multiplied. The largest input scale replaces
+A checkpoint scales every matrix separately, but a graph stacks several matrices, and all experts, into one weight. So
+the matrices' scales become one scalar, plus factors by which the product is multiplied. The largest input scale replaces
 all of them, because the input is quantized only once.
 """
 

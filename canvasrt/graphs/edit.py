@@ -166,7 +166,7 @@ def initializer(
     shape: Sequence[int] | None = None,
     data: ir.TensorProtocol | None = None,
 ) -> ir.Value:
-    """Add an initializer: either `data`, or a dtype and shape whose data is written later."""
+    """Add an initializer with `data`, or with only a dtype and a shape if its data is written later."""
     value = ir.val(name, dtype, shape, const_value=data)
     graph.initializers.add(value)
     return value

@@ -235,8 +235,8 @@ def _rotation(op: Any, x: ir.Value, cos: ir.Value, **_: ir.Value) -> ir.Value:
 
 
 def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
-    """Return the angles `[B, L, head_dim / 2]` from which `turn` is computed: they are concatenated with themselves,
-    then `turn` is their cosine or sine, possibly cast. Return None if `turn` is computed differently."""
+    """If `turn` is the cosine or sine (`kind`), possibly cast, of angles that are concatenated with themselves, return
+    these angles `[B, L, head_dim / 2]`. Return None if `turn` is computed differently."""
     node = turn.producer()
     if node is not None and node.op_type == "Cast":
         node = input_of(node).producer()
