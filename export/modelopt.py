@@ -1,8 +1,8 @@
 """Weights that a checkpoint already stores quantized: codes and block scales are copied to the graph unchanged.
 
 A checkpoint scales every matrix separately, but a graph stacks several matrices, and all experts, into one weight. So
-the matrices' scales become one scalar, plus factors by which the product is multiplied. The largest input scale replaces
-all of them, because the input is quantized only once.
+the matrices' scales become one scalar, plus factors by which the product is multiplied. The largest input scale
+replaces all of them, because the input is quantized only once.
 """
 
 from __future__ import annotations
