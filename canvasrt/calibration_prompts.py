@@ -248,8 +248,7 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """Return which of `PROMPT_KINDS` is a key of the line, and this key's value, the prompt. All other keys are
-        ignored."""
+        """Return the kind of the line's prompt, one of `PROMPT_KINDS`, and the prompt. All other keys are ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:

@@ -16,8 +16,8 @@ class Codes:
         mantissa: bits of the mantissa; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
-        rates: names of the GPU rates for products of these numbers: their own rate, then those of wider formats, for
-            GPUs that lack the first. Empty if numbers are converted to 16 bits before products.
+        rates: names of the GPU rates for products of these numbers: the format's own rate, then the rates of wider
+            formats, for GPUs without the format's own. Empty if numbers are converted to 16 bits before products.
         has_nan: whether the code with all bits set is NaN.
     """
 
@@ -69,8 +69,8 @@ class NumberFormat:
         engine_copies: how many copies of a weight an engine has: TensorRT keeps one for each way to multiply by it.
         builder_factor: how many bytes a TensorRT builder needs per byte of such weights, including the mapped file.
         feeds_all_tokens: whether every expert's first product takes all tokens of a single canvas, not only those in
-            the expert's slots. Reading the weights takes most of the time either way, and with all tokens each one
-            is quantized once, not once per slot.
+            the expert's slots. Reading the weights takes most of the time either way. If all tokens are taken, each
+            token is quantized once instead of once per slot.
         rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
         packed_on_cpu: whether a CPU multiplies packed weights; weights in all other formats become float32 there.
         caches: whether keys and values can be cached in the format.
@@ -141,7 +141,7 @@ class NumberFormat:
         return self.bits / 8 + (4 if in_file else 8) / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
-        """Return the scale at which the largest code stands for `amax`. If calibration recorded only zeros, any scale
+        """Return the scale at which the largest code represents `amax`. If calibration recorded only zeros, any scale
         works, and 1 is returned."""
         return (amax or self.largest) / self.largest
 

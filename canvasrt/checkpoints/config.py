@@ -104,8 +104,8 @@ def read_config(
 ) -> tuple[ModelConfig, SamplerDefaults]:
     """Parse config.json and generation_config.json. `generation` is None if the checkpoint has no such file.
 
-    preprocessing: the files that say how images are prepared, by name. Raises CanvasError if the architecture, or such
-    a way of preparing images, is not supported.
+    preprocessing: the files that say how images are prepared, by name. Raises CanvasError if the architecture or the
+    preparation of images is not supported.
     """
     if config.get("model_type") != MODEL_TYPE:
         raise CanvasError(
@@ -178,8 +178,8 @@ def _refuse_unsupported(text: _Fields, top: _Fields, vision: _Fields) -> None:
         vision.only("hidden_activation", "gelu_pytorch_tanh")
         if text.data.get("use_bidirectional_attention") is None:
             raise CanvasError(
-                "text_config: without use_bidirectional_attention, an image's tokens would not see"
-                " those after them: not supported",
+                "text_config: without use_bidirectional_attention, an image's tokens would not attend to"
+                " later tokens of the image, which is not supported",
                 _UNSUPPORTED_HINT,
             )
 

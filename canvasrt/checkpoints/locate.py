@@ -136,9 +136,10 @@ def _read_if_there(file: Path) -> Json | None:
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return tensor name → file name for a sharded checkpoint; None if all weights are in one file.
+    """Return tensor name → file name for a sharded checkpoint; None if all weights are in model.safetensors.
 
-    As in transformers, that file overrides an index that does not name it, which an earlier save left behind.
+    If that file exists but the index does not name it, an earlier save left the index behind. As in transformers, such
+    an index is ignored.
 
     Raises CanvasError if the index is damaged, or if it names a file that is not a `*.safetensors` in the same folder,
     because the fingerprint would not cover that file.

@@ -81,7 +81,7 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
     """Return the calibration error that perfect probabilities would show by chance: its mean and 95th percentile over
-    simulated answers. Only answers to questions that have one right option, which `firm` marks, are simulated; other
+    simulated answers. `firm` marks questions that have one right option. Only their answers are simulated; all other
     questions add no error."""
     random = np.random.default_rng(0)
     found = []

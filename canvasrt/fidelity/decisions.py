@@ -130,7 +130,7 @@ def _answers(bundle: Bundle, file: str, items: Sequence[Json], reading: Json) ->
     found: dict[int, list[Scored]] = {}
     while len(found) < len(items):
         progress.report("asking labelled questions", len(found), len(items))
-        # Few requests are prepared ahead of time, because decoded images are large.
+        # Only a few requests are prepared ahead of time, because decoded images are large.
         for number in islice(left, 2 * generator.max_batch - len(pending)):
             ask, right, made = request(number)
             pending[generator.add(made, is_checked=True)] = number, ask, right

@@ -25,9 +25,9 @@ def sections(report: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> I
     if report["answers"]:
         yield section(
             "Exact answers",
-            "Both sides answer the same held-out questions under the same noise. Intervals are 95%: Wilson's for each"
-            " side, Agresti and Min's paired one for the loss. Tasks with too few questions repeat them under other"
-            " noise.",
+            "Both sides answer the same held-out questions with the same noise. Intervals are 95% intervals: Wilson's for"
+            " each side, and Agresti and Min's paired interval for the loss. If a task has too few questions, they are"
+            " asked again with other noise.",
             drawn.get("answers"),
             [_answers(report["answers"])],
             last_is_total=True,
@@ -37,7 +37,7 @@ def sections(report: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> I
     if report["pace"]:
         yield section(
             "Pace",
-            "Whole generations with early stop, both sides under the same noise. The growth's interval is a bootstrap"
+            "Whole generations with early stop, with the same noise on both sides. The growth's interval is a bootstrap"
             f" over the {report['pace']['requests']:,} requests.",
             drawn.get("pace"),
             [_pace(report)],
@@ -50,7 +50,7 @@ def _inside(report: Json, drawn: Mapping[str, str]) -> Iterator[Json]:
     """Yield the sections about segments, layers, experts and matrices."""
     yield section(
         "Segments",
-        "Each segment, and below each layer, gets the inputs that transformers' got, so errors do not add up."
+        "Each segment gets the inputs that transformers computed, so errors do not add up. So does each layer below."
         " The table shows ‖found − expected‖ / ‖expected‖ while denoising, and in brackets while encoding."
         " The head's hidden states are the next step's input.",
         drawn.get("segments"),
@@ -158,8 +158,8 @@ def _steps_note(report: Json) -> str:
     }
     return (
         f"{steps['prompts']} {kinds[steps['prompt_kind']]}, {steps['steps']} steps each without early stop,"
-        f" {steps['all']['positions']:,} positions. Both sides get the canvases that transformers went through in fp32;"
-        " each conditions on its own last step. KL(transformers ‖ bundle) is of the soft-capped logits at"
+        f" {steps['all']['positions']:,} positions. Both sides get the canvases that transformers went through in fp32, and"
+        " self-condition on their own previous step. KL(transformers ‖ bundle) compares soft-capped logits at"
         " temperature 1. Early, middle and late are thirds of the steps."
     )
 

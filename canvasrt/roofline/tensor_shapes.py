@@ -18,7 +18,7 @@ from canvasrt.roofline.dims import UNKNOWN, Dim, evaluate, from_terms, names_in
 Dims = tuple[Dim, ...]
 
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Two sizes to try for every dimension, which do not occur in real models, and a third size to check the formula.
+# Two sizes to try for every dimension, and a third size to check the formula. They do not occur in real models.
 _LOW, _HIGH, _CHECK = 3, 4, 7
 
 

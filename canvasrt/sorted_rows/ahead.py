@@ -48,7 +48,7 @@ class CompiledKernel:
 
 
 def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKernel:
-    """Compile one kernel. Raises CanvasError if Triton the language is not installed."""
+    """Compile one kernel. Raises CanvasError if the Triton language is not installed."""
     triton = require("triton", "sorted")
     compiler, backends = (
         require("triton.compiler", "sorted"),
