@@ -221,7 +221,7 @@ def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Itera
 
     When the block ends without an exception, the folder is removed, except for the file `keep`. Folders of interrupted
     work of the same kind stay, up to `_KEPT_BYTES` in total; the oldest are removed first. While another process works
-    on the same inputs, this one waits.
+    on the same inputs, this process waits.
     """
     own = unfinished_folder(kind, made_from)
     rooms = own.parent

@@ -39,8 +39,8 @@ ALL_CODES = {each.onnx: each for each in (E2M1, E4M3, INT4, INT8)}
 
 @dataclass(frozen=True)
 class Compressed:
-    """compressed-tensors' names for a format: the type with its bits, the possible layouts, and the possible
-    strategies, that is, which parts of a weight have a scale of their own."""
+    """compressed-tensors' names for a format: the type and its bits, the possible layouts, and the possible strategies.
+    A strategy says which parts of a weight have their own scale."""
 
     kind: str
     layouts: tuple[str, ...]

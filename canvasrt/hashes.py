@@ -38,7 +38,7 @@ DIFFERS = "differs from the manifest (SHA-256)"
 def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
     """Return name → SHA-256 for the files `names` under `root`. Hashes several files concurrently.
 
-    If `doing` describes the work, the hashed bytes are reported as its progress.
+    `doing` describes the work. If it is not empty, the number of hashed bytes is reported as progress.
     """
     names, report = list(names), listener()
     total = sum((root / name).stat().st_size for name in names)
@@ -50,7 +50,7 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
         with (root / name).open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                # Threads can lose an update, but only a progress display reads the number.
+                # Concurrent updates can be lost. This is harmless, because only a progress display reads the number.
                 done += len(chunk)
                 if doing:
                     report(doing, done, total)

@@ -97,7 +97,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 @cache
 def _asked() -> tuple[str, str]:
-    """Return nvidia-smi's table, and its error if it failed, such as after an update of the driver."""
+    """Return nvidia-smi's table, and its error message if it failed, for example after a driver update."""
     if shutil.which("nvidia-smi") is None:
         return "", ""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -121,9 +121,9 @@ def building_gpu(target: Target) -> Gpu | None:
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi's table; None if the line describes no GPU. For a GPU with unified memory,
-    nvidia-smi shows [N/A]; its memory is then the host's, because a container's limit does not apply to what the driver
-    allocates."""
+    """Parse one line of nvidia-smi's table; None if the line describes no GPU. If nvidia-smi shows [N/A] as the memory,
+    the GPU shares the host's memory. Then use all of the host's memory, because a container's limit does not apply to
+    what the driver allocates."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None

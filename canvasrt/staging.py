@@ -60,7 +60,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                # A parent that already contains a result, of this or another process, is not empty, so it stays.
+                # A parent that already contains a result of this or another process stays, because it is not empty.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 

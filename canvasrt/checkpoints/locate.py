@@ -104,8 +104,8 @@ class CheckpointFiles:
     """What the small files in a checkpoint's `folder` say: the objects in its JSON files, and the names of its tensors.
 
     `generation` is generation_config.json and `modelopt` is hf_quant_config.json; each is None if the file is missing.
-    `preprocessing` maps names of files that say how to prepare images to their objects; it is empty for a model without
-    a vision tower.
+    `preprocessing` has the objects in the files that say how to prepare images, by file name; it is empty for a model
+    without a vision tower.
     """
 
     folder: Path

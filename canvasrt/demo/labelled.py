@@ -16,7 +16,7 @@ from canvasrt.extras import require
 from canvasrt.runtime.pictures import BUDGETS
 
 _SUMS = ("add", "subtract")
-_OFF = (1, -1, 10)  # how far wrong options are from the right sum
+_OFF = (1, -1, 10)  # differences between wrong options and the right sum
 
 
 def labelled(count: int, more: bool) -> list[dict[str, Any]]:

@@ -46,8 +46,8 @@ class Scored:
 def summary(scored: Sequence[Scored]) -> Json:
     """Return the number of questions, the errors of their probabilities, and the bins of the reliability diagram.
 
-    `brier_at_best` is the Brier score that the true probabilities would have. It is above 0 only if some of them are
-    known and lie between 0 and 1.
+    `brier_at_best` is the Brier score that the true probabilities would have. It is above 0 only if some true
+    probabilities are known and are neither 0 nor 1.
     """
     pairs = [(each, _mean(each, 1.0)) for each in scored]
     shares = np.array([mean[each.event] for each, mean in pairs])

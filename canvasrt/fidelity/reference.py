@@ -43,7 +43,7 @@ class ReferenceModel:
     Where other models pass hidden states from step to step, this one passes the canvas, int64 `[canvas]`.
     """
 
-    # Passes in one turn of a request; without a limit, requests are never parked.
+    # The most passes in one turn of a request. There is no limit, so that no request is parked.
     quantum = sys.maxsize
     chunk_steps = 1
 

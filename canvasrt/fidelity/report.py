@@ -37,9 +37,10 @@ def measure_quality(
 ) -> Json:
     """Return the report as JSON.
 
-    If the checkpoint answers the demo's questions, `questions` questions are asked per task; 0 skips free generation. A
-    model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few steps, and no
-    free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
+    If the checkpoint answers the demo's questions, `questions` questions are asked per task; 0 skips complete
+    generations. A model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few
+    steps, and no complete generations. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a
+    different shape.
     """
     config = checkpoint.model
     if config != bundle.manifest.model:

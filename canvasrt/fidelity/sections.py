@@ -20,7 +20,7 @@ BRIEF = (
 
 def sections(report: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> Iterator[Json]:
     """Yield the sections of a report, including the plots in `drawn`."""
-    yield section("Limits", tables=[_limits(report)], empty="The recipe sets none.")
+    yield section("Limits", tables=[_limits(report)], empty="The recipe sets no limits.")
     yield section("Denoising steps", _steps_note(report), drawn.get("steps"), [_steps(report)])
     if report["answers"]:
         yield section(
@@ -50,9 +50,9 @@ def _inside(report: Json, drawn: Mapping[str, str]) -> Iterator[Json]:
     """Yield the sections about segments, layers, experts and matrices."""
     yield section(
         "Segments",
-        "Each segment gets the inputs that transformers computed, so errors do not add up. So does each layer below."
+        "Each segment and each layer gets the inputs that transformers computed, so errors do not add up."
         " The table shows ‖found − expected‖ / ‖expected‖ while denoising, and in brackets while encoding."
-        " The head's hidden states are the next step's input.",
+        " For the head, hidden states are the next step's input.",
         drawn.get("segments"),
         [_segments(report)],
     )
@@ -75,8 +75,8 @@ def _inside(report: Json, drawn: Mapping[str, str]) -> Iterator[Json]:
     }
     yield section(
         "Experts, worst first",
-        "Relative errors of the weights, and of each expert's output. The output uses the bundle's weights and the"
-        " tokens that transformers routed to the expert; its inputs are not rounded here.",
+        "Relative errors of the weights, and of each expert's output. The output is computed with the bundle's weights"
+        " from the tokens that transformers routed to the expert. Its inputs are not rounded.",
         drawn.get("experts"),
         [table_of(worst["experts"], experts)],
         empty="No losses.",

@@ -74,8 +74,8 @@ def _matrices(
     formats: Mapping[str, str],
     experts: Mapping[str, RelativeError],
 ) -> Iterator[Json]:
-    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; other matrices are compared
-    here."""
+    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; this function compares all
+    other matrices."""
     from canvasrt.export.weights import body_sources
     from canvasrt.fidelity.streamed import held_format
 

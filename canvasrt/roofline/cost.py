@@ -173,7 +173,7 @@ def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter writes only its updates: its largest input other than the tensor that it changes.
+            # A scatter writes only its updates, which are its largest input besides the tensor that it changes.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

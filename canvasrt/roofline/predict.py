@@ -48,8 +48,8 @@ class CallSizes:
         With `shared`, every expert's first product takes all tokens.
         """
         widths = (*passes.widths, max(passes.widths[-1], in_units(self.context)))
-        # The experts must compute one row per token and chosen expert. With even routing, every expert's last block of
-        # sorted rows is half empty on average.
+        # The experts must compute one row per token for each expert that the token is routed to. With even routing,
+        # every expert's last block of sorted rows is half empty on average.
         routed = self.batch * self.length * model.top_k_experts
         half_blocks = min(routed, model.num_experts) * BLOCK_ROWS // 2
         return {

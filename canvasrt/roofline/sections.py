@@ -91,7 +91,7 @@ def _groups(made: Json) -> Any:
 
 
 def _segments(made: Json) -> Any:
-    """Return the table of segments, followed by their sum."""
+    """Return the table of segments, with their sum in the last row."""
     sums = {name: sum(each[name] for each in made["segments"]) for name in _SUMMED}
     columns = {
         "segment": lambda each: each["segment"],

@@ -226,7 +226,8 @@ def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
 def inputs_per_step(form: KernelForm) -> int:
     """Return how many inputs a product takes per step. INT4 stores a step's first half in the low bits of bytes.
 
-    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows or blocks that no step divides.
+    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows or blocks that cannot be divided into
+    steps.
     """
     if form.format not in FORMS:
         raise CanvasError(

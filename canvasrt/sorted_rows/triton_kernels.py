@@ -1,8 +1,8 @@
 """Products over rows sorted by expert, in the Triton language (not Triton the server).
 
-A row is one token for one of its experts. An expert's rows fill blocks of `BLOCK` rows, in token order; the last block
-may be partly empty. A program computes some outputs for one block's rows, and always adds in the same order. So a row's
-result does not depend on other rows.
+A row holds one token for one of the experts that it is routed to. An expert's rows fill blocks of `BLOCK` rows, in
+token order; the last block may be partly empty. A program computes some outputs for one block's rows, and always adds
+in the same order. So a row's result does not depend on other rows.
 """
 
 # Arguments have no annotations, because kernels are compiled separately for each type.
