@@ -343,7 +343,7 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
     for place, word in words.items():
         if not isinstance(word, str) or not _WORD.fullmatch(word):
             raise CanvasError(
-                f"{file} has {word!r} as {place}, which is no name or version", _AGAIN
+                f"{file}: {place} is {word!r}, which is not a name or a version", _AGAIN
             )
     for text in (each for each in _parts(data) if isinstance(each, str)):
         if not text.isprintable():

@@ -155,7 +155,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
             raise CanvasError(
                 f"{index} names {name!r}, which is outside the checkpoint's folder",
-                "shards lie next to their index: fetch the checkpoint again, from a source you trust",
+                "shards must be next to their index: fetch the checkpoint again, from a source that you trust",
             )
         if not name.endswith(".safetensors"):
             raise CanvasError(
@@ -184,7 +184,7 @@ def _unlisted(folder: Path) -> list[Path]:
 
 def _check_safetensors(path: Path) -> set[str]:
     """Return the names of a file's tensors. Raises CanvasError if the file's size contradicts its header."""
-    again = "fetch it again (`huggingface-cli download` resumes what is missing)"
+    again = "fetch it again (`huggingface-cli download` fetches only what is missing)"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

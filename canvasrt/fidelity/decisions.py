@@ -52,7 +52,9 @@ def measure_decisions(
     report = {"file": file, **reading, **_by_part(scored), "fit": None}
     if fitted:
         if len(scored) < 2:
-            raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
+            raise CanvasError(
+                f"{file} has only one question", "give at least two to fit temperatures"
+            )
         report["fit"] = {"temperatures": fit_temperatures(scored), **_by_part(cross_fitted(scored))}
     return report
 
@@ -78,10 +80,12 @@ def read_labelled(file: Path) -> list[Json]:
     """Return the items of a file that contains JSON Lines, or a YAML or JSON list."""
     items = _lines(file) if file.suffix == ".jsonl" else read_yaml(file, "give JSON Lines or YAML")
     if not isinstance(items, list) or not items:
-        raise CanvasError(f"{file} has no labelled questions", "give a list of them")
+        raise CanvasError(f"{file} has no labelled questions", "give a list of labelled questions")
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise CanvasError(f"{file}: [{number}] is not an object", "give input and questions")
+            raise CanvasError(
+                f"{file}: [{number}] is not an object", "give an object with input and questions"
+            )
         for name in item:
             if name not in _FIELDS:
                 raise CanvasError(
@@ -194,7 +198,9 @@ def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndar
             )
         right = np.array(shares, np.float64)
         if not (right >= 0).all() or not abs(right.sum() - 1) <= 1e-6:
-            raise CanvasError(f"{path}.probabilities do not add up to 1", "give a distribution")
+            raise CanvasError(
+                f"{path}.probabilities do not add up to 1", "give probabilities that add up to 1"
+            )
         return right
     answer = label.get("answer")
     if question.type == "predicate":

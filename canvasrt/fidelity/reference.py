@@ -81,7 +81,7 @@ class ReferenceModel:
         """Raise CanvasError unless `length` is the checkpoint's canvas length."""
         if length != self.canvas_length:
             raise CanvasError(
-                f"canvas_length is {length}, but the reference has canvases of {self.canvas_length}",
+                f"canvas_length is {length}, but the reference has canvases of {self.canvas_length} tokens",
                 "leave out canvas_length",
             )
 

@@ -170,7 +170,7 @@ class Recipe:
             chosen[name] = choice
         if not chosen:
             raise self._wrong(
-                "quantizes nothing: everything that its rules match is excluded",
+                "quantizes nothing, because everything that its rules match is excluded",
                 "take something out of `excluded`, or build with --precision bf16",
             )
         return chosen
@@ -295,7 +295,7 @@ def _choice(item: Fields) -> Choice:
     item.allow("weights", "why")
     item.finish()
     if format.blocks and scales == "per_channel":
-        raise item.wrong("scales", f"left out: {format.name} has {format.blocks_text}", scales)
+        raise item.wrong("scales", f"left out ({format.name} has {format.blocks_text})", scales)
     return Choice(format.name, scales, method)
 
 
@@ -330,6 +330,6 @@ def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
             lacks = next(each for each in formats if each not in target.precisions)
             raise recipe._wrong(
                 f"targets lists {name}, which does not support {lacks}",
-                f"targets with {' and '.join(formats)}: {', '.join(able)}",
+                f"targets that support {' and '.join(formats)}: {', '.join(able)}",
             )
     return tuple(named or able)

@@ -171,7 +171,7 @@ class Predictor:
         if most and not least <= capacity <= most:
             raise UsageError(
                 f"{capacity} slots per expert do not suit a pass of {tokens} tokens",
-                f"give {least}, enough for even routing, to {most}",
+                f"give at least {least} (enough for even routing), and at most {most}",
             )
 
     def _rows(self, batch: int) -> int:

@@ -87,7 +87,7 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     if count != len(types) + 2 or made.metadata.global_scratch_size:
         raise CanvasError(
             f"triton {triton.__version__} compiles kernels with {count} parameters, not {len(types) + 2}",
-            "install the version of constraints.txt: pip install -c constraints.txt triton",
+            "install the version in constraints.txt: pip install -c constraints.txt triton",
         )
     return CompiledKernel(
         made.asm["cubin"],
