@@ -6,8 +6,8 @@ PREFIX_CACHE = 512  # MiB of memory for cached prompt prefixes while serving
 MAX_THREADS = 1024  # the most CPU threads that an option accepts; more would only use memory
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 MAX_SECONDS = 10**9  # the most seconds that an option accepts; sockets and Triton fail with more
-# The released model becomes five engines of six layers. Building a single engine would take three times the model's
-# weights in memory.
+# The released model becomes five engines of six layers. Building a single engine would need three times as much memory
+# as the model's weights.
 LAYERS_PER_SEGMENT = 6
 # If building a segment of six layers would take more than `MUCH_TO_BUILD` bytes of memory, a segment has
 # `SHORT_SEGMENT` layers, because small CI machines have less memory.

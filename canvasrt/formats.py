@@ -233,7 +233,7 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Return the name of the format that needs the newest GPU. In a tie, the format of fewest bits wins."""
+    """Return the name of the format that needs the newest GPU. In a tie, it is the format with the fewest bits."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 

@@ -195,7 +195,7 @@ def runs_here(target: Target) -> str:
 
 
 def old_driver(found: Sequence[Gpu]) -> str:
-    """Return a text that says that the driver of these GPUs is too old; empty if it is new enough."""
+    """Return a warning that these GPUs' driver is too old; empty if it is new enough."""
     if not found or any(gpu.driver_number >= OLDEST_DRIVER for gpu in found):
         return ""
     return f"needs a driver of {OLDEST_DRIVER} or newer; this machine has {found[0].driver}"

@@ -85,8 +85,8 @@ def check_output(out: Path | str) -> None:
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
     """Return whether an exception or one of its causes means that the disk or a quota is full.
 
-    Some writers (numpy, Rust extensions) report a full disk without an errno. Therefore, messages are checked, too, and
-    so is the free space on the disk of `folder`, if it is given.
+    Some writers (numpy, Rust extensions) report a full disk without an errno. Therefore, messages are checked, too. If
+    `folder` is given, the free space on its disk is also checked.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:

@@ -58,7 +58,7 @@ class ReferenceModel:
         logging.disable_progress_bar()
         self.config, self.sampler = checkpoint.model, checkpoint.sampler
         # Memory limits the number of requests per pass: requests keep their logits between steps, and a step needs
-        # several arrays that are as large as all these logits. Each array is limited to 256 MB.
+        # several arrays that are as large as all requests' logits together. Each array is limited to 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings

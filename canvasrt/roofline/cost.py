@@ -40,7 +40,7 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
 # substring multiply 16-bit numbers.
 _INSTRUCTIONS = {"fp4": "mxf4nvf4", "fp8": ".e4m3."}
 # Kinds of our own kernels, which run between engines: they sort rows by expert, quantize rows, or multiply sorted rows.
-# The tactic of a sorted product is its tensor-core instruction.
+# A sorted product's `tactic` is its tensor-core instruction.
 ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT = "row sort", "row rounding", "sorted product"
 # Myelin, TensorRT's compiler, names fused kernels by their steps, such as `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")

@@ -1,7 +1,7 @@
 """The shapes of a parsed network's tensors, as formulas of its dynamic dimensions.
 
-The builder prints sizes that depend on the call as −1. TensorRT computes them once the network's inputs have sizes, so
-the inputs get all combinations of two sizes per dimension. Every size is a sum of products of dimensions, so these
+The builder prints sizes that depend on the call as −1. TensorRT can compute them when the network's inputs have sizes,
+so two sizes per dimension are tried, in all combinations. Every size is a sum of products of dimensions, so these
 samples determine its formula.
 """
 
