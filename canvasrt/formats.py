@@ -54,20 +54,21 @@ class NumberFormat:
     Attributes:
         codes: the encoding of a number.
         capability: the lowest compute capability that can multiply the format.
-        weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
-            scale that is 10% off exceeds it. (Other checks may miss a wrong scale, because norms hide it.)
+        weight_error: the relative error that the quality report allows a matrix. Rounding alone causes less; a scale
+            that is 10% off causes more. (Other checks may miss a wrong scale, because norms hide its effect.)
         blocks: possible lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty:
             one scale per matrix or per output.
         least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
-        block_scales: the encoding of the blocks' scales; another scale per matrix then multiplies them. None: they are
-            16-bit floats, and there is no other scale.
+        block_scales: the encoding of the blocks' scales, which another scale per matrix multiplies. None: the blocks'
+            scales are 16-bit floats, and there is no other scale.
         input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with
             one calibrated scale.
         of_table: whether the format is for the embedding table, and not for the weights of products.
         projects: whether the two products with the embedding table can use the format. Rows are then looked up in a
             second, 16-bit table.
         engine_copies: how many copies of a weight an engine has: TensorRT keeps one for each way to multiply by it.
-        builder_factor: how many bytes a TensorRT builder needs per byte of such weights, including the mapped file.
+        builder_factor: how many bytes a TensorRT builder needs per byte of weights in the format, including the mapped
+            file.
         feeds_all_tokens: whether every expert's first product takes all tokens of a single canvas, not only those in
             the expert's slots. Reading the weights takes most of the time either way. If all tokens are taken, each
             token is quantized once instead of once per slot.

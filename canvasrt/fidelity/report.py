@@ -88,7 +88,8 @@ def _check_runs_here(bundle: Bundle) -> None:
         return
     options = bundle.manifest.options
     name, asked = (options.get("recipe") or {}).get("name"), ""
-    if name and "checkpoint_quantization" not in options:  # else it is the default
+    # For a quantized checkpoint, its own precision is the default.
+    if name and "checkpoint_quantization" not in options:
         asked = f" --precision {name if name in SHIPPED else 'RECIPE.yaml'}"
     raise CanvasError(
         f"{bundle.path} was built for {target['name']}, and this machine has no GPU to run it",

@@ -253,7 +253,7 @@ def gate_up(
     values: weights `[E, 2 · F, D]`, gates first. A byte has two INT4 codes as in `in_steps`, or two adjacent NVFP4
     codes.
     blocks: scales of the weights' blocks. INT4: `[E, 2 · F, D / SCALED]`. NVFP4: bits of E4M3, `[E, 2 · F, D / 16]`.
-    scales: for FP8 and NVFP4, float32 `[E, 2 · F]`, already multiplied by the input's scale.
+    scales: for FP8 and NVFP4, the weights' scales times the input's scale, float32 `[E, 2 · F]`.
     inner: the result `[blocks, BLOCK, F]`, in NEXT, the next product's format: for FP8, rounded with `inner_scale`; for
     NVFP4, rounded as by `round_rows`.
     UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.
