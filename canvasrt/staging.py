@@ -267,14 +267,23 @@ def system_error(error: Exception) -> CanvasError | None:
 
 def raise_exit(number: int, frame: FrameType | None) -> None:
     """Handle a signal: unwind the stack and exit with the shell's code for that signal."""
-    sys.unraisablehook = partial(_send_again, number, sys.unraisablehook)
+    while frame is not None:
+        if frame.f_code is _unraisable.__code__:  # where Python ignores an exit, too
+            _send_again(number)
+            return
+        frame = frame.f_back
+    sys.unraisablehook = partial(_unraisable, number, sys.unraisablehook)
     raise SystemExit(128 + number)
 
 
-def _send_again(number: int, shown: Any, ignored: Any) -> None:
+def _unraisable(number: int, shown: Any, ignored: Any) -> None:
     """Send a signal again if Python has ignored the exit that the signal raised. Python ignores exceptions in
     destructors and in weak references' callbacks."""
     if ignored.exc_type is SystemExit:
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+        _send_again(number)
     else:
         shown(ignored)
+
+
+def _send_again(number: int) -> None:
+    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()

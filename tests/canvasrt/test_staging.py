@@ -133,8 +133,22 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     assert everything_in(tmp_path) == []
 
 
-def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path, early: bool) -> None:
+    """`early`: the signal is sent again so soon that Python still handles the ignored exit, and ignores the next one."""
     code = """
+        import threading
+
+        later = threading.Timer
+
+        def now(seconds, do, args):
+            threading.Timer = later
+            do(*args)
+            return later(0, int)
+
+        if EARLY:
+            threading.Timer = now
+
         class Dropped:
             def __del__(self):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -143,7 +157,7 @@ def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
         Dropped()
         time.sleep(60)
     """
-    process = in_a_process(code, tmp_path / "out")
+    process = in_a_process(code.replace("EARLY", str(early)), tmp_path / "out")
     process.communicate(timeout=50)
     assert process.returncode == 128 + signal.SIGTERM
     assert everything_in(tmp_path) == []
