@@ -16,7 +16,7 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
 
 BACKLOG = 1024  # maximum number of connections that wait in the kernel
-# Address that means all interfaces → address at which to call the server.
+# Address that means all interfaces → loopback address at which to call the server.
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
