@@ -54,7 +54,7 @@ class Installation:
         """Raise CanvasError if other machines can call `host`, and one request can crash this release."""
         if not self.is_safe and host not in LOOPBACK:
             raise CanvasError(
-                f"{self.binary} is {self.release_text}, and a single request from {host} can crash it",
+                f"{self.binary} is {self.release_text}, and a single request to {host} can crash it",
                 "let Triton listen on 127.0.0.1, or use a tritonserver of 26.07 or later",
             )
 
@@ -114,7 +114,7 @@ def find_installation() -> Installation:
     if bundled is None:
         raise CanvasError(
             "no tritonserver was found",
-            'run `pip install "canvasrt[serve]"`, which includes one, or put one on PATH',
+            'run `pip install "canvasrt[serve]"`, which includes tritonserver, or put a tritonserver on PATH',
         )
     return _installation(bundled / "bin" / "tritonserver")
 
