@@ -192,6 +192,6 @@ def _no_chat(values: Mapping[str, Any], why: str) -> None:
     for name in ("template", "prefix"):
         if name in values:
             raise CanvasError(
-                f"{name} has no effect with {why}, which takes no chat template",
+                f"{name} has no effect with {why}, which uses no chat template",
                 f"leave out {name}, or send messages",
             )

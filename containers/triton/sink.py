@@ -79,7 +79,7 @@ class ResponseSink:
             self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
         except Exception as error:
             # Shared memory may be full. Without an error, the caller would wait forever. Trying to send the last reply
-            # has closed the sender, even if it failed.
+            # has closed the sender, even if sending failed.
             if not final:
                 self._end()
                 self._tell(error)

@@ -176,7 +176,7 @@ WRONG = {
     "serve b --max-model-len 0": "--max-model-len",
     "serve b --exit-timeout -1": "--exit-timeout",
     "serve b --devices two": "--devices is 'two'",
-    "serve b --devices all --device 0": "--device names one GPU",
+    "serve b --devices all --device 0": "--device and --devices are both set",
     "serve b --share-passes maybe": "--share-passes is 'maybe'",
     "serve b --device 99": "there is no GPU '99'",
     "serve b --log-level loud": "--log-level is 'loud': not one of TRACE",
