@@ -25,7 +25,7 @@ STOPPING_VARIABLE = "CANVASRT_STOPPING"
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Path of the file where the decoupled model writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
-# The log level of the models, which is that of the process that starts them.
+# The log level of the models: the level of the process that starts them.
 LEVEL_VARIABLE = "CANVASRT_LOG_LEVEL"
 
 # A random secret, drawn at every start. The front end prefixes callers' names with it, so that the models can trust

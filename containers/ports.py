@@ -54,9 +54,9 @@ class Ports:
         """Keep the ports reserved inside the `with` block. Yields them with every 0 replaced by a free port. Raises
         CanvasError for a port that cannot be used.
 
-        A socket that is bound but does not listen reserves a port: no other process gets it, but Triton, whose sockets
-        have SO_REUSEADDR, can listen on it. Without `apis`, only the metrics port is reserved, because another process
-        listens on the HTTP and gRPC ports.
+        A socket that is bound but does not listen reserves a port. Other processes cannot take the port, but Triton can
+        listen on it, because Triton's sockets have SO_REUSEADDR. Without `apis`, only the metrics
+        port is reserved, because another process listens on the HTTP and gRPC ports.
         """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)

@@ -149,7 +149,7 @@ def group_members(group: int) -> set[int]:
 
 
 def children(parent: int) -> tuple[set[int], set[int]]:
-    """Return two sets of a process's children: those that are running, and zombies."""
+    """Return two sets of a process's children: the running children, and the zombies."""
     found = [_state_of(folder) for folder in Path("/proc").glob("[0-9]*")]
     running, dead = (
         {each.pid for each in found if each.parent == parent and each.running is state}

@@ -163,8 +163,8 @@ def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
 
 
 def read_images(images: Sequence[Path], budget: int) -> list[tuple[Path, bytes]]:
-    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, and CanvasError for a
-    file that cannot be read."""
+    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, and CanvasError for
+    a file that cannot be read."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:

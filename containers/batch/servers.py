@@ -108,7 +108,7 @@ class Servers:
                 scheme = server.root.partition(":")[0].upper()
                 raise CanvasError(
                     f"the server at {server.root} does not speak {scheme}: {error}",
-                    f"{PORT_HINT}, with http:// or https://, whichever the server uses",
+                    f"{PORT_HINT}; begin the address with http:// or https://, whichever the server uses",
                 ) from error
             except self._http.ClientConnectorError as error:  # nothing was sent
                 server.down(time.monotonic(), 0.0, str(error))

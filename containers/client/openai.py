@@ -128,7 +128,7 @@ class OpenAIClient:
             scheme = "HTTPS" if self._secure else "HTTP"
             raise CanvasError(
                 f"the server at {self.url} does not speak {scheme}",
-                "give the OpenAI API's address with --url, with http:// or https://, whichever the server uses",
+                "give the OpenAI API's address with --url; begin it with http:// or https://, whichever the server uses",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error

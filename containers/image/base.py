@@ -76,8 +76,8 @@ class BaseLayer:
     ) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
         """Yield pairs: a member of the layer's archive, and the archive.
 
-        Raises CanvasError for a damaged layer. After the last member, compares the stored bytes with the layer's
-        digest and, unless `diff_id` is None, the unpacked bytes with the digest `diff_id`.
+        Raises CanvasError for a damaged layer. After the last member, checks that the stored bytes have the
+        layer's digest. If `diff_id` is given, also checks that the unpacked bytes have the digest `diff_id`.
         """
         try:
             with self.opened() as (stored, content):
@@ -196,7 +196,7 @@ def _for_other(path: Path, found: str, wanted: str | None) -> CanvasError:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Raise a CanvasError in place of any exception that a damaged image causes."""
+    """Convert any exception that a damaged image causes to a CanvasError."""
     try:
         yield
     except (

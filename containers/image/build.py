@@ -68,7 +68,7 @@ def write_image(
 
     With a private `key`, signed provenance is written next to the image.
 
-    Raises CanvasError, and writes nothing, if a wheel is missing, or if `package` or `read_base` raises it.
+    Raises CanvasError if a wheel is missing, or if `package` or `read_base` fails. In that case nothing is written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)

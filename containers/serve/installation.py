@@ -18,7 +18,7 @@ from canvasrt.containers.processes import CALLER_SECRET, child_environment
 from canvasrt.errors import CanvasError
 
 VARIABLE = "CANVASRT_TRITONSERVER"
-# First safe release. In earlier ones, a single HTTP request can crash the server (CVE-2025-23310 and later).
+# First safe release. In earlier releases, a single HTTP request can crash the server (CVE-2025-23310 and later).
 SAFE_RELEASE = (26, 7)
 _RELEASES = {"0.7.0": (24, 10)}  # nvidia-pytriton's version → Triton's release
 _STUB = "triton_python_backend_stub"
@@ -77,8 +77,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return tritonserver's environment: that of this process without secrets, plus variables that let models run
-        in this interpreter's virtual environment."""
+        """Return tritonserver's environment: this process's environment without secrets, plus variables that let models
+        run in this interpreter's virtual environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -95,7 +95,7 @@ class Installation:
 
 
 def find_installation() -> Installation:
-    """Return the tritonserver that CANVASRT_TRITONSERVER names, else the one on PATH, else nvidia-pytriton's.
+    """Return the tritonserver in CANVASRT_TRITONSERVER, or else on PATH, or else in nvidia-pytriton.
 
     Raises CanvasError if there is none, or if it cannot run here.
     """

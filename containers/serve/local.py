@@ -90,8 +90,8 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return how many bytes engines can use: for the CPU target, this machine's memory; otherwise, the memory of the
-    largest GPU that has the target's capability. Return None if there is no such GPU."""
+    """Return the memory that engines can use, in bytes: for the CPU target, the memory of this machine; for other
+    targets, the memory of the largest GPU with the target's capability, or None if there is no such GPU."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]

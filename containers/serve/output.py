@@ -113,7 +113,7 @@ class ServerOutput:
         self._shown += len(whole)
 
     def _pass_on(self, reader: int) -> None:
-        """Copy tritonserver's lines to the stream, and keep the last ones. JSON output omits Triton's tables."""
+        """Copy tritonserver's lines to the stream, and keep the last lines. JSON output omits Triton's tables."""
         with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 text = line.rstrip()

@@ -46,7 +46,7 @@ class Worker:
     with the generator and the number of requests in flight; `beat` is called whenever there is progress, and regularly
     while idle.
 
-    If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
+    If no pass can succeed any more, all requests fail, new requests are refused, and `lost` is called with the reason.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Worker:
 
     def _replace_generator(self, suspects: list[_Known]) -> None:
         """Create a new generator. If the engines work, count the failure against the callers of the `suspects` that
-        have had no event yet or, if all have had events, against the callers of all `suspects`."""
+        have had no event yet. If all have had events, count it against the callers of all `suspects`."""
         self._generator.abandon()
         self._generator = self._make()
         if self._probe():

@@ -64,7 +64,7 @@ containers:
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     {{- $several := and (include "canvasrt.onGpu" .) (gt (int .Values.gpus) 1) }}
     {{- if or .Values.args .Values.triton.open $several }}
-    # These arguments replace the image's arguments, so the first ones repeat those. The last of two equal options wins.
+    # These arguments replace the image's, which are therefore repeated. If an option occurs twice, the last one wins.
     args:
       - serve
       - --host=0.0.0.0
