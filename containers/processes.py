@@ -64,9 +64,8 @@ def holding(name: str) -> Iterator[int]:
     """Mark a server's files as in use; at the end, remove its shared memory. Yields a descriptor: the files stay in use
     as long as any process that inherited the descriptor runs."""
     lock = SHARED_MEMORY / f"{name}lock"
-    new = (
-        SHARED_MEMORY / f"{name}new"
-    )  # until the lock exists, the process id in its name protects it
+    # Until the lock exists, the process id in its name protects this file.
+    new = SHARED_MEMORY / f"{name}new"
     held = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -95,8 +94,8 @@ def protect_shm(prefix: str) -> None:
 def remove_stale() -> None:
     """Remove the shared memory and folders of dead servers whose parents were killed before they could clean up.
 
-    A lock that nobody holds shows this even for a server in another container. In Kubernetes, /dev/shm outlives a
-    killed container; its server had another process-id namespace, or had the process id that ours has now.
+    A lock that nobody holds shows that a server is dead, even a server in another container. In Kubernetes, /dev/shm
+    outlives a killed container; its server had another process-id namespace, or had the process id that ours has now.
     """
     pattern = re.compile(r"canvasrt-(\d+)-(\d+)-[0-9a-f]{8}-")
     for folder in (Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY):  # remove locks last

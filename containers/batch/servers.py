@@ -59,7 +59,7 @@ class _Server:
             self.rest = min(2 * self.rest, _LONGEST_REST)
 
     def busy(self, why: str) -> None:
-        """Warn, only once, that the server refuses requests because it has too many."""
+        """Warn, only once, that the server has too many requests and refuses more."""
         if not self.has_told_busy:
             _log.warning(
                 "%s is busy; the requests that it refused are retried: %s",

@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 
 KEY_VARIABLE = "CANVASRT_API_KEY"
 _NAMES = {"max_new_tokens": "max_tokens"}
-_START = "start one with `canvasrt serve`, or give the address of a running server"
+_START = "start a server with `canvasrt serve`, or give the address of a running one"
 PORT_HINT = f"give the OpenAI API's port ({API_PORT} by default) with --url"
 
 

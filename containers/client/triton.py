@@ -198,7 +198,7 @@ def _headers() -> dict[str, str]:
 
 
 def _taken(replies: Replies, timeout: float) -> Any:
-    """Return the next result. Raises an error that arrives instead, and TimeoutError if nothing arrives."""
+    """Return the next result. If an error arrives instead, raises it; if nothing arrives, raises TimeoutError."""
     try:
         result, error = replies.get(timeout=timeout)
     except queue.Empty:

@@ -44,7 +44,7 @@ class PackageOptions:
     # Download all wheels to determine their hashes.
     fetch: bool = False
     base_digest: str = ""  # the base image's SHA-256, if known
-    architecture: str = "amd64"  # the base image's; used if the engines run on any
+    architecture: str = "amd64"  # the base image's; used if the engines run on any architecture
     # The packages in the base image, if it was read.
     contents: Sequence[Installed] = ()
 

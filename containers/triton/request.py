@@ -149,9 +149,8 @@ class _Reader:
             request = ConstrainedRequest(prompt, params, pictures, self.owner, start=start, end=end)
         control = bool(self.values.get("control"))
         if echo and tokenizer is not None:
-            request.validate(
-                self.model.config, self.model.max_context
-            )  # decoding fails on invalid tokens
+            # Decoding fails on invalid tokens.
+            request.validate(self.model.config, self.model.max_context)
             opening = str(self.values.get("prompt") or tokenizer.decode(list(map(int, prompt))))
         replies = ReplyBuilder(
             tokenizer,
