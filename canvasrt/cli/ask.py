@@ -27,7 +27,7 @@ Questions = Annotated[
     Path,
     argument(
         "QUESTIONS.yaml",
-        "YAML or JSON: a list of questions as OpenAI's Decisions API takes them, or an object with the"
+        "YAML or JSON: a list of questions in the format of OpenAI's Decisions API, or an object with the"
         " fields questions, layout, samples and steps.",
     ),
 ]
@@ -64,7 +64,7 @@ Layout = Annotated[
         metavar="NAME",
         show_default="the file's, else letters",
         help="letters: options are listed in the prompt. bare: INPUT is the whole prompt, and an"
-        " option the whole answer.",
+        " option is the whole answer.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the noise.")]
@@ -90,7 +90,7 @@ def ask(
     Example: canvasrt ask engines questions.yaml "12+34="
     """
     if is_url(where):
-        refuse(context, ("threads", "device"), "does not support a server", "leave it out")
+        refuse(context, ("threads", "device"), "has no effect on a server", "leave it out")
     _check_layout(layout)
     if not input.strip():
         raise UsageError("INPUT is empty", "give some text")

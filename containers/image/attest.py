@@ -89,7 +89,7 @@ def check_attestation(image: Path, digest: str, key: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise CanvasError(
             f"{image} is not signed: {file} does not exist",
-            "sign images with `canvasrt package --sign KEY`, and copy that file with them",
+            "sign images with `canvasrt package --sign KEY`, and copy the attestation with the image",
         )
     try:
         for line in file.read_text(encoding="utf-8").splitlines():

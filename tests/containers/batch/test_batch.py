@@ -117,10 +117,10 @@ def test_others_take_over_and_none_ends_it(
     done, _ = asked(file, "one.jsonl", Servers([dead, front.url], "", 60))
     assert (done.answers, done.errors) == (len(TEXTS), 0)
     (once,) = said  # not for every attempt
-    assert once.startswith(f"{dead} is tried again later: Cannot connect")
+    assert once.startswith(f"{dead} is down; requests to it are retried later: Cannot connect")
     monkeypatch.setattr(servers, "PATIENCE", 0.1)
     with pytest.raises(
-        CanvasError, match=r"no server has taken a request .*127\.0\.0\.1:9"
+        CanvasError, match=r"all servers have been down for .*127\.0\.0\.1:9"
     ) as error:
         asked(file, "none.jsonl", Servers([dead], "", 60))
     assert "continues from here" in error.value.hint
@@ -144,7 +144,7 @@ def test_a_busy_server_is_asked_again_and_named_once(
     done, _ = asked(file, "out.jsonl", over(front))
     assert (done.answers, done.errors) == (len(TEXTS), 0)
     assert said == [
-        f"{front.url.removesuffix('/v1')} is busy, and is asked again: too many requests"
+        f"{front.url.removesuffix('/v1')} is busy; the requests that it refused are retried: too many requests"
     ]
 
 
@@ -154,8 +154,8 @@ def test_a_busy_server_is_asked_again_and_named_once(
     [
         ("http", "http", "is Triton$"),
         ("metrics", "http", "is Triton$"),
-        ("grpc", "http", "does not speak HTTP as expected"),
-        ("grpc", "https", "does not speak HTTPS as expected"),
+        ("grpc", "http", "does not speak HTTP:"),
+        ("grpc", "https", "does not speak HTTPS:"),
     ],
 )
 def test_wrong_ports_end_it_before_the_first_line(

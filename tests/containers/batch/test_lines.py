@@ -46,7 +46,7 @@ def test_urls_are_those_of_endpoints_that_take_a_seed() -> None:
         ("{", "line 2 is not JSON"),
         ("[]", "line 2 is not an object"),
         ({"custom_id": None}, "line 2 has no custom_id"),
-        ({"custom_id": "one"}, "line 2 has the custom_id 'one' of line 1"),
+        ({"custom_id": "one"}, "line 2 has the same custom_id as line 1: 'one'"),
         ({"method": "GET"}, "line 2: method is 'GET'"),
         ({"url": "/v1/embeddings"}, "line 2: url is '/v1/embeddings'"),
         ({"url": ["/v1/completions"]}, "line 2: url is ['/v1/completions']"),
@@ -170,7 +170,7 @@ def test_another_file_in_the_journals_place_stays(
     there.write_bytes(data)
     if linked:
         outputs.journal.symlink_to(there)
-    with pytest.raises(CanvasError, match="is damaged, or not a batch's"):
+    with pytest.raises(CanvasError, match="is damaged, or is not the journal"):
         run(file, outputs.answers)
     assert there.read_bytes() == data
 

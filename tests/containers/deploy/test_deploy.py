@@ -316,7 +316,7 @@ def test_a_container_that_is_not_restarted_is_said_to_be(
     port = free.getsockname()[1]
     free.close()
     assert run_command_line(["deploy", "one", "--port", str(port)]) == 0
-    assert ("does not restart it" in capsys.readouterr().out) != updates
+    assert ("does not restart the container" in capsys.readouterr().out) != updates
 
 
 def test_an_interrupted_start_leaves_no_container(monkeypatch: pytest.MonkeyPatch):

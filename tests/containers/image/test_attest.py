@@ -243,5 +243,5 @@ def test_documents_of_an_image_are_small(tmp_path: Path) -> None:
     large = LayerEntry(f"{PACKAGE.lstrip('/')}/manifest.json", content=b" " * (5 << 20))
     layer = blobs.add_layer([large], "t", compress=True)
     image = write_layout(folder, Base(folder, CONFIG, (), ""), blobs, [layer], {}, "image:1")
-    with pytest.raises(CanvasError, match="5242880 bytes; it may have 4194304"):
+    with pytest.raises(CanvasError, match="5242880 bytes; the limit is 4194304"):
         verify_image(image.path)

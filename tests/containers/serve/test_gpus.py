@@ -85,7 +85,7 @@ def test_all_devices_are_those_of_the_first_one_s_name(
     profile: Any = SimpleNamespace(gpus=list)
     found = gpus_of(Settings(Path("bundle"), devices=devices), profile)
     assert found == [there[number] for number in serve_them]
-    assert ("may differ: B" in capsys.readouterr().err) == ("B" in names)
+    assert ("different bits: B" in capsys.readouterr().err) == ("B" in names)
 
 
 @pytest.mark.parametrize(

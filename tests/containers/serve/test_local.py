@@ -61,7 +61,7 @@ def test_without_a_usable_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert local.best_target([])[0].name == "cpu"
     old = gpu("Tesla V100", 32, (7, 0))
     target, why = local.best_target([old])
-    assert (target.name, why) == ("cpu", "no target is for Tesla V100")
+    assert (target.name, why) == ("cpu", "there is no target for Tesla V100")
     monkeypatch.setattr(machine, "builds_here", lambda target: "needs canvasrt[rtx]")
     target, why = local.best_target([gpu("NVIDIA L4", 24, (8, 9))])
     assert (target.name, why) == ("cpu", "l4 needs canvasrt[rtx]")

@@ -84,7 +84,7 @@ def test_a_gpu_that_computes_other_bits_takes_no_requests(
     same = [servers[n].model for n in ((0, 2) if other else (0, 1, 2))]
     assert models == same
     assert evidence.get("shared", False) == proves
-    assert ("GPU 1 takes no requests" in capsys.readouterr().err) == bool(other)
+    assert ("GPU 1 gets no requests" in capsys.readouterr().err) == bool(other)
 
 
 def test_a_context_without_room_for_a_canvas_needs_no_trial() -> None:

@@ -257,7 +257,7 @@ def test_one_caller_s_requests_do_not_end_the_service(
         assert isinstance(caller.ends.get(timeout=60), EngineError)
     if owner:
         assert eventually(lambda: worker._limiter.refuses(owner))
-        with pytest.raises(Busy, match="of this key failed"):
+        with pytest.raises(Busy, match="with this API key made"):
             submit(worker, poison(model, owner), Caller())
         monkeypatch.setattr(
             "canvasrt.containers.triton.failure_limiter.WINDOW", 0.0
