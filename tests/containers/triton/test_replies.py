@@ -1,4 +1,4 @@
-"""Events as tensors: what their texts leave out, and how the pieces add up. A caller always gets an end."""
+"""Events as tensors: which text they contain, that the pieces add up to the answer, and that every answer ends."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert not replies.ended
     piece, final = replies.replies(Settled(0, 0, 5, ids[2:3]))
     assert replies.ended
-    assert first[0]["text"] == "4"  # the 6 could begin the stop string
+    assert first[0]["text"] == "4"  # the 6 may begin the stop string
     assert piece["text"] == ""
     assert final["text"] == "4"
     assert final["token_ids"] == ids[:3]
@@ -171,7 +171,7 @@ def test_thoughts_and_calls_hold_no_stop_strings(opening: str, said: str, text: 
 
 
 def test_an_echoed_prompt_hides_no_stop_string():
-    """Its control tokens are text, so the answer is no thought."""
+    """Control tokens in an echoed prompt are text, so the answer is not taken for a thought."""
     tokenizer = Tokenizer(core(), None)
     echoed = ReplyBuilder(
         tokenizer, SamplingParams(), False, stops=["\n"], opening="<|channel>thought\n"
@@ -194,7 +194,7 @@ def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
 
 
 class FullMemory:
-    """Triton's sender while shared memory has no room for a block."""
+    """Triton's response sender when shared memory has no room for a block."""
 
     def __init__(self) -> None:
         self.flags: list[Any] = []
@@ -209,7 +209,7 @@ class FullMemory:
 def test_a_block_that_cannot_be_sent_ends_in_an_error(
     monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    """Also if a stop string has ended the answer."""
+    """This holds even if a stop string has ended the answer."""
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
     sinks = importlib.import_module("canvasrt.containers.triton.sink")
     sender = FullMemory()
