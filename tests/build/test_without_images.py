@@ -39,7 +39,7 @@ TOWER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with a large vision tower, and with few experts, so that each gets many tokens."""
+    """A random checkpoint with a large vision tower and many tokens per expert."""
     folder = tmp_path_factory.mktemp("sight") / "checkpoint"
     shape = {**BASE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     random_model(shape, canvas=32, vision=TOWER).save_pretrained(folder)

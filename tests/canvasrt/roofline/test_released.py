@@ -25,8 +25,8 @@ from canvasrt.roofline.dims import UNKNOWN, volume
 from canvasrt.roofline.parse import Kernel
 from tests.canvasrt.roofline.conftest import Released
 
-# All recipes occur, and an engine for several capabilities. So far, a recipe has the same kernels on every capability,
-# so one or two targets per recipe are enough.
+# All RTX capabilities and all recipes occur, and an engine for several capabilities. So far, a recipe has the same
+# kernels on every capability, so one or two targets per recipe are enough.
 TARGETS = [
     ("bf16", "rtx-3090"),
     *(("int4", target) for target in ("rtx-4090", "rtx")),
