@@ -55,7 +55,9 @@ class Sweep:
 
 
 def measure(
-    work: Annotated[Path | None, typer.Option(help="Keeps graphs for later runs.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="A folder that keeps graphs for later runs.")
+    ] = None,
     sides: Annotated[str, typer.Option(metavar="SIDE,SIDE,…")] = ",".join(SIDES),
     precision: Annotated[
         Literal[shape.QUANTIZED] | None,  # type: ignore[valid-type]

@@ -87,13 +87,15 @@ _GRACE = 20  # seconds that an interrupted step has to remove its temporary file
 
 def measure(
     out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="DIR", help="For results and logs.")
+        Path, typer.Option("-o", "--out", metavar="DIR", help="The folder for results and logs.")
     ] = ROOT / "bench" / "results" / "hour",
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For graphs and engines: 40 GB.")
+        Path | None, typer.Option(metavar="DIR", help="The folder for graphs and engines: 40 GB.")
     ] = None,
     steps: Annotated[str, typer.Option(help="The steps to run, by name.")] = ",".join(STEPS),
-    minutes: Annotated[float, typer.Option(metavar="N", help="Limit of this start.")] = 24 * 60,
+    minutes: Annotated[
+        float, typer.Option(metavar="N", help="End this start after N minutes.")
+    ] = 24 * 60,
 ) -> None:
     """Run the steps that have not ended yet, in order, until the time limit."""
     end = time.monotonic() + 60 * minutes
@@ -113,7 +115,7 @@ def measure(
     for name in sorted(before, key=lambda name: before[name]["how"].startswith(_FAILED)):
         how, took = before[name]["how"], before[name]["seconds"]
         if not how.startswith((_GOES_ON, _FAILED)):
-            print(f"{name}: {how}, before")
+            print(f"{name}: {how} at an earlier start")
             continue
         begin = time.monotonic()
         command, limit = STEPS[name]

@@ -42,7 +42,7 @@ class Reply:
 
 def measure(
     engines: Path,
-    checkpoint: Annotated[str, typer.Option(help="For transformers.")] = "demo",
+    checkpoint: Annotated[str, typer.Option(help="The checkpoint for transformers.")] = "demo",
     at_least: Annotated[
         int, typer.Option(help="The fewest answers per task; questions repeat to reach it.")
     ] = 200,

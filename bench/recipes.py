@@ -25,10 +25,12 @@ MATRICES = (
 
 
 def measure(
-    work: Annotated[Path, typer.Option(help="Keeps engines and reports; reused by a next run.")],
+    work: Annotated[
+        Path, typer.Option(help="A folder that keeps engines and reports for later runs.")
+    ],
     questions: Annotated[int, typer.Option(help="Questions per task, for the recipes.")] = 500,
     kinds: Annotated[
-        bool, typer.Option("--kinds", help="Instead quantize one kind of matrix at a time.")
+        bool, typer.Option("--kinds", help="Quantize one kind of matrix at a time instead.")
     ] = False,
     out: results.Out = None,
 ) -> None:

@@ -121,7 +121,7 @@ def test_every_table_has_a_header(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_named_files_exist(page: Path) -> None:
-    """A path that starts with one of our folders exists; a pattern matches something."""
+    """Every path on a page that begins with a folder of the repository exists. A pattern matches at least one file."""
     for path in _PATH.findall(page.read_text()):
         assert list(ROOT.glob(path.rstrip("/."))), f"there is no {path}"
 

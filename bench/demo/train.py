@@ -302,12 +302,12 @@ def train_more(run: VisionRun, start: Path, out: Path) -> None:
 
 def measure(
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
-    seed: Annotated[int, typer.Option(help="Of the first phase.")] = 0,
-    steps: Annotated[int, typer.Option(help="Of the first phase.")] = 3800,
+    seed: Annotated[int, typer.Option(help="The seed of the first phase.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the first phase.")] = 3800,
     start: Annotated[
         Path | None, typer.Option(help="Weights of a first phase, which is then skipped.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Of the first phase.")] = 3,
+    threads: Annotated[int, typer.Option(help="Threads of the first phase.")] = 3,
     save_every: Annotated[int, typer.Option(help="Steps between snapshots.")] = 250,
 ) -> None:
     """Train both checkpoints: OUT/checkpoint, OUT/undertrained and OUT/checkpoint-vision."""

@@ -1,4 +1,4 @@
-"""The shapes of passes, of which there are few."""
+"""The shapes of passes, and that their number is small."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ API = (
 
 
 def fake_tensorrt(version: str, rtx: bool, device: FakeCudaDevice) -> Any:
-    """Return the module `tensorrt_rtx`, or `tensorrt` unless `rtx`, for one fake GPU."""
+    """Return a fake module for one fake GPU: `tensorrt_rtx` if `rtx` is set, otherwise `tensorrt`."""
     classes = {each.__name__: each for each in (*COMMON, *(RTX if rtx else ()))}
     runtime = type("Runtime", (Runtime,), {"device": device})
     return SimpleNamespace(__version__=version, Runtime=runtime, **classes)

@@ -96,8 +96,8 @@ def test_nested_unknown_fields_are_left_out(kind: Any, path: str, fields: dict[s
 
 
 def test_what_clients_of_others_send() -> None:
-    """Accepted are more stop strings than OpenAI allows, an empty stop string, a missing model, and llama.cpp's schema
-    of an object."""
+    """The front end accepts more stop strings than OpenAI's, an empty stop string, a missing model, and llama.cpp's
+    form of a schema."""
     stops = [str(number) for number in range(15)]
     form = {"type": "json_object", "schema": SCHEMA}
     asked = parsed(ChatRequest, CHAT | {"stop": ["", *stops], "response_format": form})
