@@ -114,7 +114,7 @@ def test_constraints_pin_every_requirement() -> None:
 
 
 def test_a_gpu_machine_gets_what_its_first_ten_minutes_need() -> None:
-    """A GPU machine serves, and serving needs a separate extra."""
+    """The install commands of docs/hardware.md include the extra for serving."""
     page = (ROOT / "docs" / "hardware.md").read_text("utf-8")
     lines = re.findall(r"^pip install .* -e '\.\[(.*)\]'", page, re.M)
     assert len(lines) == 2

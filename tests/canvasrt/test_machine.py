@@ -23,7 +23,7 @@ def test_lines_of_nvidia_smi() -> None:
 
 
 def test_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason quotes nvidia-smi. After a driver update, for example, it fails although the machine has a GPU."""
+    """The reason quotes nvidia-smi, which fails after a driver update, for example, although the machine has a GPU."""
     said = "Failed to initialize NVML: Driver/library version mismatch"
     for script, why in (
         (f"echo '{said}'; exit 18", f"nvidia-smi failed: {said}"),

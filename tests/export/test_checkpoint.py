@@ -49,8 +49,8 @@ def test_shards_read_like_one_file(saved: Path, tmp_path: Path) -> None:
 
 
 def test_one_file_overrides_the_shards_of_an_earlier_save(copy: Path) -> None:
-    """transformers reads it so, too. If it saves one file into the folder of a sharded checkpoint, it leaves the old
-    index."""
+    """transformers also reads the single file. If it saves one into the folder of a sharded checkpoint, it leaves the
+    old index."""
     name = "model.decoder.norm.weight"
     random_model(SMALL).save_pretrained(copy / "shards", max_shard_size="200KB")
     for file in (copy / "shards").iterdir():

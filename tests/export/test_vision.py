@@ -58,8 +58,8 @@ def test_soft_tokens(pair: tuple[Any, Graphs]) -> None:
 
 @torch.no_grad()
 def test_encoder_sees_an_image_both_ways(pair: tuple[Any, Graphs]) -> None:
-    """The prompt is text, an image with more tokens than the sliding window, and text. Keys and values equal
-    transformers'."""
+    """The prompt is text, an image with more tokens than the sliding window, and text. Keys and values equal those of
+    transformers."""
     model, graphs = pair
     config = graphs.config
     pixels, positions = image(15, 12, 180, 2)

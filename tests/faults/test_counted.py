@@ -208,7 +208,8 @@ def images() -> Iterator[tuple[str, list[int]]]:
 def test_images_are_budgeted_while_they_are_fetched(
     images: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Every request has a budget, and all requests share another. At its end, a request returns its share."""
+    """Every request has a budget, and there is a budget for all requests together. The bytes of a request are returned
+    when it ends."""
     url, _ = images
     taken: list[int] = []
     take = ImageBudget.take

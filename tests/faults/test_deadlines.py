@@ -169,8 +169,8 @@ def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.M
 
 @needs_triton
 def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Path):
-    """Those whose answers have not begun by their status, streams that have begun by an error: Triton's events,
-    server-sent events, and Ollama's lines."""
+    """If an answer has not begun, the caller gets an error status. A stream that has begun ends with an error: as an
+    event of Triton, a server-sent event, or a line of Ollama."""
     with (
         serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running,
         Client(running.said["grpc"], "grpc", timeout=60) as client,

@@ -111,7 +111,7 @@ def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
 def test_a_manifest_s_strings_are_no_commands(
     engines: Bundle, tmp_path: Path, place: str, name: str, text: str
 ):
-    """Strings of a manifest end up in the requirements and the Dockerfile of a package."""
+    """Strings of a manifest are written to the requirements and the Dockerfile of a package, so they are checked."""
     copy = tmp_path / "foreign"
     shutil.copytree(engines.path, copy)
     (copy / MANIFEST).write_bytes(edited(engines, place, name, text))

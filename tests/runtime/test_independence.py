@@ -241,7 +241,7 @@ def test_requests_really_differ(tiny: Pair, requests: list[Request], alone: list
 
 
 def test_what_the_host_cannot_compute_is_refused(tiny: Pair, requests: list[Request]) -> None:
-    """It is refused before a pass: an error during a pass would affect all requests of the batch."""
+    """The request is refused before a pass, since an error during a pass would affect all requests of the batch."""
     model, read = open_model(tiny.bundle, threads=1), requests[17]
     of_one_step = replace(read, params=replace(read.params, max_denoising_steps=1))
     del model.host_head._weights["signal_mlp.down.weight"]

@@ -80,7 +80,8 @@ def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_floor_multiplies_only_what_was_routed(predictor: Predictor, batch: int) -> None:
-    """Kernels multiply more: for one canvas, all tokens by every expert; for several canvases, also empty slots."""
+    """The kernels multiply more: every expert multiplies all tokens of a single canvas, and also empty slots of
+    several."""
     d, mlp, inner, chosen = 2816, 2112, 704, WIDTHS["top_k_experts"]
     dense = 3 * 3 * d * mlp + d * (2 * (8192 + 4096) + 9216 + 8192)
     operations = 2 * batch * 256 * (dense + 3 * chosen * 3 * d * inner)

@@ -105,7 +105,8 @@ PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
 def test_attention_reads_the_past_and_the_new_keys(
     batch: int, heads: int, printed: dict[str, tuple[int, ...]]
 ) -> None:
-    """The kernel that writes keys and values has many nodes, and most of their shapes would fit, too."""
+    """The kernel that writes keys and values has many nodes, and the shapes of most nodes would fit keys and values,
+    too."""
     queries, keys = (batch, 4, "length", 32), (batch, heads, JOINED, 32)
     read = [queries, keys, keys, *[(batch, 1, "length", JOINED)] * ("mask" in printed)]
     nodes = {

@@ -21,7 +21,7 @@ pytestmark = needs_triton
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tritonclient(acting_server: Served, acting: Script, protocol: str) -> None:
-    """tritonclient over both protocols, without code of canvasrt."""
+    """Calls the server over both protocols without code of canvasrt."""
     module = importlib.import_module(f"tritonclient.{protocol}")
     port = getattr(acting_server.server.ports, protocol)
     values = {"prompt": np.array([b"Hello"], object)}

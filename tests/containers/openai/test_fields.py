@@ -284,7 +284,7 @@ def test_every_detail_of_openais_images(detail: str | None) -> None:
     ],
 )
 def test_what_a_response_repeats_is_bounded(field: dict[str, Any]) -> None:
-    """A response repeats fields of its request up to three times, and the event loop encodes them."""
+    """A response repeats fields of its request up to three times, and encoding them blocks the event loop."""
     raw = json.dumps({"input": "x" * 1_100_000}).encode()
     assert "input" not in read_body(ResponsesRequest, raw).repeated()
     with pytest.raises(ApiError, match=r"has 1[0-9]{6} characters of JSON"):

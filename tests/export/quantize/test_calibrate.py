@@ -198,7 +198,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_calibration_goes_on(
     tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It repeats no saved sweep, yields the same numbers, and leaves no files."""
+    """The next start repeats no saved sweep, yields the same numbers, and leaves no files."""
     rooms = cache_folder() / "calibrations"
     monkeypatch.setattr(saved_sweeps, "SAVE_EVERY", 0)
     sweep, ran = StreamedNetwork._sweep, []
