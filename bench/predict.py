@@ -123,8 +123,9 @@ def predictions(
 def reads_per_second(
     predictor: Predictor, gpu: GpuRates, batch: int, context: int
 ) -> dict[str, float]:
-    """Return decisions per second, each one read after a prompt of `context` tokens: on the shortest canvas in own
-    passes, and on whole canvases in passes of `batch`. Reads run no head, since the host scores their few labels."""
+    """Return decisions per second. A decision is one read after a prompt as long as a canvas: on the shortest canvas in
+    own passes, and on whole canvases in passes of `batch`. Reads run no head, since the host scores their few
+    labels."""
     prompt = predictor.encode(gpu, context).seconds
     short = predictor.encode(gpu, context, predictor.passes.lengths[0]).seconds
     rows = predictor.denoise(gpu, batch, context).rows

@@ -162,5 +162,5 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
 WHOLE: dict[str, Callable[[Path], str]] = {
     "engines": _engines,
     SORTED: partial(_engines, experts=SORTED),  # canvasrt's kernels
-    "provider": _provider,  # ONNX Runtime's
+    "provider": _provider,  # ONNX Runtime's CUDA provider
 }

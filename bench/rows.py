@@ -196,8 +196,8 @@ class LayerOnDevice:
 
 
 def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the experts of each token by routing: even; skewed, where an expert's odds are e to a standard normal
-    number; and padded, where half of all tokens have the same experts."""
+    """Yield the experts of each token by routing: even; skewed, where the odds of experts are log-normal; and padded,
+    where half of all tokens have the same experts."""
     random = np.random.default_rng(1)
     likely = random.standard_normal(sizes.experts)
     for name, scores in (("even", 0 * likely), ("skewed", likely), ("padded", 0 * likely)):

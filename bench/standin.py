@@ -28,8 +28,8 @@ SUITE = "bookworm"
 # `docker build` needs pip; the stub of Triton's Python backend loads libpython.
 _PACKAGES = ("python3", "python3-pip", "libpython3.11")
 _LEFT_OUT = ("doc", "man", "locale", "info", "lintian")
-# The wheel's files, in the layout they expect; /opt/tritonserver leads to them, as in NVIDIA's
-# image.
+# The folder of the wheel's files, in the layout that they expect. /opt/tritonserver, their path in NVIDIA's image,
+# links to them.
 _TRITON = "opt/triton"
 _PYTHON = "3.11"
 _STUB = "triton_python_backend_stub"

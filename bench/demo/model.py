@@ -182,7 +182,7 @@ def add_sight(blind: Stock) -> DiffusionGemmaForBlockDiffusion:
 
 @dataclass
 class Prefix:
-    """What the canvas attends to: every layer's keys and values of left-padded clean tokens."""
+    """The keys and values of left-padded clean tokens in every layer, to which the canvas attends."""
 
     keys: list[Tensor]  # [batch, KV heads, prefix length, head dim] per layer
     values: list[Tensor]
@@ -191,7 +191,7 @@ class Prefix:
 
 
 class FastForward:
-    """Runs a stock model's text weights: encodes once, then denoises as often as needed."""
+    """Runs the text layers of a stock model: encodes once, then denoises as often as needed."""
 
     def __init__(self, model: Stock) -> None:
         self.config = model.config.text_config
@@ -244,7 +244,7 @@ class FastForward:
         """Return logits [batch, canvas, vocabulary] of one denoising step, and its load-balancing
         loss.
 
-        `signal_logits` are the last step's, divided by its temperature; None in the first step.
+        `signal_logits` are the previous step's logits, divided by that step's temperature; None in the first step.
         """
         embeddings = self._embed(canvas)
         hidden = self._condition(embeddings, signal_logits)

@@ -97,4 +97,4 @@ def test_large_graphs_go_as_they_are_lowered(
         whole = build_bundle("demo", "cpu", tmp_path / "whole", OPTIONS)
     assert "lowering graphs for a CPU" in said
     assert made.manifest.digest == whole.manifest.digest
-    assert made.manifest.embedding["host_head"]  # as in the graphs
+    assert made.manifest.embedding["host_head"]  # the graphs have it, too

@@ -32,7 +32,7 @@ def saved() -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the checkpoint, which tests damage."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 

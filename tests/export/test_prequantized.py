@@ -48,7 +48,7 @@ def exported() -> Bundle:
 
 @pytest.fixture
 def copy(nvfp4: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the checkpoint, which tests damage."""
     return Path(shutil.copytree(nvfp4, tmp_path / "checkpoint"))
 
 

@@ -136,7 +136,7 @@ def random_feeds(
 
 
 def without_slots(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return those of these inputs that a graph with split experts has."""
+    """Return these inputs without those that a graph with split experts lacks."""
     return {name: each for name, each in feeds.items() if name not in SLOTS}
 
 

@@ -161,7 +161,7 @@ def test_doctor_says_whether_the_released_model_runs_here(
 
 def test_cuda_numbers_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers in CUDA_VISIBLE_DEVICES then mean the same as in nvidia-smi."""
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is restored
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # monkeypatch then restores it
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
     assert app.run(["--version"]) == 0
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

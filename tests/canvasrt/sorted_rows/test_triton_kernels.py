@@ -224,7 +224,7 @@ def test_fp8_codes_and_scales() -> None:
             states = F.gelu(gate, approximate="tanh") * up / scales[1]
             rounded = lowbits.numbers_of(E4M3, to_e4m3(states.numpy()))
             wanted = wide[1][expert] @ torch.from_numpy(rounded) * each[1][expert] * scales[1]
-            # A state on the edge between two codes may go either way.
+            # A state midway between two codes may be rounded up or down.
             torch.testing.assert_close(result[choice, token], wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))  # fmt: skip
 
 
@@ -320,5 +320,5 @@ def test_nvfp4_codes_and_scales(routing: Routing, capability: tuple[int, int]) -
             states = F.gelu(gate, approximate="tanh") * up
             _, _, rounded = to_nvfp4(states.numpy(), wholes[1])
             wanted = torch.from_numpy(wide[1][expert] @ rounded)
-            # A state on the edge between two codes may go either way.
+            # A state midway between two codes may be rounded up or down.
             torch.testing.assert_close(result[choice, token], wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))  # fmt: skip

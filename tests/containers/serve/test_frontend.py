@@ -102,7 +102,7 @@ def test_ready_is_said_when_callers_are_let_in(server: Server):
     with starting(server) as front:
         assert eventually(lambda: get(front, "/v1/health/live").body["phase"] == "starting")
         assert front.pid
-        os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
+        os.kill(front.pid, signal.SIGSTOP)  # like a very busy machine
         front.notify("serving")
         waiting = threading.Thread(target=front.wait_acknowledged)
         waiting.start()
@@ -117,7 +117,7 @@ def test_ready_is_said_when_callers_are_let_in(server: Server):
 def test_a_front_end_that_has_accepted_no_request_is_not_waited_for(server: Server):
     with starting(server) as front:
         assert front.pid
-        os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
+        os.kill(front.pid, signal.SIGSTOP)  # like a very busy machine
         assert front.stop(grace=1)
 
 

@@ -109,7 +109,7 @@ def test_a_stopped_fork_holds_up_nobody(
         )
         os.kill(forks[0], signal.SIGSTOP)
         monkeypatch.undo()  # a second of CPU time may take longer than 6 s
-        sandbox.check(DIGITS, ())  # at the same time
+        sandbox.check(DIGITS, ())  # while the fork is stopped
         with pytest.raises(CanvasError, match="CPU time"):  # from the new fork
             endless.result(60)
     assert eventually(lambda: not is_running(forks[0]))
