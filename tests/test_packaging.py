@@ -157,7 +157,8 @@ def test_make_installs_by_hash() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     installs = [line for line in lines if "pip install" in line and "$(BIN)" in line]
     assert any("--require-hashes --no-deps -r requirements.lock" in line for line in installs)
-    # Only torch and pip are installed without hashes. Other commands without hashes install nothing from an index.
+    # Only torch and pip are installed without hashes. For other commands without hashes, all packages are already
+    # installed.
     others = [line for line in installs if "--require-hashes" not in line]
     assert all(
         "-c constraints.txt" in line or "--upgrade pip" in line or "--no-deps" in line

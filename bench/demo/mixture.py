@@ -201,7 +201,7 @@ def image_processor(soft_tokens: int) -> Gemma4ImageProcessorPil:
 
 
 def soft_token_count(picture: Dots, soft_tokens: int) -> int:
-    """Return into how many soft tokens the processor turns a picture."""
+    """Return the number of soft tokens that the processor makes from a picture."""
     height, width = picture.pixels.shape[:2]
     size = get_aspect_ratio_preserving_size(height, width, PATCH, soft_tokens * POOL**2, POOL)
     return size[0] * size[1] // (PATCH * POOL) ** 2

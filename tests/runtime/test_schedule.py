@@ -74,7 +74,7 @@ class Simulation:
         self.running.append(request)
 
     def latencies(self, clients: list[str], lengths: list[int], requests: int) -> np.ndarray:
-        """Return how many passes requests took from arrival to end, for `requests` requests."""
+        """Simulate `requests` requests; return how many passes each took from arrival to end."""
         chance = random.Random(0)
         found: list[int] = []
         for client in clients:
