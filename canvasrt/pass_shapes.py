@@ -14,8 +14,8 @@ from canvasrt.defaults import PREFILL_CHUNK
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # The number of slots per expert is a multiple of this.
 SLOT_UNIT = 16
-# If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer, and
-# larger blocks would have more empty rows.
+# If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer rows,
+# and larger blocks would have more empty rows.
 BLOCK_ROWS = 16
 # Dimensions that a graph has only if its experts have slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")

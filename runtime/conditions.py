@@ -23,8 +23,8 @@ class Conditions:
     seed: tokens that replace noise in a block's first canvas. pin: fixed tokens, in every step and in the answer.
     allow: the permitted tokens, ascending. least: minimum number of tokens before the end.
 
-    Tokens that end the sequence are ruled out at every position that is before `least` or before the last pin, unless
-    its `pin` or `allow` contains them.
+    At positions before `least` or before the last pin, tokens that end the sequence are not allowed, unless the
+    position's own `pin` or `allow` contains them.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)

@@ -174,11 +174,19 @@ def _of_server(
         content = [*parts, {"type": "input_text", "text": text}]
         body |= {"input": [{"role": "user", "content": content}], "image_tokens": budget}
     reply = client.post("decisions", body)
-    return {
-        "answers": reply["answers"],
-        **reply["canvasrt"],
-        "prompt_tokens": reply["usage"]["input_tokens"],
-    }
+    try:
+        found = {
+            "answers": reply["answers"],
+            **reply["canvasrt"],
+            "prompt_tokens": reply["usage"]["input_tokens"],
+        }
+        _rows(decisions, found["answers"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # another vendor's form
+        raise CanvasError(
+            f"what answers at {client.url} has not the form of canvasrt's Decisions API",
+            "give the address of a server that `canvasrt serve` started",
+        ) from error
+    return found
 
 
 def _rows(decisions: dict[str, Any], answers: list[dict[str, Any]]) -> list[tuple[str, ...]]:

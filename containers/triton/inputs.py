@@ -210,9 +210,8 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
             raise CanvasError(f"logit_bias names {token!r}, which is not a token id", example)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CanvasError(f"logit_bias of token {token} is {value!r}", example)
-    # Sorted, because the order in which numbers are added changes a sum's last bits.
     # Through text, which turns an integer that is too large for a float into infinity.
-    return tuple(sorted((int(token), float(str(value))) for token, value in found.items()))
+    return tuple((int(token), float(str(value))) for token, value in found.items())
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:

@@ -257,7 +257,7 @@ class Worker:
             return
         try:
             known.ticket.sink.event(event)
-        except Exception:  # the sink no longer accepts events
+        except BaseException:  # a sink's failure, even a library's panic, must not end the worker
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
 

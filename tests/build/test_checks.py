@@ -106,7 +106,7 @@ def test_what_is_quantized_already_is_built_as_it_is() -> None:
     check_source(target, Precision("nvfp4"), source)
     with pytest.raises(CanvasError, match="checkpoint's weights are already quantized to nvfp4"):
         check_source(target, parse_precision("fp8"), source)
-    with pytest.raises(CanvasError, match="cannot become nvfp4-experts engines") as raised:
+    with pytest.raises(CanvasError, match="in nvfp4-experts cannot be built") as raised:
         check_source(target, parse_precision("nvfp4-experts"), source)
     assert "rtx-5090, rtx-pro-6000, dgx-spark" in raised.value.hint
 
@@ -253,7 +253,7 @@ def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -
 def test_what_is_served_here_must_fit_this_machine() -> None:
     made = released("cpu", "fp32")
     with pytest.raises(
-        CanvasError, match=r"take 110\.\d GB, but there are 25\.0 GB here"
+        CanvasError, match=r"take 110\.\d GB, but this machine has 25\.0 GB"
     ) as raised:
         checks.check_memory_to_serve(made, 25 * 10**9)
     assert "canvasrt serve DIR" in raised.value.hint
@@ -298,7 +298,7 @@ def test_a_calibration_that_nothing_uses_is_refused(
     graphs: Any = SimpleNamespace(manifest=SimpleNamespace(options={}, segments=[]))
     quantized = Source(Path("fp8"), RELEASED, {}, graphs, "fp8")
     monkeypatch.setattr("canvasrt.pipeline.find_source", lambda source: quantized)
-    with pytest.raises(UsageError, match="what is already quantized needs no calibration"):
+    with pytest.raises(UsageError, match="already quantized needs no calibration"):
         plan_all("fp8", parse_targets("h200"), tmp_path / "out", replace(options, precision="fp8"))
 
 

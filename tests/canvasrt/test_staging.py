@@ -179,7 +179,7 @@ def test_a_limit_on_file_sizes_is_one_clear_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = f"no space left while writing {tmp_path / 'out'}; its unfinished files were removed"
     assert raised.value.message == said
-    assert "what is finished in the cache is used again" in raised.value.hint
+    assert "finished work in the cache is reused" in raised.value.hint
     assert everything_in(tmp_path) == []
 
 

@@ -49,7 +49,7 @@ def test_one_failed_pass_ends_nothing_and_a_lost_gpu_everything(faulty: Faulty, 
 @pytest.mark.parametrize(
     ("fault", "times", "says"),
     [
-        ("nan", 1, ["non-finite entropies"]),
+        ("nan", 1, ["entropies that the engines returned are not finite"]),
         ("fail", 3, ["3 passes in a row", "the pass failed on purpose"]),
         ("once", 1, ["no new generator on purpose"]),
     ],

@@ -110,7 +110,7 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
         assert right(running)
         passes = call(running.host, "/v1/metadata")[1]["passes"]
         # The fake GPU computes on a CPU, which may round differently at other widths.
-        assert passes["shared"] or "in a pass of its own" in passes["why"]
+        assert passes["shared"] or "in the request's own pass" in passes["why"]
         running.stop(signal.SIGTERM)
     after = gpu.events()["compile"]
     compiled = kernels_in(cache)

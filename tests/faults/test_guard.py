@@ -71,7 +71,7 @@ CLASSIFIED = [grpc.InferRequestedOutput("text", class_count=1)]
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"outputs": CLASSIFIED}, "have no classification"),
+        ({"outputs": CLASSIFIED}, "cannot be classified"),
         ({"inputs": prompt("." * (17 * 2**20))}, "larger than max"),
         ({"compression_algorithm": "gzip"}, "is disabled"),
         ({"headers": {}}, "did not provide an API key"),

@@ -78,7 +78,7 @@ def test_more_patches_than_the_tower_has_positions_are_refused() -> None:
     narrow, small = png(noise(2000, 90)), {**VISION, "position_embedding_size": 66}
     most = int(read_picture(narrow, VISION).positions.max()) + 1
     assert most > 66
-    with pytest.raises(CanvasError, match=f"would have {most} patches in a row.* knows 66 pos"):
+    with pytest.raises(CanvasError, match=f"would have {most} patches in a row.* only 66 pos"):
         read_picture(narrow, small)
     assert read_picture(png(noise(90, 90)), small).positions.max() < 66
     exact = {**VISION, "position_embedding_size": most}

@@ -72,6 +72,7 @@ def test_the_schedule_is_the_references_to_the_last_bit(
         ({"min_p": 2}, "min_p is 2"),
         ({"top_k": -2}, "top_k is -2"),
         ({"logit_bias": ((5, 101.0),)}, "logit_bias of token 5 is 101.0"),
+        ({"logit_bias": ((5, 1.0), (7, 1.0), (5, 1.0))}, "logit_bias of token 5 is given twice"),
         ({"logit_bias": ((512, 1.0),)}, "logit_bias names token 512"),
         ({"redo_below": 1.0}, "redo_below is 1"),
         ({"max_redos": 17}, "max_redos is 17"),

@@ -121,7 +121,7 @@ def test_a_pass_has_as_many_rows_as_the_engines_take(predictor: Predictor) -> No
 
 
 def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
-    with pytest.raises(UsageError, match="the engines take no pass of batch 9 with"):
+    with pytest.raises(UsageError, match="the engines accept no pass of batch 9 with"):
         predictor.denoise(GPU, batch=9, context=1024)
     with pytest.raises(UsageError, match="5000 cached"):
         predictor.denoise(GPU, batch=1, context=5000)

@@ -217,6 +217,17 @@ def test_offsets_count_the_text_and_not_the_names_of_its_tokens() -> None:
     assert first["top_logprobs"] == [{"token": "token_id:17", "logprob": -1.0, "bytes": [195, 169]}]
 
 
+def test_offsets_count_a_character_of_several_tokens_once() -> None:
+    parts = [{"text": "\ufffd", "bytes": [byte]} for byte in "é".encode()]
+    shown = [{**each, "token_id": 1, "logprob": 0.0, "top": []} for each in [*parts, {"text": "a"}]]
+    scores = json.dumps([{**each, "end": False} for each in shown])
+    reply = CompletionReply(CompletionRequest(prompt="a"), Generation({}), 0, Served())
+    assert [(reply.scores(scores, 0) or {})["text_offset"] for _ in range(2)] == [
+        [0, 1, 1],
+        [2, 3, 3],
+    ]
+
+
 def test_a_state_in_other_scripts_is_not_escaped() -> None:
     body = {"state": {"name": "Zoë"}, "questions": {"a": NOUL}}
     asked = parsed(systemone.SystemOneRequest, body)

@@ -87,6 +87,32 @@ def test_an_echo_begins_with_the_prompt_and_its_scores(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("prompt", ["12+34=", "<|turn>1<turn|>2"])
+def test_an_echo_s_offsets_are_places_in_its_text(
+    openai: OpenAI, tokenizer: Tokenizer, prompt: str, as_ids: bool, stream: bool
+) -> None:
+    """A special token has no place there, unless the caller's text spells it: the tokenizer's `<bos>`, for one."""
+    asked: Any = {"model": "canvasrt", "max_tokens": 4, "logprobs": 0, "echo": True, "seed": 3}
+    asked |= {"prompt": [prompt, tokenizer.encode(prompt)][as_ids], "stream": stream}
+    asked |= {"extra_body": {**FEW, "ignore_eos": True}}
+    told = openai.completions.create(**asked)
+    choices = [each.choices[0] for each in (told if stream else [told])]
+    text = "".join(each.text for each in choices)
+    scores = [each.logprobs for each in choices if each.logprobs]
+    tokens = [token for each in scores for token in each.tokens]
+    offsets = [offset for each in scores for offset in each.text_offset]
+    found = "".join(
+        text[begin:end] for begin, end in zip(offsets, [*offsets[1:], len(text)], strict=True)
+    )
+    assert found == text
+    for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+        special = len(token) > 1
+        assert text[begin:end] in ([token, ""] if special else [token])
+    assert (tokens[0], offsets[:2]) == ("<bos>", [0, 0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) -> None:
     """With `max_tokens: 0`, older evaluation tools ask for a prompt's log-probabilities."""
     asked = {"model": "canvasrt", "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}

@@ -32,7 +32,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "temperature is -1"),
     ({"top_logprobs": 2}, "top_logprobs", "add logprobs"),
     ({"logit_bias": {"112": 1}}, "logit_bias", "from 0 to 111"),
-    ({"canvas_length": 3}, "canvas_length", "canvases of 4, 8, 16, 32"),
+    ({"canvas_length": 3}, "canvas_length", "give one of 4, 8, 16, 32"),
     ({"canvas": {"pin": {"2": 112}}}, "canvas.pin.2", "from 0 to 111"),
     (
         {"canvas": {"pin": {"2": 9}}, "response_format": {"type": "json_object"}},

@@ -65,7 +65,7 @@ CHATS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stop": ["a", 3]}, "stop[1]", "string"),
         ({"stream": 1}, "stream", "boolean"),
         ({"messages": "hello"}, "messages", "array"),
-        (said("tool", "a"), "messages[0].tool_call_id", "names the call"),
+        (said("tool", "a"), "messages[0].tool_call_id", "the id of the call"),
         (said("user", None), "messages[0].content", "list of parts"),
         (user(), "messages[0].content", "list of parts"),
         (user(image(3)), f"{PART}.image_url.url", "must be a string"),
@@ -203,7 +203,7 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "/v1/messages": [
         ({"n": 2}, "", "n is not supported"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "", "not continued"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "", "cannot continue"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "", "messages.0.role"),
         (block({"type": "document"}), "", "messages.0.content.0: a block of type 'document'"),
         (block(PICTURE), "", "messages.source"),

@@ -112,7 +112,7 @@ def test_engines_that_this_machine_cannot_hold_are_not_built(
 ) -> None:
     monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
     made = local.plan_local(checkpoint_files, tmp_path)
-    with pytest.raises(CanvasError, match=r"but there are 0\.0 GB here"):
+    with pytest.raises(CanvasError, match=r"but this machine has 0\.0 GB"):
         local.build_local(made, print)
     assert not made.is_built
     monkeypatch.setattr(machine, "gpus", lambda: [gpu("NVIDIA GeForce RTX 3060", 12, (8, 6))])

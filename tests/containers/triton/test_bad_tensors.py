@@ -60,6 +60,10 @@ CASES: dict[str, tuple[dict[str, np.ndarray], tuple[str, ...]]] = {
         ("t_max 0.8", "t_min 0.9"),
     ),
     "a bias of no token": ({"prompt": GOOD, "logit_bias": text('{"x": 1}')}, ("not a token id",)),
+    "two biases of a token": (
+        {"prompt": GOOD, "logit_bias": text('{"17": 1, "017": 2}')},
+        ("logit_bias of token 17 is given twice",),
+    ),
     "a bias beyond floats": (
         {"prompt": GOOD, "logit_bias": text('{"17": 1%s}' % ("0" * 400))},
         ("logit_bias of token 17 is inf",),

@@ -123,10 +123,11 @@ def test_a_worker_that_ends_leaves_nobody_waiting(model: Model, error: BaseExcep
     worker.close()
 
 
-def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
+@pytest.mark.parametrize("error", [OSError("disconnected"), Panic("a library's")])
+def test_a_caller_that_cannot_be_reached_is_dropped(model: Model, error: BaseException):
     class Broken(Caller):
         def event(self, event: Event) -> None:
-            raise OSError("disconnected")
+            raise error
 
     worker = Worker(lambda: Generator(model))
     submit(worker, request(model, **ENDLESS), Broken())

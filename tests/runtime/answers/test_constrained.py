@@ -154,7 +154,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         schema({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
         r"limit 50000|allows no answer of at most 2048 tokens",
     ),
-    (schema({"type": "array", "uniqueItems": True}), "g.schema has uniqueItems whose items"),
+    (schema({"type": "array", "uniqueItems": True}), "g.schema has uniqueItems, but its items"),
     (schema(unique([1], type=["array", "string"])), r"its type is \['array', 'string'\]"),
     (schema(unique([1], contains={"const": 1})), "has uniqueItems next to contains"),
     (schema(unique(list(range(6)))), "more than 400 arrays satisfy its uniqueItems"),

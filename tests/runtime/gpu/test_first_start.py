@@ -177,10 +177,11 @@ def test_prefixes_leave_memory_for_captures(folder: Path) -> None:
     assert server.device.left >= HEADROOM
 
 
-OWN = "in a pass of its own over 1024 cached tokens"
+OWN = "in the request's own pass over 1024 cached tokens"
+OTHERS = "with other requests"
 
 
-@pytest.mark.parametrize("broken", [None, "alone", "in company", OWN], ids=lambda each: str(each))
+@pytest.mark.parametrize("broken", [None, "alone", OTHERS, OWN], ids=lambda each: str(each))
 def test_requests_share_passes_where_that_changes_no_bit(
     broken: str | None, folder: Path, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +196,7 @@ def test_requests_share_passes_where_that_changes_no_bit(
         lengths.add(item.row.length)
         differs = {
             "alone": this.batch > 1 and len(this.rows) == 1 and item.row.kv_slot == 2,
-            "in company": len(this.rows) > 1 and item.row.kv_slot == 1,
+            OTHERS: len(this.rows) > 1 and item.row.kv_slot == 1,
             OWN: this.batch == 1 and this.width == 1024,
         }
         # The host's products may differ in last bits, so results are replaced: they are exact unless the case is
