@@ -1,4 +1,4 @@
-"""Parallel tasks: as many as memory allows, and none left behind."""
+"""Parallel tasks: as many run as memory allows, and all are done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.errors import CanvasError
 
 
 class Load:
-    """The memory of the running tasks, and its peak."""
+    """Counts the memory of the running tasks, and its peak."""
 
     def __init__(self) -> None:
         self.now, self.most, self.lock = 0, 0, threading.Lock()
@@ -35,7 +35,7 @@ class Load:
     ("memory", "limit", "workers", "most"),
     [
         ([3] * 7, 7, 8, 6),
-        ([9, 1, 1], 7, 8, 9),  # one that takes more runs alone
+        ([9, 1, 1], 7, 8, 9),  # a task that exceeds the limit runs alone
         ([1] * 4, 100, 2, 2),
     ],
 )

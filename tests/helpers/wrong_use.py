@@ -1,6 +1,6 @@
-"""Every wrong use of every command: command lines, and what their errors say."""
+"""Wrong uses of every command: command lines, and texts of their errors."""
 
-# A command line → what its error says. None of them reads a bundle or calls a server.
+# Command line → a text in its error. None of these commands reads a bundle or calls a server.
 WRONG = {
     "nothing": "'nothing'",
     "--nothing": "--nothing",
@@ -68,7 +68,7 @@ WRONG = {
     "batch q -o a --timeout 0": "--timeout",
     "batch q -o a --seed -1": "--seed",
     "batch q -o a --url ftp://x": "--url ftp://x has the unsupported scheme ftp",
-    # generating here
+    # commands that generate in this process
     "generate": "BUNDLE",
     "generate a b --image c --raw": "--image cannot be combined with --raw",
     "generate a b --image-tokens 71": "--image-tokens is 71",
@@ -122,7 +122,7 @@ WRONG = {
     "bench http://h --model m --against http://h": "--against is http://h itself",
     "bench http://h --against vllm": "vllm is not an address of a server",
     "bench http://h --rate 0": "--rate",
-    # calling a server
+    # commands that call a server
     "infer": "no prompt was given",
     "infer ''": "the prompt is empty",
     "infer x --prompt-ids 3": "--prompt-ids is the whole prompt",
@@ -162,7 +162,7 @@ WRONG = {
     "ask b q.yaml x --layout nope": "--layout is 'nope'",
     "ask http://h q.yaml x --threads 2": "--threads has no effect on a server",
     "ask http://h q.yaml x --device cpu": "--device has no effect on a server",
-    # serving
+    # commands that serve
     "serve b --ready-timeout -5": "--ready-timeout",
     "serve b --ready-timeout inf": "--ready-timeout",
     "infer x --timeout inf": "--timeout",
@@ -213,7 +213,7 @@ WRONG = {
 }
 
 
-# Command lines that need variables or files.
+# Command lines whose errors need variables or files.
 VARIABLES = {
     "serve b --dry-run": {
         "NIM_PASSTHROUGH_ARGS": ("--nothing", "NIM_PASSTHROUGH_ARGS is '--nothing'"),
@@ -244,8 +244,8 @@ FILES = {
         "--reference does not support images",
     ),
 }
-# Errors that only Python code or a bundle can cause: their place and words of their message → the
-# test with these words.
+# Errors that only Python code or a bundle can cause: file and words of the message → the test that contains these
+# words.
 ELSEWHERE = {
     ("containers/serve/checks.py", "ports have no TLS"): "tests/faults/test_ports.py",
     ("containers/package/package.py", "no bundle was given"): (
@@ -271,7 +271,7 @@ ELSEWHERE = {
     ("containers/package/image_settings.py", "SOURCE_DATE_EPOCH is"): (
         "tests/containers/image/test_image.py"
     ),
-    # Typer refuses these values itself.
+    # On the command line, Typer refuses these values.
     ("build/options.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"
     ),

@@ -1,4 +1,4 @@
-"""`canvasrt ask`, on a bundle and on wrong files; `canvasrt generate` with gaps and scores."""
+"""`canvasrt ask` with a bundle and with wrong files, and `canvasrt generate` with gaps and scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`canvasrt infer`: its output, and its errors when no server answers."""
+"""`canvasrt infer`: its output, and its errors if no server answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If a caller leaves a stream, work on it ends, and no error is logged."""
+"""If a caller leaves a stream, work on the request ends, and no error is logged."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_silent_stream_sends_comments(
         kept = kept_alive(chunks(), lambda error: error.message.encode())
         return [each async for each in kept]
 
-    if fails and silence == 60:  # the error still sets the status
+    if fails and silence == 60:  # nothing is sent yet, so the error sets the status
         with pytest.raises(ApiError, match="no"):
             asyncio.run(read())
         return

@@ -1,4 +1,4 @@
-"""Log-probabilities over the OpenAI API and Triton: those of the runtime, for the visible tokens."""
+"""Log-probabilities over the OpenAI API and Triton: they equal the runtime's, for the visible tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_chats_and_triton_have_the_runtime_s(openai: OpenAI, http: Client, local
     shown = json.loads(answer.logprobs)
     assert [each["token_id"] for each in shown] == answer.token_ids
     content = chat(openai).choices[0].logprobs.content
-    assert len(content) >= len(expected) - 1  # without the end's
+    assert len(content) >= len(expected) - 1  # the token that ends the answer is not visible
     for ours, tritons, theirs in zip(content, shown, expected, strict=False):
         assert ours.logprob == tritons["logprob"] == pytest.approx(theirs.logprob)
         assert [each.logprob for each in ours.top_logprobs] == pytest.approx(
@@ -45,7 +45,7 @@ def test_chats_and_triton_have_the_runtime_s(openai: OpenAI, http: Client, local
 
 
 def test_completions_have_them_and_their_offsets(openai: OpenAI) -> None:
-    """In a stream, offsets count from the beginning of the answer."""
+    """In a stream, too, offsets count from the beginning of the answer."""
     asked: Any = {"prompt": "12+34=", "logprobs": 3, "max_tokens": 64, "seed": 3, "n": 2}
     asked |= {"model": "canvasrt", "extra_body": {**FEW, "ignore_eos": True}}
     whole = [each.logprobs for each in openai.completions.create(**asked).choices]
@@ -63,7 +63,7 @@ def test_completions_have_them_and_their_offsets(openai: OpenAI) -> None:
 def test_an_echo_begins_with_the_prompt_and_its_scores(
     openai: OpenAI, tokenizer: Tokenizer
 ) -> None:
-    """The prompt is given as lm-eval gives it: as text, and as token ids."""
+    """The prompt is sent as text and as token ids, as lm-eval does."""
     asked = {"model": "canvasrt", "seed": 3, "max_tokens": 1, "logprobs": 1, "echo": True}
     told = openai.completions.create(prompt="12+34=", **asked).choices[0]
     scores = told.logprobs
@@ -114,7 +114,7 @@ def test_an_echo_s_offsets_are_places_in_its_text(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) -> None:
-    """`max_tokens: 0`, with which older evaluations ask for a prompt's log-probabilities."""
+    """With `max_tokens: 0`, older evaluation tools ask for a prompt's log-probabilities."""
     asked = {"model": "canvasrt", "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}
     told = openai.completions.create(prompt="12+34=", **asked)
     choices = [each.choices[0] for each in (told if stream else [told])]
@@ -128,7 +128,8 @@ def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) 
 
 
 def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
-    """As its structured_diffusion example: the canvas's fixed text, noise where the label is, and the labels' scores."""
+    """A request like vLLM's structured_diffusion example: a canvas of fixed text, with noise at the label, returns the
+    labels' scores."""
     four, six = tokenizer.encode("46", False)
     read = {"diffusion_seed_canvas": [four, 9] + [0] * 30, "diffusion_canvas_length": 32}
     read |= {"diffusion_max_steps": 1, "diffusion_read_only": True}

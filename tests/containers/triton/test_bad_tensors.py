@@ -33,7 +33,7 @@ GOOD = text("12+34=")
 TRUE = np.array([True])
 QUESTIONS = text('[{"type": "predicate", "instructions": "?"}]')
 TOO_DEEP = text("[" * 100_000)
-# Inputs, and what the error reply must say about them.
+# Inputs, and texts that the error reply must contain.
 CASES: dict[str, tuple[dict[str, np.ndarray], tuple[str, ...]]] = {
     "no prompt": ({"seed": np.array([1], np.uint64)}, ("no prompt", "prompt_ids")),
     "two prompts": ({"prompt": GOOD, "prompt_ids": ints(3)}, ("prompt and prompt_ids",)),

@@ -1,4 +1,4 @@
-"""Events as tensors: what their texts leave out, and how the pieces add up. A caller always gets an end."""
+"""Events as tensors: which text they contain, that the pieces add up to the answer, and that every answer ends."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert not replies.ended
     piece, final = replies.replies(Settled(0, 0, 5, ids[2:3]))
     assert replies.ended
-    assert first[0]["text"] == "4"  # the 6 could begin the stop string
+    assert first[0]["text"] == "4"  # the 6 may begin the stop string
     assert piece["text"] == ""
     assert final["text"] == "4"
     assert final["token_ids"] == ids[:3]
@@ -181,7 +181,7 @@ def test_thoughts_and_calls_hold_no_stop_strings(opening: str, said: str, text: 
 
 
 def test_an_echoed_prompt_hides_no_stop_string():
-    """Its control tokens are text, so the answer is no thought."""
+    """Control tokens in an echoed prompt are text, so the answer is not taken for a thought."""
     tokenizer = Tokenizer(core(), None)
     echoed = ReplyBuilder(
         tokenizer, SamplingParams(), False, stops=["\n"], opening="<|channel>thought\n"
@@ -204,8 +204,8 @@ def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
 
 
 class Sender:
-    """Triton's sender. If it is full, shared memory has room for errors and ends alone. As in Triton, trying to send a
-    response with the flag FINAL closes the sender, even if that fails."""
+    """A fake of Triton's sender. If it is full, shared memory has room only for errors and ends. As in Triton, sending
+    with the flag FINAL closes the sender, even if sending fails."""
 
     def __init__(self, full: bool) -> None:
         self.full, self.closed, self.sent = full, False, list[Any]()
@@ -220,7 +220,7 @@ class Sender:
 
 @pytest.fixture
 def sinks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of sinks, for which a tensor is a pair, and a response a list of pairs."""
+    """The module of sinks with a fake Triton, in which a tensor is a pair and a response is a list of pairs."""
     triton = MagicMock(Tensor=lambda name, value: (name, value[0]), InferenceResponse=list)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
     monkeypatch.delitem(sys.modules, "canvasrt.containers.triton.sink", raising=False)
@@ -228,7 +228,7 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Fails:
-    """Replies that cannot be built: the exception itself, or a value that does not fit its tensor."""
+    """A fake of the reply builder. It returns `replies`, or raises an exception if they are None."""
 
     def __init__(self, replies: list[Any] | None, ended: bool) -> None:
         self._replies, self.ended = replies, ended
