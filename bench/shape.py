@@ -1,7 +1,7 @@
 """The measured model: the released shape with random weights, written to disk once.
 
 Only one body segment is written, and is loaded once for every body segment. All have the same kinds of layers in the
-same order, so a pass costs the same. The files take a fifth of the disk space. On the device, every copy has its own
+same order, so a pass costs the same. The files then take a fifth of the disk space of all segments. On the device, every copy has its own
 memory.
 """
 

@@ -81,7 +81,8 @@ class Ask:
         return DecisionRequest(ids, params, pictures, templates=templates, samples=self.samples)
 
     def answers(self, draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-        """Return the questions' answers in order. `draws` are each question's probabilities, `[samples, options]`."""
+        """Return the questions' answers in order. `draws`: for every question, its options' probabilities in every sample,
+        `[samples, options]`."""
         return [
             question.answer(tempered(each, self.temperatures.get(question.type, 1.0)))
             for question, each in zip(self.questions, draws, strict=True)
