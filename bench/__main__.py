@@ -13,21 +13,24 @@ from canvasrt.errors import CanvasError, UsageError
 
 # Each measurement is the function `measure` of a module; its parameters are the options.
 MEASUREMENTS = {
-    "against": ("bench.against", "passes and answers on this CPU, in turns with transformers"),
+    "against": ("bench.against", "passes and answers on this CPU, compared with transformers"),
     "answers": (
         "bench.answers",
-        "reads and constrained answers, next to ordinary denoising passes",
+        "reads and constrained answers, compared with ordinary denoising passes",
     ),
-    "batch": ("bench.batch", "a file of requests in this process, against 64 clients over HTTP"),
+    "batch": (
+        "bench.batch",
+        "a file of requests in this process, compared with 64 clients over HTTP",
+    ),
     "build": ("bench.build", "seconds, peak memory and bytes of an export and a build"),
     "calibrated": ("bench.calibrated", "a build from a bf16 checkpoint, compared with its plan"),
     "checkpoint": ("bench.checkpoint", "no measurement: a random checkpoint of a real shape"),
-    "cpu": ("bench.cpu", "a denoising pass on this CPU, against its matrix rate"),
+    "cpu": ("bench.cpu", "a denoising pass on this CPU, as a share of its matrix rate"),
     "floor": ("bench.floor", "rates of copies, matrix products and launches on this GPU"),
     "gpu": ("bench.gpu", "passes of the released shape: engines, graphs, transformers, the floor"),
     "hour": (
         "bench.hour",
-        "everything that only a GPU can answer, in order; may be interrupted at any minute",
+        "all measurements that need a GPU, in order; may be interrupted at any minute",
     ),
     "image-demo": (
         "bench.image_demo",
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, (_, what) in MEASUREMENTS.items():
             print(f"{name:12} {what}")
         return 0 if not given or given[0] in ("-h", "--help") else 2
-    # CUDA then numbers GPUs as nvidia-smi does, whose names the results have.
+    # CUDA then numbers GPUs as nvidia-smi does. The results name the GPUs by nvidia-smi.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(importlib.import_module(MEASUREMENTS[given[0]][0]).measure)

@@ -1,4 +1,4 @@
-"""`canvasrt bench --against transformers`, for several numbers of threads, as one table."""
+"""Runs `canvasrt bench --against transformers` for several numbers of threads, and prints one table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure(
     rounds: int = 5,
     out: results.Out = None,
 ) -> None:
-    """Let canvasrt and transformers take turns with the same fp32 weights. The ratio is of tokens per second."""
+    """Alternate canvasrt and transformers on the same fp32 weights. The ratio compares their tokens per second."""
     sizes = ["--steps", str(steps), "--blocks", str(blocks), "--rounds", str(rounds)]
     command = [sys.executable, "-m", "canvasrt", "bench", str(bundle), *sizes, "--json"]
     command += ["--against", "transformers", "--checkpoint", checkpoint]

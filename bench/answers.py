@@ -1,4 +1,4 @@
-"""The cost of reads and constrained answers next to ordinary requests, in turns in one process."""
+"""Compares the CPU time of reads and constrained answers with ordinary requests, alternating in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 
 def measure(bundle: Path, threads: int = 1, rounds: int = 25, out: results.Out = None) -> None:
-    """Measure a bundle with a tokenizer, such as the demo's. Milliseconds are of CPU time, over all threads."""
+    """Measure a bundle with a tokenizer, such as the demo's. Milliseconds are CPU time, summed over all threads."""
     model = open_model(bundle, threads=threads)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
@@ -56,7 +56,7 @@ def _ms(work: Callable[[], Any]) -> float:
 
 
 def _reads(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Json]:
-    """Yield reads of one and ten questions, next to a prefill of the same prompt with one denoising pass."""
+    """Yield the cost of reading one and ten questions, and of a prefill of the same prompt plus one denoising pass."""
     one_pass = SamplingParams.from_defaults(
         model.sampler, model.config, max_denoising_steps=1, max_new_tokens=model.canvas_length
     )
@@ -79,7 +79,7 @@ def _reads(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Json]:
 
 
 def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Json]:
-    """Yield steps, time and right answers, free and under each grammar."""
+    """Yield steps, time and right answers, without a grammar and under each one."""
     config = model.config
     words = Vocabulary(tokenizer, config.vocab_size, config.eos_token_ids)
     starts = {name: compile_grammar(each, words, name) for name, each in GRAMMARS.items()}
@@ -95,7 +95,7 @@ def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Js
             request: Any = Request(ids, params)
             if name != "free":
                 request = ConstrainedRequest(ids, params, start=starts[name], end=end)
-            before = time.process_time()  # of all threads, since searches run beside the passes
+            before = time.process_time()  # of all threads: grammar searches run in threads
             (result,) = Generator(model).run([request])
             steps.append(sum(result.steps))
             took.append(1e3 * (time.process_time() - before) / steps[-1])

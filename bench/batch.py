@@ -1,7 +1,7 @@
-"""`canvasrt batch` in this process, against 64 requests at a time over HTTP: the same questions on the same machine.
+"""Compares `canvasrt batch` in this process with 64 concurrent requests over HTTP, for the same questions.
 
-The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The server's start does
-not count; opening the engines in this process does.
+The clients over HTTP are `canvasrt batch --url`, which takes less CPU than a client library. The time to start the
+server does not count. The time to open the engines in this process does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(bundle: Path, prompts: int = 10_000, rounds: int = 4, out: results.O
 def _round(
     ways: Mapping[str, Way], pids: list[int], folder: Path, count: int, number: int
 ) -> list[Json]:
-    """Return each way's answers per second, and CPU milliseconds per answer, clients included."""
+    """Return each way's seconds, and its CPU milliseconds per answer, clients included."""
     file = folder / f"{number}.jsonl"
     file.write_text("".join(map(_question, range(number * count, (number + 1) * count))))
     rows, files = [], []
@@ -97,8 +97,8 @@ def _question(number: int) -> str:
 
 
 def _both(rows: list[Json]) -> list[Json]:
-    """Return answers per second and CPU time per answer over all rounds, and their ratios. The latter is that of the
-    throughputs of machines whose cores are all busy."""
+    """Return answers per second and CPU time per answer over all rounds, and their ratios. On a machine whose cores are
+    all busy, the ratio of CPU times is also the ratio of throughputs."""
     found = []
     for way in sorted({row["way"] for row in rows}, reverse=True):
         own = [row for row in rows if row["way"] == way]

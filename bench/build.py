@@ -1,7 +1,7 @@
-"""Measures seconds, peak memory and bytes of each stage and segment of a build.
+"""Measures the seconds, peak memory and output bytes of each stage and segment of a build.
 
 It writes a random checkpoint, exports it and builds its engines, as `canvasrt` does, with nothing cached. Memory is
-sampled over all processes of a stage together; mapped files count while they are in memory.
+sampled as the sum over all processes of a stage. Mapped files count while they are resident.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GRAPH = re.compile(r'"graph": "[^"]*/(\w+)\.onnx"')
 
 @dataclass
 class Peak:
-    """The peak memory seen, in bytes: resident, and the part that is not file-backed."""
+    """The peak memory seen, in bytes: all resident memory, and the part that is not file-backed."""
 
     resident: int = 0
     own: int = 0
@@ -49,8 +49,8 @@ class Peak:
 
 
 class Sampler:
-    """Inside the `with` block, watches the memory of this process's descendants, in total and by the segment that a
-    builder builds, and a folder's size on disk."""
+    """Inside the `with` block, samples a folder's size on disk and the memory of this process's descendants: in total,
+    and per segment being built."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.whole = Peak()
@@ -80,19 +80,19 @@ class Sampler:
 
 
 def _descendants(root: int) -> list[int]:
-    """Return `root` and its descendants, which include the builders of a build in this process."""
+    """Return `root` and its descendants. A build in this process starts its builders as children."""
     found = [root]
     for pid in found:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             try:
                 found += map(int, task.read_text().split())
-            except OSError:  # it has ended in the meantime
+            except OSError:  # the process has ended in the meantime
                 continue
     return found
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Return a process's resident bytes, and those that are not file-backed."""
+    """Return a process's resident bytes, and how many of them are not file-backed."""
     try:
         _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
     except (OSError, ValueError):
@@ -120,10 +120,10 @@ def _row(name: str, seconds: float, peak: Peak, written: int) -> Json:
 
 
 def _disk(folder: Path) -> int:
-    """Return the bytes on disk of a folder's files together; a file with several names counts once."""
+    """Return the total size on disk of a folder's files, in bytes. A file with several hard links counts once."""
     found = {}
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it is gone again
+        with contextlib.suppress(OSError):  # the file has been removed
             stat = file.lstat()
             found[stat.st_ino] = stat.st_blocks * 512
     return sum(found.values())
@@ -134,7 +134,7 @@ def _size(folder: Path) -> int:
 
 
 def run(command: Sequence[str], name: str, out: Path) -> Json:
-    """Run one stage in a process of its own; return its row."""
+    """Run one stage in a separate process; return its row."""
     start = time.monotonic()
     with Sampler() as sampler:
         program = [sys.executable, "-m", *command]
@@ -147,8 +147,8 @@ def run_build(
 ) -> tuple[list[Json], Json]:
     """Build engines from graphs.
 
-    Return a row for the stage and one per segment, and bytes of device memory: the plan's estimate, and the most that
-    the builder says an engine needs for activations.
+    Return a row for the stage and one per segment. Also return bytes of device memory: the plan's estimate, and the
+    largest activation memory that the builder reports for an engine.
     """
     begun: dict[str, float] = {}
     took: dict[str, float] = {}
@@ -166,7 +166,7 @@ def run_build(
         ((_, bundle),) = build_all([planned])
     rows = [_row(f"build for {target}", time.monotonic() - start, sampler.whole, _size(out))]
     for entry in bundle.manifest.segments:
-        if (name := entry["name"]) in took:  # a CPU's segments are not built one by one
+        if (name := entry["name"]) in took:  # for a CPU, segments are not built one by one
             peak = sampler.segments.get(name, Peak())
             written = bundle.manifest.files[entry["file"]]["bytes"]
             rows.append(_row(f"{name} for {target}", took[name], peak, written))
@@ -191,7 +191,7 @@ def measure(
     ] = None,
     out: results.Out = None,
 ) -> None:
-    """Create a checkpoint, export it and build it for one target after the other. All 30 layers take 55 GB of disk."""
+    """Create a checkpoint, export it and build it for each target in turn. All 30 layers take 55 GB of disk."""
     work = keep or Path(tempfile.mkdtemp(prefix="canvasrt-build-"))
     before, os.environ["CANVASRT_CACHE"] = os.environ.get("CANVASRT_CACHE"), str(work / "cache")
     sizes: Any = {} if max_context is None else {"max_context": max_context, "max_batch": 1}
@@ -208,7 +208,7 @@ def measure(
         rows.append(exported)
         count = len(load_bundle(graphs, check=False).manifest.model.layers)
         memory, builds = [], []
-        shutil.rmtree(checkpoint)  # the graphs contain its weights: this makes room for engines
+        shutil.rmtree(checkpoint)  # the graphs contain its weights; the engines need the space
         for name in target.split(","):
             engines = work / f"engines-{name}"
             built, needed = run_build(graphs, name, engines, wanted)

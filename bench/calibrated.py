@@ -1,4 +1,4 @@
-"""Measures a build straight from a bf16 checkpoint, calibration included, and compares it with the plan's figures."""
+"""Measures a build from a bf16 checkpoint, calibration included, and compares it with the plan's estimates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measure(
     steps: Annotated[int, typer.Option(help="Denoising steps of a block.")] = 12,
     out: results.Out = None,
 ) -> None:
-    """Write a random checkpoint and build it for one target. Its files are removed."""
+    """Write a random checkpoint, build it for one target, and remove all files."""
     found = find_target(target)
     (chosen,) = choose_precisions([found], precision, None)
     with tempfile.TemporaryDirectory(prefix="canvasrt-calibrated-") as work:
@@ -52,8 +52,8 @@ def measure(
 def build(
     checkpoint: Path, target: Target, made: Path, options: BuildOptions
 ) -> tuple[list[Json], Json]:
-    """Build engines in `made`, with a cache of its own. Return a row per stage, and the plan's figures beside the
-    measured ones."""
+    """Build engines in `made`, with a separate cache. Return a row per stage, and the plan's estimates with the
+    measured figures."""
     begun: dict[str, float] = {"hashing": time.monotonic()}
 
     def show(what: str, done: int, total: int) -> None:

@@ -28,7 +28,7 @@ def measure(
 
 
 def write_apart(folder: Path, shape: Shape, layers: int | None) -> ModelConfig:
-    """Write a checkpoint in a process of its own, whose end frees all of its memory."""
+    """Write a checkpoint in a separate process, so that all of its memory is freed afterwards."""
     options = ["--shape", shape, *(["--layers", str(layers)] if layers else [])]
     subprocess.run(
         [sys.executable, "-m", "bench", "checkpoint", "-o", str(folder), *options], check=True

@@ -1,7 +1,7 @@
-"""Compares a denoising pass on the CPU with the machine's matrix rate, for each bundle.
+"""Compares the speed of a denoising pass on the CPU with the machine's matrix rate, for each bundle.
 
-Bundles take turns. Before each turn, torch multiplies two fp32 matrices of 2,048 x 2,048, and the rate of this product
-counts as the machine's. Only multiply-adds of products and of attention count as work.
+Bundles take turns. Before each turn, torch multiplies two fp32 matrices of 2,048 x 2,048; the speed of this product is
+the machine's matrix rate. Only multiply-adds of matrix products and of attention count as work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Subject:
     path: Path
     model: Model
     given: DenoiseInput
-    memory: int  # bytes that opening the bundle and a first pass took, without mapped files
+    memory: int  # bytes that opening the bundle and the first pass added, without mapped files
     seconds: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Subject:
         return cls(path, model, given, memory_of(os.getpid())[1] - before)
 
     def run(self, rate: float) -> None:
-        """Run one pass, and note it against a rate in multiply-adds per second."""
+        """Run one pass, and record its share of `rate`, in multiply-adds per second."""
         begin = time.perf_counter()
         self.model.denoise([self.given])
         self.seconds.append(time.perf_counter() - begin)
@@ -84,7 +84,7 @@ def matrix_rate(threads: int) -> float:
 def measure(
     bundles: list[Path], threads: int = 1, rounds: int = 7, out: results.Out = None
 ) -> None:
-    """Measure bundles for a CPU in turns."""
+    """Measure bundles that were built for a CPU, in turns."""
     subjects = [Subject.open(path, threads) for path in bundles]
     rates = []
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def measure(
             subject.run(rates[-1])
     rows = [
         {
-            "bundle": str(each.path),
+            "bundle": each.path.name,
             "pass, ms": 1e3 * statistics.median(each.seconds),
             "of the matrix rate": statistics.median(each.shares),
             "lowest": min(each.shares),

@@ -58,7 +58,7 @@ def _daemon(folder: Path) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # Ctrl-C must reach only this process
         )
     try:
         deadline = time.monotonic() + _PATIENCE
@@ -75,7 +75,7 @@ def _daemon(folder: Path) -> Iterator[str]:
 
 
 def _unmount(folder: Path) -> None:
-    """Remove the mounts that the daemon leaves behind for the host's network."""
+    """Unmount what the daemon leaves mounted for the host's network."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     mounts = [line.split()[1] for line in lines]
     for mount in reversed([each for each in mounts if each.startswith(f"{folder}/")]):

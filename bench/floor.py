@@ -1,5 +1,4 @@
-"""The floor for any implementation: the bytes of the weights and the arithmetic, at the rates
-measured here."""
+"""Computes the floor of a pass: the time that reading the weights and the arithmetic take at measured rates."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.runtime.bundle_facts import pass_work
 
-# The products that torch has on a GPU.
+# Precisions in which torch multiplies matrices on a GPU.
 _MEASURED = ("bf16", "fp8")
 _TIMES = 10
-# Kernels of the graph that measures launches: enough to make the call and the final wait negligible.
+# The number of kernels in the graph that measures launches. With this many, the call and the final wait are negligible.
 _LAUNCHES = 2000
 
 
@@ -26,10 +25,10 @@ def measure(precision: Literal["bf16", "fp8"] = "bf16", out: results.Out = None)
 
 
 def rates(precision: str = "bf16") -> dict[str, Any]:
-    """Return bytes per second of a copy (reads and writes both count), operations per second of a matrix product, and
-    `launch_seconds`, from one kernel of a captured graph to the next.
+    """Return the bytes per second of a copy (reads plus writes), the operations per second of a matrix product, and
+    `launch_seconds`, the time from one kernel of a captured graph to the next.
 
-    Only products in bf16 and fp8 are measured; for other formats, the floor is the time of reading.
+    Matrix products are measured only in bf16 and fp8. For other formats, the floor is the time to read the weights.
     """
     torch = require("torch", "export")
     if not torch.cuda.is_available():
@@ -63,8 +62,8 @@ def rates(precision: str = "bf16") -> dict[str, Any]:
 
 
 def _launches(torch: Any) -> Callable[[], Any]:
-    """Return a function that runs a captured graph of `_LAUNCHES` kernels, each of which waits for the one before and does
-    nearly nothing."""
+    """Return a function that runs a captured graph of `_LAUNCHES` tiny kernels, each of which waits for the one
+    before."""
     number = torch.zeros(1, device="cuda")
     number.add_(1)  # loads the kernel, which must not happen during a capture
     torch.cuda.synchronize()
@@ -75,13 +74,13 @@ def _launches(torch: Any) -> Callable[[], Any]:
 
     def replay() -> Any:
         graph.replay()
-        return number  # keeps the tensor, to which the graph writes
+        return number  # keeps alive the tensor that the graph writes
 
     return replay
 
 
 def _product(torch: Any, width: int, precision: str) -> Callable[[], Any]:
-    """Return a product of two square matrices on the GPU."""
+    """Return a function that multiplies two square matrices on the GPU."""
     a = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
     if precision != "fp8":
         return lambda: a @ a
@@ -105,7 +104,7 @@ def _best(work: Callable[[], Any]) -> float:
 def floor_ms(prepared: Prepared, measured: dict[str, Any], batch: int) -> dict[str, float]:
     """Return milliseconds of a denoising pass: every weight read once, plus the necessary products.
 
-    Keys, values and scores are left out; at a context of 32K they add bytes and operations.
+    Keys, values and attention scores are not counted. At a context of 32K, they add bytes and operations.
     """
     reading = prepared.weight_bytes / measured["copy_bytes_per_second"]
     rate = measured.get("matrix_operations_per_second")

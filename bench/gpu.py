@@ -1,5 +1,5 @@
-"""Measures the released model's shape on this machine's GPU: passes of our graphs and engines, of transformers on the same
-weights, and the floor.
+"""Measures the released model's shape on this machine's GPU: passes of our graphs and engines, passes of transformers
+with the same weights, and the floor.
 
 Nothing is downloaded, and missing tools are skipped and listed.
 """
@@ -55,12 +55,14 @@ class Sweep:
 
 
 def measure(
-    work: Annotated[Path | None, typer.Option(help="Keeps graphs for later runs.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(help="A folder that keeps graphs for later runs.")
+    ] = None,
     sides: Annotated[str, typer.Option(metavar="SIDE,SIDE,…")] = ",".join(SIDES),
     precision: Annotated[
         Literal[shape.QUANTIZED] | None,  # type: ignore[valid-type]
         typer.Option(
-            help="Quantize the engines' weights with a made-up calibration; other sides keep theirs.",
+            help="Quantize the engines' weights with a made-up calibration. Graphs and transformers stay unquantized.",
         ),
     ] = None,
     experts: Experts = SLOTTED,
@@ -69,7 +71,7 @@ def measure(
     repeats: int = 20,
     out: results.Out = None,
 ) -> None:
-    """Measure passes and the floor. Results are written after each row."""
+    """Measure passes and the floor. Results are written after every row."""
     names = sides.split(",")
     if unknown := set(names) - set(SIDES):
         raise UsageError(f"unknown side {min(unknown)!r}", f"give one of {', '.join(SIDES)}")
@@ -87,7 +89,7 @@ def measure(
 
 
 def _check(sides: Sequence[str]) -> None:
-    """Raise the last side's error if none can run: files of the released shape take minutes to write."""
+    """Raise the last side's error if no side can run. This comes first, since writing the files takes minutes."""
     needs = {
         "tensorrt": _target,
         "onnxruntime": _provider,
@@ -113,8 +115,8 @@ def run(
     save: Callable[[Json], None],
     experts: str = SLOTTED,
 ) -> Json:
-    """Return all measurements of a shape, with files in `folder`. `save` gets the measurements so far after each
-    row."""
+    """Return all measurements of a shape, with files in `folder`. After every row, `save` gets the measurements so
+    far."""
     prepared = shape.prepare(wanted, folder)
     served = shape.quantized(prepared, precision, folder) if precision else prepared
     rates = attempt(lambda: floor.rates(precision or "bf16"))
@@ -143,7 +145,7 @@ def run(
         backend, bundle = _engines(served, sweep, folder, experts)
         return DeviceRunner(served, backend, sweep.max_context, bundle)
 
-    # Sides are made in turn, so that only one is in memory.
+    # One side is created at a time, so that only one is in memory.
     makers: dict[str, Callable[[], DeviceRunner | TransformersRunner]] = {
         "onnxruntime": onnxruntime,
         "tensorrt": tensorrt,
@@ -155,7 +157,7 @@ def run(
             for title, row in measure_side(makers[name](), sweep):
                 _add(figures, name, title, row)
                 save(figures)
-        except Exception as error:  # as in `attempt`
+        except Exception as error:  # any exception, as in `attempt`
             _add(figures, name, "side", results.skipped(error))
         _free()
         save(figures)
@@ -173,7 +175,7 @@ def _add(figures: Json, side: str, title: str, row: Json) -> None:
 def measure_side(
     runner: DeviceRunner | TransformersRunner, sweep: Sweep
 ) -> Iterator[tuple[str, Json]]:
-    """Yield the rows of one side, each with its table: passes with canvases of each routing, and memory."""
+    """Yield pairs of a table's title and a row of one side: times of passes for each routing, and memory."""
 
     def one(batch: int, context: int) -> Json:
         took = runner.pass_ms(batch, context, sweep.repeats)
@@ -216,7 +218,7 @@ def _engines(
     bundle = build_bundle(
         prepared.graphs.path,
         _target(),
-        # One folder keeps the engines of several runs.
+        # Engines with different options have different folders.
         folder / f"{wanted.name}-engines-{precision}-{context}-{batch}-{experts}",
         BuildOptions(precision, max_context=context, max_batch=batch, experts=experts),
     )
@@ -241,5 +243,5 @@ def _target() -> Target:
             "`canvasrt targets` lists the capabilities",
         )
     require(*BUILDER_MODULES[found[0].builder])
-    # If two targets share a capability, the one with more memory refuses less.
+    # If several targets share a capability, the one with the most memory refuses the fewest builds.
     return max(found, key=lambda target: target.memory or 0)

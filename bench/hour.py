@@ -1,9 +1,9 @@
-"""Runs everything that only a GPU can answer, the most important first.
+"""Runs all measurements that need a GPU, the most important first.
 
-Each step's output and results are written at once, so an interruption at any minute loses none of them. Another start
-runs the steps that have not ended, and then repeats those that failed: `--minutes 9` suits a machine whose commands may
-run for ten. A step begins only if all its minutes are left, except a start's first step. Nothing is downloaded, and a
-step that lacks a package fails at once.
+Each step's output and results are written at once, so an interruption at any minute loses none of them. The next start
+runs the steps that have not ended, and then repeats the failed ones. If a machine limits commands to ten minutes, start
+with `--minutes 9`. A step begins only if its whole time limit is left, except the first step of a start. Nothing is
+downloaded, and a step that lacks a package fails at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from canvasrt.errors import UsageError
 from canvasrt.staging import signals_raise
 
 _BENCH = (sys.executable, "-m", "bench")
-ON_A_GPU = "on_a_gpu"  # in the names of tests that need a GPU
+ON_A_GPU = "on_a_gpu"  # part of the names of tests that need a GPU
 _CANVASRT = (sys.executable, "-m", "canvasrt")
 
 
@@ -45,7 +45,7 @@ def _gpu(*options: str) -> tuple[Sequence[str], float]:
     return (*_BENCH, "gpu", *options, "--work", "{work}", "-o", "{out}"), 25
 
 
-# Name → command, and the minutes that it may take. A step that writes results names the file `{out}`.
+# Name → command, and the minutes that it may take. In a command, `{out}` is the file for results.
 STEPS: dict[str, tuple[Sequence[str], float]] = {
     "doctor": ((*_CANVASRT, "doctor", "--report", "{out}"), 2),
     "rates": ((*_BENCH, "floor", "--precision", "fp8", "-o", "{out}"), 2),
@@ -54,8 +54,8 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
     "rows-fp8": _rows("fp8"),
     "parity": ((sys.executable, "-m", "pytest", "-q", "tests/runtime", "-k", ON_A_GPU), 8),
     "probe-sorted": _probe("sorted"),
-    # One context, since every width of the past is one more profile to build. The released shape in 16 bits does not
-    # fit 24 or 32 GB.
+    # One context only, since each further width needs another profile. 16-bit engines are not among these steps, since
+    # they do not fit 24 or 32 GB.
     **{
         f"gpu-{name}": _gpu(
             *("--sides", "tensorrt", "--precision", precision, "--experts", experts),
@@ -82,20 +82,22 @@ STEPS: dict[str, tuple[Sequence[str], float]] = {
 _STATE = "hour.json"
 _GOES_ON = "goes on at the next start"
 _FAILED = "failed: "
-_GRACE = 20  # seconds in which an interrupted step may remove its temporary files
+_GRACE = 20  # seconds that an interrupted step has to remove its temporary files
 
 
 def measure(
     out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="DIR", help="For results and logs.")
+        Path, typer.Option("-o", "--out", metavar="DIR", help="The folder for results and logs.")
     ] = ROOT / "bench" / "results" / "hour",
     work: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For graphs and engines: 40 GB.")
+        Path | None, typer.Option(metavar="DIR", help="The folder for graphs and engines: 40 GB.")
     ] = None,
     steps: Annotated[str, typer.Option(help="The steps to run, by name.")] = ",".join(STEPS),
-    minutes: Annotated[float, typer.Option(metavar="N", help="Limit of this start.")] = 24 * 60,
+    minutes: Annotated[
+        float, typer.Option(metavar="N", help="End this start after N minutes.")
+    ] = 24 * 60,
 ) -> None:
-    """Run the steps that have not ended yet, in order, until the time is up."""
+    """Run the steps that have not ended yet, in order, until the time limit."""
     end = time.monotonic() + 60 * minutes
     if unknown := set(steps.split(",")) - set(STEPS):
         raise UsageError(
@@ -109,15 +111,16 @@ def measure(
         ended = json.loads(state.read_text())
     before = {name: ended.get(name, {"how": _GOES_ON, "seconds": 0}) for name in steps.split(",")}
     began = False
-    # Steps that failed may have lacked a package that is there now.
+    # Failed steps come last. They may have lacked a package that is installed now.
     for name in sorted(before, key=lambda name: before[name]["how"].startswith(_FAILED)):
         how, took = before[name]["how"], before[name]["seconds"]
         if not how.startswith((_GOES_ON, _FAILED)):
-            print(f"{name}: {how}, before")
+            print(f"{name}: {how} at an earlier start")
             continue
         begin = time.monotonic()
         command, limit = STEPS[name]
-        # Half a step measures nothing. Only a start's first step may be longer than the time.
+        # An unfinished step measures nothing. Only the first step of a start may have a longer limit than the time
+        # left.
         if begin >= end or (began and begin + 60 * limit > end):
             print(f"{name}: waits for the next start")
             continue
@@ -125,7 +128,7 @@ def measure(
         print(f"{name}: begins", flush=True)
         said = _run(command, min(60 * limit, end - begin), out, name, work)
         took += time.monotonic() - begin
-        if said is None:  # graphs and engines in `work` are kept
+        if said is None:  # the next start continues, with the graphs and engines in `work`
             said = f"cut off after {limit:g} minutes" if took >= 60 * limit else _GOES_ON
         ended[name] = {"how": said, "seconds": round(took, 1)}
         whole = state.with_suffix(".partial")
@@ -143,13 +146,14 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
         "engines": next(work.glob("[!.]*-engines-fp8-*"), work / "engines"),
     }
     words = [word.format(**places) for word in command]
-    # A repeated step starts over, and may be cut off earlier than before.
+    # A repeated step starts over and may be cut off early, so the results of the earlier try are kept under another
+    # name.
     with suppress(FileNotFoundError):
         places["out"].replace(out / f"{name}.{len(list(out.glob(f'{name}.*.json')))}.json")
     log = out / f"{name}.log"
     with log.open("a") as file, signals_raise():
-        # A process group, so that all processes of a step end with it: a survivor would keep the GPU busy during the
-        # next step.
+        # All processes of a step form a group and end together: a survivor would keep the GPU busy during the next
+        # step.
         process = subprocess.Popen(
             words,
             cwd=ROOT,
@@ -167,7 +171,7 @@ def _run(command: Sequence[str], seconds: float, out: Path, name: str, work: Pat
                 os.killpg(process.pid, signal.SIGTERM)
             end_group(process.pid, _GRACE)
     last = " ".join(log.read_text(errors="replace").strip().splitlines()[-1:])[:200]
-    # pytest ends with 0 if it skips tests that lack a package.
+    # pytest exits with 0 even if it skipped tests that lack a package.
     if code == 0 and not re.search(r"\d skipped", last):
         return "done"
     return f"{_FAILED}exit code {code}: {last}"

@@ -1,5 +1,4 @@
-"""`make image-demo`: builds the demo's image without a daemon, runs it hardened, calls it over
-three protocols."""
+"""`make image-demo`: builds the demo's image without a daemon, runs it hardened, and calls it over three protocols."""
 
 from __future__ import annotations
 
@@ -36,13 +35,13 @@ _PROTOCOLS = {
 
 
 def measure() -> None:
-    """Run the demo and print how long each step took."""
+    """Run the demo in a container, and print how long each step took."""
     with tempfile.TemporaryDirectory(prefix="canvasrt-image-demo-") as folder, engine() as found:
         run_image_demo(Path(folder), found)
 
 
 def run_image_demo(folder: Path, engine: ContainerEngine) -> None:
-    """Run the steps. Raises CanvasError for the first one that fails."""
+    """Run the steps. Raises CanvasError for the first step that fails."""
     clock = _Clock()
     with progress():
         base = standin()
@@ -61,7 +60,7 @@ def run_image_demo(folder: Path, engine: ContainerEngine) -> None:
     package = open_package(str(folder / "image.tar"), engine)
     load(package, engine)
     clock.report(f"loaded into {engine.name}")
-    # The host's network behaves the same with any docker or podman.
+    # The host's network behaves the same in every version of docker and podman.
     options = DeployOptions(name=NAME, network="host", http_port=8080)
     check_ports(options)
     try:
@@ -91,7 +90,7 @@ def run_image_demo(folder: Path, engine: ContainerEngine) -> None:
 
 @contextmanager
 def engine() -> Iterator[ContainerEngine]:
-    """Provide docker, with a daemon of our own if none answers; else podman."""
+    """Provide docker, with a temporary daemon if none answers; without docker, provide podman."""
     with ExitStack() as stack:
         try:
             found = stack.enter_context(docker())

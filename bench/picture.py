@@ -1,4 +1,4 @@
-"""Records the picture of the README while `canvasrt serve` runs.
+"""Records the README's animated picture of the web page while `canvasrt serve` runs.
 
 Needs playwright, pillow and a Chromium.
 """
@@ -18,7 +18,7 @@ STEP, END = 350, 2500  # milliseconds that a frame is shown
 
 
 def measure(url: str, out: Path) -> None:
-    """Ask once, then take a picture of every step."""
+    """Ask one question, then take a picture of every denoising step."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
@@ -52,5 +52,5 @@ def _frame(page: Page, step: int) -> Image.Image:
     page.locator("#slider").evaluate(
         "(each, step) => { each.value = step; each.dispatchEvent(new Event('input')) }", step
     )
-    page.wait_for_timeout(250)  # colours fade
+    page.wait_for_timeout(250)  # until colours have faded
     return Image.open(io.BytesIO(page.screenshot())).convert("RGB")

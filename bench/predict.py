@@ -1,7 +1,7 @@
-"""Predicts times of the released shape, by recipe, GPU, batch and context, from the builder's kernel lists.
+"""Predicts how long passes of the released shape take, by recipe, GPU, batch and context, from lists of kernels.
 
 Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a made-up calibration, and
-builds its engines. The second layer stands for the other sliding ones.
+builds its engines, which list their kernels. The second layer's time counts for all further sliding layers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from canvasrt.roofline.rates import GpuRates, find_gpu
 from canvasrt.targets import Target, find_target
 from canvasrt.types import Json
 
-# How often each layer counts: every sixth of the released 30 layers is a full one.
+# How often each layer's time counts, by layer: every sixth of the released 30 layers is a full one.
 SEGMENTS = 5
 REPEAT: dict[int | None, int] = {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS}
-# All engines are built for one target, which has every format and enough memory for the longest contexts. Its kernels
-# stand for those of the other GPUs.
+# All engines are built for this target, which has every format and enough memory for the longest contexts. The
+# predictions assume that other GPUs run the same kernels.
 BUILT_FOR = "rtx-pro-6000"
 _BLACKWELL = ("rtx-5090", "rtx-pro-6000", "dgx-spark")
 _ADA = ("rtx-4090", "rtx-6000-ada", "l40s")
@@ -60,15 +60,15 @@ def measure(
     experts: Annotated[str, typer.Option(help="As in `canvasrt build`.")] = SLOTTED,
     out: results.Out = None,
 ) -> None:
-    """Predict milliseconds of denoising passes, with even routing and with half a canvas of padding."""
-    # A cache of its own: the engines take tens of gigabytes, and nothing else uses them.
+    """Predict milliseconds of denoising passes, for even routing and for canvases that are half padding."""
+    # A separate cache, since the engines take tens of gigabytes and nothing else uses them.
     os.environ.setdefault("CANVASRT_CACHE", str(work / "cache"))
     rows: list[Json] = []
     for recipe in recipes.split(","):
         print(f"building {recipe}", file=sys.stderr, flush=True)
         sizes = _numbers(batches)
         for batch in sizes:
-            # Engines take one canvas or a full batch, whose number of canvases is fixed.
+            # Engines accept one canvas or exactly a full batch, so engines for a batch also serve one canvas.
             full = min((each for each in sizes if each > 1), default=1) if batch == 1 else batch
             predictor = Predictor(engines(recipe, work, full, experts), REPEAT)
             rows += predictions(predictor, recipe, PLAN[recipe], batch, _numbers(contexts))
@@ -76,7 +76,7 @@ def measure(
 
 
 def engines(recipe: str, work: Path, batch: int, experts: str = SLOTTED) -> Bundle:
-    """Return a recipe's engines for this number of canvases; build those that `work` lacks."""
+    """Return a recipe's engines for this number of canvases; build them if `work` lacks them."""
     out = work / f"engines-{recipe}-{batch}-{experts}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
@@ -99,7 +99,7 @@ def predictions(
     batch: int,
     contexts: Sequence[int],
 ) -> Iterator[Json]:
-    """Yield milliseconds of passes and the floor, with nearly even routing and with half a canvas of padding."""
+    """Yield milliseconds of passes and of the floor, for nearly even routing and for canvases that are half padding."""
     for name, context in itertools.product(gpus, contexts):
         gpu = find_gpu(name)
         even = predictor.denoise(gpu, batch, context)
@@ -123,8 +123,9 @@ def predictions(
 def reads_per_second(
     predictor: Predictor, gpu: GpuRates, batch: int, context: int
 ) -> dict[str, float]:
-    """Return decisions per second, of one read after a prompt of a canvas's length: on the shortest canvas, in own passes,
-    and on whole canvases, in passes of `batch`. They run no head: the host scores their few labels."""
+    """Return decisions per second. A decision is one read after a prompt as long as a canvas: on the shortest canvas in
+    own passes, and on whole canvases in passes of `batch`. Reads run no head, since the host scores their few
+    labels."""
     prompt = predictor.encode(gpu, context).seconds
     short = predictor.encode(gpu, context, predictor.passes.lengths[0]).seconds
     rows = predictor.denoise(gpu, batch, context).rows
@@ -134,8 +135,8 @@ def reads_per_second(
 
 @cache
 def fits(recipe: str, target: Target, batch: int, context: int) -> str:
-    """Return whether such requests fit the target's memory: "yes", "no", or "without images". `build --dry-run` says
-    the same."""
+    """Return whether `batch` requests fit the target's memory: "yes", "no", or "without images". `build --dry-run`
+    reports the same."""
     most = context + released_model().canvas_length
     way, need = released_memory(_precision(recipe), target, most, batch)
     if target.memory is not None and need.total > target.memory:
@@ -149,10 +150,10 @@ def _precision(recipe: str) -> Precision:
 
 
 def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int) -> float:
-    """Return the seconds for canvases that are half padding: a batch overflows its slots, so each canvas runs alone.
+    """Return the seconds for canvases that are half padding. They overflow a batch's slots, so each canvas runs alone.
 
-    All of the padding goes to the same experts, which get some of the other tokens, too. Sorted rows take the same time for
-    any routing.
+    All of the padding goes to the same experts, which also get some of the other tokens. Sorted rows take the same time
+    for every routing.
     """
     if predictor.experts != SLOTTED:
         return predictor.denoise(gpu, batch, context).seconds

@@ -1,7 +1,7 @@
-"""Tests whether engines, our kernels and ONNX Runtime's CUDA provider run on this machine's GPU.
+"""Tests whether engines, canvasrt's kernels and ONNX Runtime's CUDA provider run on this machine's GPU.
 
-It generates with the whole demo model, and compares tokens. Each try is a process of its own, since a crash is an answer
-too.
+It generates with the whole demo model, and compares tokens with the CPU's. Each try runs in a separate process, so that
+a crash ends only that try.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import gpus
 
 TIMEOUT = 600
-RAN = "it ran"  # in the message of a try that ran on a GPU to the end
+RAN = "it ran"  # part of the message of a try that completed on a GPU
 
 
 def measure(
@@ -31,7 +31,7 @@ def measure(
     child: Annotated[tuple[str, str] | None, typer.Option("--try", hidden=True)] = None,
     out: results.Out = None,
 ) -> None:
-    """Try each; record its message. The exit code is 1 if nothing ran."""
+    """Make each try and record its message. The exit code is 1 if no try completed."""
     if child:
         name, folder = child
         try:
@@ -59,7 +59,7 @@ def measure(
 
 
 def _in_a_process(name: str, folder: str) -> str:
-    """Return what a try says, or how its process ended."""
+    """Make a try in a separate process. Return its message, or how the process ended."""
     command = [sys.executable, "-m", "bench", "probe", "--try", name, folder]
     try:
         done = subprocess.run(
@@ -75,15 +75,15 @@ def _in_a_process(name: str, folder: str) -> str:
 
 
 def _provider(folder: Path) -> str:
-    """Return the demo's tokens through the CUDA provider, next to the CPU's."""
+    """Run the demo through the CUDA provider; return whether its tokens equal the CPU's."""
     from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
-    OrtCudaBackend()  # fails at once if something is missing, and names it
+    OrtCudaBackend()  # raises an error that names what is missing
     return _generated(_in_fp32(folder), folder, "cuda")
 
 
 def _engines(folder: Path, experts: str = SLOTTED) -> str:
-    """Return the demo's tokens through engines for this machine's GPU, next to the CPU's in fp32."""
+    """Run the demo through engines for this machine's GPU; return whether its tokens equal the CPU's in fp32."""
     from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS
@@ -98,7 +98,8 @@ def _engines(folder: Path, experts: str = SLOTTED) -> str:
 
 
 def _returns(path: Path) -> str:
-    """Time a pass at a new shape, at the same shape again, and when its context returns to that shape from another."""
+    """Time an encoding pass at a new shape, at the same shape again, and at that shape after a pass of another
+    shape."""
     import time
 
     import numpy as np
@@ -125,9 +126,9 @@ def _in_fp32(folder: Path) -> Path:
 
 
 def _generated(path: Path, folder: Path, device: str | None) -> str:
-    """Generate four requests apart, in shared passes, and on the CPU; return whether tokens agree.
+    """Generate four requests alone, in shared passes, and on the CPU; return whether tokens agree.
 
-    In shared passes, a request must get the same tokens alone and with others.
+    In shared passes, a request must get the same tokens whether it is alone or with others.
     """
     from canvasrt.runtime.generator import Generator
     from canvasrt.runtime.model import Model
@@ -157,9 +158,9 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     )
 
 
-# Generations of the whole demo, by what runs it.
+# What runs the demo → the function of that try.
 WHOLE: dict[str, Callable[[Path], str]] = {
     "engines": _engines,
-    SORTED: partial(_engines, experts=SORTED),  # our own kernels
-    "provider": _provider,  # ONNX Runtime's
+    SORTED: partial(_engines, experts=SORTED),  # canvasrt's kernels
+    "provider": _provider,  # ONNX Runtime's CUDA provider
 }

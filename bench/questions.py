@@ -1,6 +1,6 @@
-"""The demo's held-out questions through stock `transformers` or through engines, under several settings.
+"""Asks the demo's held-out questions of stock `transformers` and of engines, under several settings.
 
-`--settings` and `--scores` ask questions of all tasks in turn.
+With `--settings` or `--scores`, consecutive questions come from different tasks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
-REDONE = 0.25  # the share of blocks to redo, those with the lowest scores
+REDONE = 0.25  # the share of blocks to redo: the blocks with the lowest scores
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,19 @@ class Reply:
 
 def measure(
     engines: Path,
-    checkpoint: Annotated[str, typer.Option(help="For transformers.")] = "demo",
-    at_least: Annotated[int, typer.Option(help="Answers per task, by repeating questions.")] = 200,
+    checkpoint: Annotated[str, typer.Option(help="The checkpoint for transformers.")] = "demo",
+    at_least: Annotated[
+        int, typer.Option(help="The fewest answers per task; questions repeat to reach it.")
+    ] = 200,
     settings: Annotated[
-        int | None, typer.Option(metavar="N", help="Instead compare settings on N questions.")
+        int | None, typer.Option(metavar="N", help="Compare settings on N questions instead.")
     ] = None,
     scores: Annotated[
-        int | None, typer.Option(metavar="N", help="Instead score the answers of N questions.")
+        int | None, typer.Option(metavar="N", help="Score the answers to N questions instead.")
     ] = None,
     out: results.Out = None,
 ) -> None:
-    """Count the answers that are exactly right: of transformers, of engines, and of engines in one step."""
+    """Count exactly right answers from transformers, from engines, and from engines with one denoising step."""
     model = open_model(engines, threads=1)
     if settings is not None:
         results.report({"settings": list(_settings(Asker(model, settings)))}, out)
@@ -137,7 +139,7 @@ def generate(
         ids = torch.tensor([encoded[i] for i in batch])
         output = model.generate(input_ids=ids, max_new_tokens=MAX_NEW_TOKENS, **settings)
         new = output.sequences[:, ids.shape[1] :]
-        # The output only reports tokens per forward pass, counting tokens that are not padding.
+        # The output has no number of steps, only tokens per forward pass, which exclude padding.
         valid = (new != model.generation_config.pad_token_id).sum(-1)
         steps = (valid / output.tokens_per_forward).round().nan_to_num(1).int().tolist()
         for row, i in enumerate(batch):
@@ -157,7 +159,7 @@ def _batches(encoded: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]
 
 
 class Asker:
-    """Asks a bundle the same held-out questions with the same seeds, under one setting after another."""
+    """Asks a bundle the same held-out questions with the same seeds for every setting."""
 
     def __init__(self, model: Model, count: int) -> None:
         rng = random.Random(0)
@@ -168,7 +170,7 @@ class Asker:
         self.model, self._tokenizer = model, _tokenizer(model)
 
     def ask(self, settings: dict[str, Any]) -> tuple[Json, np.ndarray]:
-        """Return what the settings lead to, and the score of each answer's first block, if any."""
+        """Return the figures for these settings, and the score of each answer's first block if blocks are scored."""
         texts, scores, steps, first = [], [], 0, 0
         for seed, prompt in enumerate(self.prompts):
             drafts = shown = 0
@@ -199,7 +201,7 @@ class Asker:
 
 
 def _settings(asker: Asker) -> Iterator[Json]:
-    """Yield the effects of smaller canvases and of earlier text."""
+    """Yield the effects of smaller canvases and of showing text earlier."""
     model = asker.model
     sizes = [size for size in model.canvas_sizes if size != model.canvas_length]
     tried: dict[str, dict[str, Any]] = {"as it is": {}}
@@ -211,8 +213,8 @@ def _settings(asker: Asker) -> Iterator[Json]:
 
 
 def _scores(asker: Asker) -> Iterator[Json]:
-    """Yield how well each kind of score tells right answers from wrong ones, and what redoing the blocks with the lowest
-    scores changes."""
+    """Yield how well each kind of score separates right answers from wrong ones, and what redoing the lowest-scored
+    blocks changes."""
     plain, _ = asker.ask({})
     for name, key in (
         ("the encoding pass", "score_blocks"),

@@ -1,5 +1,5 @@
-"""The quality of the demo under each recipe, with one kind of matrix quantized at a time, and of its probabilities, by
-`canvasrt verify`."""
+"""Measures with `canvasrt verify`: the demo's quality under each recipe and with one kind of matrix quantized at a
+time, and the calibration of its probabilities."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ MATRICES = (
 
 
 def measure(
-    work: Annotated[Path, typer.Option(help="Keeps engines and reports; reused by a next run.")],
+    work: Annotated[
+        Path, typer.Option(help="A folder that keeps engines and reports for later runs.")
+    ],
     questions: Annotated[int, typer.Option(help="Questions per task, for the recipes.")] = 500,
     kinds: Annotated[
-        bool, typer.Option("--kinds", help="Instead quantize one kind of matrix at a time.")
+        bool, typer.Option("--kinds", help="Quantize one kind of matrix at a time instead.")
     ] = False,
     out: results.Out = None,
 ) -> None:
@@ -48,14 +50,15 @@ def measure(
 def _report(
     name: str, precision: str, options: Sequence[str], work: Path, checkpoint: str = "demo"
 ) -> Json:
-    """Return `verify`'s report on a checkpoint at this precision, made unless `work` has it."""
+    """Return `verify`'s report on a checkpoint at this precision. Builds and verifies only if `work` lacks the
+    report."""
     engines, folder = work / f"engines-{name.partition(',')[0]}", work / f"report-{name}"
     file = folder / "report.json"
     if not file.exists():
         if not engines.exists():
             build = ("build", checkpoint, "--target", "cpu", "--precision", precision)
             _canvasrt(*build, "-o", str(engines))
-        # 1 if limits are exceeded, which the report says.
+        # The exit code is 1 if limits are exceeded. The report says so, too.
         _canvasrt("verify", str(engines), *options, "--report", str(folder), ends=(0, 1))
     found: Json = json.loads(file.read_text())
     return found
@@ -87,7 +90,7 @@ def _interval(middle: float, low: float, high: float) -> str:
 
 
 def _kinds(work: Path) -> Iterator[Json]:
-    """Yield the mean KL divergence with one kind of matrix quantized, in nats. The table takes no NVFP4."""
+    """Yield the mean KL divergence in nats with one kind of matrix quantized. The embedding table cannot be NVFP4."""
     for matrix in MATRICES:
         weights = "table" if matrix == "table" else f"layers.*.{matrix}"
         row = {"quantized": f"`{matrix}`"}
@@ -103,7 +106,8 @@ def _kinds(work: Path) -> Iterator[Json]:
 
 
 def _calibration(work: Path) -> Iterator[Json]:
-    """Yield how far probabilities of closed questions are from the shares of right answers, in one draw and in eight."""
+    """Yield how far probabilities of closed questions are from the share of right answers, with one draw and with
+    eight."""
     cases = [("demo", each) for each in ("fp32", "int4", "nvfp4")]
     for checkpoint, precision in [*cases, (UNDERTRAINED, "fp32")]:
         row: Json = {"model": f"`{Path(checkpoint).name}`, {precision}"}

@@ -1,4 +1,4 @@
-"""A measurement's results: machine, commit, command and figures, as JSON and as tables."""
+"""Writes a measurement's results as JSON and as tables: machine, commit, command and figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attempt(work: Callable[[], Any]) -> Any:
     """Return the result of `work`, or `{"skipped": why}`, so that one failure does not end other measurements."""
     try:
         return work()
-    except Exception as error:  # any exception: a run on a GPU is too expensive to lose
+    except Exception as error:  # any exception, since runs on a GPU are expensive to repeat
         return skipped(error)
 
 
@@ -49,7 +49,7 @@ def skipped(error: Exception) -> Json:
 
 
 def write(figures: Json, out: Path | None) -> None:
-    """Write the figures to `out` with the machine, commit and command. Rows of a table are dicts."""
+    """Write the figures to `out` with the machine, commit and command. A list of dicts is a table."""
     if out is not None:
         data = {
             "date": datetime.date.today().isoformat(),
@@ -61,7 +61,7 @@ def write(figures: Json, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         whole = out.with_suffix(".partial")
         whole.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        whole.replace(out)  # an interruption leaves the results so far
+        whole.replace(out)  # atomic: an interruption leaves the earlier results
 
 
 def report(figures: Json, out: Path | None) -> None:
@@ -73,7 +73,7 @@ def report(figures: Json, out: Path | None) -> None:
 
 
 def machine() -> Json:
-    """Return the processor, the memory, the GPUs and the versions of what runs on them."""
+    """Return the processor, the memory, the GPUs, and the versions of drivers and libraries."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -89,7 +89,7 @@ def machine() -> Json:
 
 
 def tables(figures: Json) -> str:
-    """Return Markdown: a table for each list of rows, and a line for anything else."""
+    """Return Markdown: a table for each list of rows, and a line for every other value."""
     parts = []
     for title, value in figures.items():
         if not (isinstance(value, list) and value and isinstance(value[0], dict)):

@@ -1,8 +1,8 @@
-"""Runs the kernels over sorted rows on this machine's GPU: checks rows against NumPy, and measures them.
+"""Runs the kernels over sorted rows on this machine's GPU: checks their results against NumPy, and times them.
 
-One layer of the released sizes with random weights, at one canvas, with even, skewed and padded routing. Needs
-`canvasrt[rtx,sorted]`, but no checkpoint and no engine. The error is the largest deviation in the checked rows, divided by
-their largest number.
+The input is one canvas for one layer of the released sizes with random weights, with even, skewed and padded routing.
+Needs `canvasrt[rtx,sorted]`, but no checkpoint and no engine. The error is the largest deviation in the checked rows,
+relative to the largest number in them.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from canvasrt.sorted_rows.description import (
 PLAIN_DTYPE = "bfloat16"
 INT4_BLOCK, NVFP4_BLOCK = (FORMATS[name].blocks[0] for name in ("int4", "nvfp4"))
 CHECKED = 16  # rows
-INNER_SCALE = 2.0**-7  # dividing by it is exact
+INNER_SCALE = 2.0**-7  # a power of two: dividing by it is exact
 
 
 class Stack:
-    """Random weights `[E, out, in]` of one product, as its kernel takes them."""
+    """Random weights `[E, out, in]` of one matrix product, in the layout that its kernel reads."""
 
     def __init__(self, form: KernelForm, outputs: int, random: np.random.Generator) -> None:
         self.form = form
         self._shape = (form.sizes.experts, outputs, form.width)
         rows, size = self._shape[:2], form.width**-0.5
-        # Parts that a format lacks are never read.
+        # Placeholders: a kernel does not read parts that its format lacks.
         self.blocks = self.scales = np.zeros((form.sizes.experts, 0), np.float32)
         if form.format in ("int4", "nvfp4"):
             self.values = random.integers(0, 256, (*rows, form.width // 2), np.uint8)
@@ -56,11 +56,11 @@ class Stack:
             blocks = random.random((*rows, form.width // INT4_BLOCK), np.float32) * 0.2 * size
             self.blocks = blocks.astype(ml_dtypes.bfloat16)
         elif form.format == "nvfp4":
-            # E4M3 from 1/8 to below 2.
+            # These bytes are the E4M3 numbers from 1/8 to below 2.
             self.blocks = random.integers(32, 64, (*rows, form.width // NVFP4_BLOCK), np.uint8)
             self.scales = np.full(rows, 0.3 * INNER_SCALE * size, np.float32)
         elif form.format == "fp8":
-            # No codes of NaN.
+            # 127 is the code of NaN.
             self.values = random.integers(0, 127, self._shape, np.uint8)
             self.values |= random.integers(0, 2, self._shape, np.uint8) << 7
             self.scales = np.full(rows, 0.01 * size, np.float32)
@@ -69,7 +69,7 @@ class Stack:
             self.values = wide.astype(ml_dtypes.bfloat16)
 
     def matrix(self, expert: int) -> np.ndarray:
-        """Return one expert's numbers `[out, in]` in float32."""
+        """Return one expert's weights `[out, in]` in float32."""
         parts = (getattr(self, part)[expert].reshape(-1).view(np.uint8) for part in STACK_PARTS)
         return reference.matrix(self.form, *parts)
 
@@ -80,7 +80,7 @@ class LayerOnDevice:
     def __init__(
         self, device: Any, sizes: ExpertSizes, formats: tuple[str | None, str | None], tokens: int
     ) -> None:
-        """`formats`: of both products' weights."""
+        """`formats`: the formats of the weights of both products; None is bf16."""
         self.device, self.sizes, self.tokens = device, sizes, tokens
         self._formats = first, second = formats
         random = np.random.default_rng(0)
@@ -119,13 +119,13 @@ class LayerOnDevice:
         self._calls = list(self._plan())
 
     def route(self, index: np.ndarray) -> None:
-        """Give each token its experts, int32 `[T, K]`."""
+        """Set the experts of each token, int32 `[T, K]`."""
         self._index = np.ascontiguousarray(index, np.int32)
         self.device.upload(self._at["index"], self._index)
         self.device.synchronize()
 
     def run(self) -> np.ndarray:
-        """Return the rows `[K, T, D]`."""
+        """Run all kernels; return the resulting rows `[K, T, D]`."""
         for call in self._calls:
             self.device.run_kernel(call)
         self.device.download(self._result, self._at["rows"])
@@ -146,13 +146,13 @@ class LayerOnDevice:
         return [statistics.median(took[place::count][2:]) for place in range(count)]
 
     def error(self, random: np.random.Generator) -> float:
-        """Return the largest deviation of some rows, divided by their largest number."""
+        """Return the largest deviation of some random rows, relative to the largest number in a row."""
         found, errors = self.run(), []
         for token in random.choice(self.tokens, min(CHECKED, self.tokens), replace=False):
             choice = int(random.integers(self.sizes.top_k))
             wanted = self._row(token, int(self._index[token, choice]))
             errors.append(np.abs(found[choice, token] - wanted).max() / np.abs(wanted).max())
-        return float(np.max(errors))  # NaN if any deviation is
+        return float(np.max(errors))  # NaN if any error is NaN
 
     def _row(self, token: int, expert: int) -> np.ndarray:
         x, form = self.x[token : token + 1].astype(np.float32), self.gate_up.form
@@ -196,7 +196,8 @@ class LayerOnDevice:
 
 
 def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the experts of each token: even; skewed, by a factor of e per deviation; and half of all tokens alike."""
+    """Yield the experts of each token by routing: even; skewed, where the odds of experts are log-normal; and padded,
+    where half of all tokens have the same experts."""
     random = np.random.default_rng(1)
     likely = random.standard_normal(sizes.experts)
     for name, scores in (("even", 0 * likely), ("skewed", likely), ("padded", 0 * likely)):

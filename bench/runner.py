@@ -1,4 +1,4 @@
-"""Our side: graphs or engines on a device, through the runtime's own model. One segment runs in place of others."""
+"""Measures graphs or engines on a device through the runtime's model class. One body segment is loaded for all."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
 
 WARM_UP = 4  # a call is captured when it occurs for the third time
-# The tokens of a canvas by routing, since equal tokens have the same experts: all of the vocabulary; a few, some of
-# them frequent; or a second half of padding, as after a short answer.
+# A canvas's tokens determine its routing, since equal tokens have the same experts. "even": tokens of the whole
+# vocabulary. "skewed": few different tokens, some of them frequent. "padded": a second half of padding, as after a
+# short answer.
 Routing = Literal["even", "skewed", "padded"]
 ROUTINGS: tuple[Routing, ...] = ("even", "skewed", "padded")
 FEW = 64
@@ -29,7 +30,7 @@ _LAYER = re.compile(r"^((?:past|new)_(?:key|value)_)(\d+)$")
 
 
 def routed(tokens: np.ndarray, config: ModelConfig, routing: Routing) -> np.ndarray:
-    """Return random `tokens` int64 `[canvas]` as a canvas of this routing."""
+    """Turn random `tokens`, int64 `[canvas]`, into a canvas with this routing."""
     if routing == "padded":
         half = len(tokens) // 2
         return np.concatenate([tokens[:half], np.full(len(tokens) - half, config.pad_token_id)])
@@ -40,13 +41,13 @@ def routed(tokens: np.ndarray, config: ModelConfig, routing: Routing) -> np.ndar
 
 
 def shifted(name: str, by: int) -> str:
-    """Renumber: `past_key_2` by 6 → `past_key_8`. Other names stay."""
+    """Add `by` to a layer's number: `past_key_2` by 6 → `past_key_8`. Other names stay."""
     match = _LAYER.match(name)
     return f"{match[1]}{int(match[2]) + by}" if match else name
 
 
 class ReplicaEngine:
-    """An engine whose layers are numbered from `by`."""
+    """An engine whose layers are renumbered to start at `by`."""
 
     def __init__(self, engine: Engine, number: int, by: int) -> None:
         self._engine, self._by = engine, by
@@ -68,7 +69,7 @@ class ReplicaEngine:
 
 
 class _Replicas:
-    """A backend that opens the prepared body segment in place of all body segments, which have `layers` layers each."""
+    """A backend that opens the one prepared body segment, of `layers` layers, for every body segment."""
 
     def __init__(self, backend: DeviceBackend, layers: int) -> None:
         self._backend, self._layers = backend, layers
@@ -84,7 +85,8 @@ class _Replicas:
 
 
 class DeviceRunner:
-    """Our graphs or engines over a device's memory. A batch shares passes, which have room for the largest batch."""
+    """Graphs or engines with a device's memory. A batch runs in shared passes, which have room for the largest
+    batch."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class DeviceRunner:
         max_context: int,
         bundle: Bundle | None = None,
     ) -> None:
-        """Open `bundle`, engines built from the prepared graphs, or the graphs themselves if None."""
+        """Open `bundle`, the engines built from the prepared graphs; if it is None, open the graphs."""
         made = bundle or prepared.graphs
         self._device: Any = backend.device
         self._used = self._device.memory()[0]
@@ -108,7 +110,7 @@ class DeviceRunner:
             for n in range(prepared.shape.copies)
         ]
         whole = {"model": prepared.config.to_json(), "segments": [*bodies, entries["head"]]}
-        # Without a pass plan, the model takes the shapes of all passes that the engines support.
+        # Without a pass plan in the manifest, the model uses all pass shapes that the engines support.
         manifest = Manifest({**made.manifest.data, **whole, "passes": None})
         replicas = _Replicas(backend, layers)
         self.model = DeviceModel(Bundle(made.path, manifest), replicas, max_context)
@@ -120,7 +122,7 @@ class DeviceRunner:
         self.model.share_passes(batch > 1)
         rows = [self.model.new_row() for _ in range(batch)]
         for row in rows:
-            # The memory holds zeros, which cost as much to read as keys and values.
+            # The cache holds zeros. Reading them takes as long as reading real keys and values.
             self.model.workspace.cache.take(row)
             self.model.workspace.cache.make_room(row, context)
             row.length = context
@@ -130,7 +132,7 @@ class DeviceRunner:
             uniforms, tokens = step_noise(seed, 0, step, config.canvas_length, config.vocab_size)
             return uniforms, routed(tokens, config, routing)
 
-        # With this bound, a step accepts almost nothing, so its noise becomes the next canvas.
+        # With a bound of 0, a step accepts almost nothing, so its noise becomes the next canvas and sets the routing.
         bound = 0.1 if routing == "even" else 0.0
         hidden = [self.model.first_hidden(noise(seed, 0)[1]) for seed in range(batch)]
         took = []

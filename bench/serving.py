@@ -1,7 +1,7 @@
-"""The overhead of gRPC and the OpenAI API over the runtime, for one client's first token and in CPU time per answer; and
-how long 64 OpenAI clients wait for answers to the demo's questions.
+"""Measures what gRPC and the OpenAI API add to the runtime: to one client's first token, and in CPU time per answer.
+Also measures how long 64 OpenAI clients wait for answers to the demo's questions.
 
-It starts a server of its own. With all cores busy, throughput is the inverse of CPU time per answer; the clients' own time does
+It starts a server. If all cores are busy, throughput is the inverse of CPU time per answer. The clients' CPU time does
 not count.
 """
 
@@ -40,19 +40,20 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
 CLIENTS = 64
-WARM = 20  # first tokens of a side that do not count
-TURN = 7  # denoising steps of a short prompt's first turn, on a CPU
+WARM = 20  # the first answers of a side warm up and do not count
+TURN = 7  # a CPU's first turn on a short prompt takes this many denoising steps
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 # Prompt and seed → pieces of the answer.
 Ask = Callable[[str, int], Iterator[str]]
-# Prompts, whose seeds are their places → answers.
+# Prompts → answers. A prompt's seed is its index.
 Crowd = Callable[[Sequence[str]], list[str]]
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to the model: a function for one client, all answers at once, and the processes that work on them."""
+    """One way to reach the model: a function for one client, one for a crowd of clients, and the processes whose CPU
+    time counts."""
 
     ask: Ask
     answers: Crowd
@@ -66,9 +67,9 @@ def measure(
     mixed: int = 3000,
     out: results.Out = None,
 ) -> None:
-    """Answer the same questions in process and over both APIs, in turns."""
+    """Answer the same questions in this process and over both APIs, alternating."""
     opened = load_bundle(bundle, kind="engines", check=False)
-    # Every side encodes each prompt.
+    # No prefix cache, so every side encodes every prompt.
     options = ModelOptions(threads=1, prefix_cache=0)
     with ExitStack() as stack:
         repository = stack.enter_context(repository_of(opened))
@@ -106,7 +107,7 @@ def _first_tokens(sides: dict[str, Side], count: int) -> list[Json]:
             pieces = sides[name].ask(f"reverse {word}", number)
             next(pieces)
             times[name].append(1e3 * (time.perf_counter() - start))
-            list(pieces)  # to the end of the answer
+            list(pieces)  # reads the answer to its end
     base = times["in process"][WARM:]
     return [
         {
@@ -119,7 +120,7 @@ def _first_tokens(sides: dict[str, Side], count: int) -> list[Json]:
 
 
 def _answers(sides: dict[str, Side], rounds: int) -> list[Json]:
-    """Return CPU milliseconds per answer, each side's throughput next to the runtime's own, and wrong answers."""
+    """Return CPU milliseconds per answer, each side's throughput relative to the runtime's, and wrong answers."""
     rng = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in sides}
     wrong = dict.fromkeys(sides, 0)
@@ -135,7 +136,7 @@ def _answers(sides: dict[str, Side], rounds: int) -> list[Json]:
             after = usage()
             expected = expected or answers
             wrong[name] += sum(a != b for a, b in zip(answers, expected, strict=True))
-            if round_:  # the first warms up
+            if round_:  # the first round warms up
                 spent = sum(after[pid] - before[pid] for pid in side.processes())
                 times[name].append(1e3 * spent / len(texts))
     base = times["in process"]
@@ -151,7 +152,7 @@ def _answers(sides: dict[str, Side], rounds: int) -> list[Json]:
 
 
 def _waits(client: OpenAI, count: int) -> list[Json]:
-    """Return how long mixed questions take, all of them and by the turns that they need."""
+    """Return how long mixed questions take: all of them, and separately those that one turn answers and the others."""
     rng = random.Random(0)
     texts = [each for task in TASKS for each in questions(task)]
 
@@ -233,7 +234,7 @@ def _chat(prompt: str, seed: int) -> dict[str, Any]:
 
 
 def _crowd(answer: Callable[[str, int], str]) -> Crowd:
-    """Return a function in which `CLIENTS` threads ask; each asks again after its answer."""
+    """Return a function in which `CLIENTS` threads ask. A thread asks its next question after its last answer."""
 
     def answers(texts: Sequence[str]) -> list[str]:
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -252,18 +253,18 @@ def family(pid: int) -> list[int]:
 
 
 def usage() -> dict[int, float]:
-    """Return the CPU seconds that each process has used."""
+    """Return the CPU seconds that each process has used, by process id."""
     return {
         pid: (int(fields[11]) + int(fields[12])) / _TICKS for pid, fields in _processes().items()
     }
 
 
 def _processes() -> dict[int, list[str]]:
-    """Return the fields of every process's stat file, from its state on."""
+    """Return the fields of every process's `/proc/PID/stat` from the state on, by process id."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             found[int(file.parent.name)] = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
     return found

@@ -1,7 +1,8 @@
 """The measured model: the released shape with random weights, written to disk once.
 
-One body segment stands for all of them. Their layers are of the same kinds in the same order, so a pass costs the same, and
-the files take a fifth of the disk. On the device, every copy has its own memory.
+Only one body segment is written, and is loaded once for every body segment. All have the same kinds of layers in the
+same order, so a pass costs the same. The files then take a fifth of the disk space of all segments. On the device, every copy has its own
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from canvasrt.recipes import SHIPPED
 
 @dataclass(frozen=True)
 class Shape:
-    """Which model: a key of `synthetic.SHAPES`, `layers` per body segment, and `copies` of that segment."""
+    """A model to measure: a key of `synthetic.SHAPES`, `layers` per body segment, and `copies` of that segment."""
 
     name: str
     layers: int
@@ -27,14 +28,15 @@ class Shape:
     precision: str = "bf16"
 
 
-# The largest input of every product in the made-up calibration; normalised states are of this order.
+# The largest input of every matrix product in the made-up calibration. Normalised states are of this magnitude.
 MADE_UP_AMAX = 8.0
-# Precisions of engines to measure, besides a shape's own.
+# Precisions of engines to measure, in addition to a shape's own precision.
 QUANTIZED = tuple(name for name in FORMATS if name in SHIPPED)
-# The fewest experts and tokens that leave every kernel of the released model unchanged. Each token has as many experts as
-# in the released model: sums over fewer experts would be fused with more operators.
+# The fewest experts and the smallest vocabulary with which TensorRT chooses the released model's kernels. Each token
+# keeps the released number of experts: sums over fewer experts would be fused with more operators.
 WIDTHS = {"num_experts": 10, "top_k_experts": 8, "vocab_size": 4096}
-# Two sliding layers and a full one. The second sliding layer stands for all others; the first also has the common nodes.
+# Two sliding layers and a full one. The second is like all other sliding layers; the first also has nodes that all
+# layers share.
 FEW_LAYERS = 3
 
 
@@ -49,14 +51,14 @@ class Prepared:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all segments and the head; the table counts once."""
+        """Bytes of all segments, of the head and of the embedding table."""
         files = self.graphs.manifest.files
         body = files["body_0.bin"]["bytes"] * self.shape.copies
         return body + files["head.bin"]["bytes"] + files["embedding.bin"]["bytes"]
 
 
 def prepare(shape: Shape, folder: Path) -> Prepared:
-    """Write what is missing in `folder`. Needs `canvasrt[export]`."""
+    """Return a shape's files; write missing ones to `folder`. Needs `canvasrt[export]`."""
     require("torch", "export")
     from bench import synthetic
     from canvasrt.export.graphs import export_graphs
@@ -75,7 +77,7 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
 
 
 def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
-    """Return the files with the body's weights quantized by one of canvasrt's recipes; write what is missing.
+    """Return the files with the body's weights quantized by one of canvasrt's recipes; write missing ones to `folder`.
 
     The calibration is made up: no prompt is run, and every input is assumed to reach `MADE_UP_AMAX`. The time of a pass
     does not depend on it.
@@ -100,8 +102,8 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
 
 
 def few_experts(recipe: str, folder: Path) -> Path:
-    """Return graphs of `WIDTHS` in a recipe, or in bf16, with a made-up calibration. They have every kernel of the whole
-    model. Writes missing graphs to `folder`."""
+    """Return graphs with the sizes of `WIDTHS`, in bf16 or quantized by a recipe with a made-up calibration. Their
+    engines have every kernel of the whole model. Writes missing graphs to `folder`."""
     from bench import synthetic
 
     shape = {"widths": synthetic.SHAPES["released"] | WIDTHS}

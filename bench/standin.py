@@ -1,7 +1,7 @@
 """A base image for machines that cannot pull NVIDIA's: a minimal Debian with nvidia-pytriton's
 tritonserver.
 
-It suffices without a GPU. `make image-demo` and the tests build on it.
+It is enough on a machine without a GPU. `make image-demo` and the tests build images on it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ SUITE = "bookworm"
 # `docker build` needs pip; the stub of Triton's Python backend loads libpython.
 _PACKAGES = ("python3", "python3-pip", "libpython3.11")
 _LEFT_OUT = ("doc", "man", "locale", "info", "lintian")
-# The wheel's files, in the layout they expect; /opt/tritonserver leads to them, as in NVIDIA's
-# image.
+# The folder of the wheel's files, in the layout that they expect. /opt/tritonserver, their path in NVIDIA's image,
+# links to them.
 _TRITON = "opt/triton"
 _PYTHON = "3.11"
 _STUB = "triton_python_backend_stub"
 
 
 def standin() -> Path:
-    """Return an OCI layout of the stand-in. The first call makes it from Debian's mirror, in about
-    half a minute.
+    """Return the OCI layout of this base image. The first call creates it from Debian's mirror, in about half a minute.
 
     Raises CanvasError if mmdebstrap or nvidia-pytriton is missing.
     """
@@ -107,9 +106,11 @@ def _triton() -> Path:
 
 
 def _server(triton: Path) -> list[LayerEntry]:
-    """Return the server, its libraries, and the Python backend's stub for Debian's Python."""
+    """Return the files of the server, its libraries, and the Python backend's stub for Debian's Python."""
     stub = f"pytriton/stubs/stubs/{_PYTHON}/{_STUB}"
-    libraries = triton.parent.parent / "nvidia_pytriton.libs"  # the wheel's files expect them there
+    libraries = (
+        triton.parent.parent / "nvidia_pytriton.libs"
+    )  # where the wheel's files look for them
     return [
         *_tree(triton, "pytriton/tritonserver", "python_backend_stubs"),
         *_tree(libraries, libraries.name),

@@ -1,7 +1,7 @@
-"""Random checkpoints of real shapes, for sizes and speeds that do not depend on trained weights.
+"""Writes random checkpoints of real shapes, to measure sizes and speeds, which do not depend on trained weights.
 
-They are in the Hugging Face layout, and are written with one layer in memory at a time. `python -m bench checkpoint`
-is the program for it.
+They have the Hugging Face layout and are written one layer at a time, to save memory. `python -m bench checkpoint` runs
+it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _GENERATION = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "released": TEXT_CONFIG,
-    # The released shape with a small vocabulary, whose two products would otherwise take most of the time of a few layers.
+    # The released shape with a small vocabulary. With few layers, the full vocabulary would take most of the time.
     "released-8k": TEXT_CONFIG | {"vocab_size": 8192},
-    # The released head sizes, experts, vocabulary and proportions, in 0.2 GB.
+    # The released head sizes, experts, vocabulary and proportions, in a checkpoint of 0.2 GB.
     "narrow": TEXT_CONFIG
     | {
         "hidden_size": 256,
@@ -69,19 +69,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# `nvfp4`: as in the released NVFP4 checkpoint by ModelOpt, only experts, one tensor each.
-# `int4`: llm-compressor's W4A16 of every linear module in the layers, in groups of 64.
+# `nvfp4`: as in the released NVFP4 checkpoint by ModelOpt: only experts are quantized, and each expert has its own
+# tensors. `int4`: llm-compressor's W4A16 of every linear module in the layers, in groups of 64.
 WEIGHT_FORMATS = ("bf16", "fp32", "nvfp4", "int4")
 _BLOCK = 16
 # E4M3 bits of block scales from 128 to 448.
 _SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
 _SCALES = np.concatenate([128 * (1 + np.arange(8) / 8), 256 * (1 + np.arange(7) / 8)])
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-# Root mean square of a random code times a random block scale, for a global scale of one.
+# Root mean square of a random code times a random block scale, if the global scale is one.
 _PACKED_RMS = math.sqrt(float((_E2M1**2).mean() * (_SCALES**2).mean()))
 _GROUP = 64
 _INT4_RMS = math.sqrt(float((np.arange(-8.0, 8.0) ** 2).mean()))
-# The largest normalised activation, and the largest between an expert's products, as calibration would find them.
+# Plausible results of a calibration: the largest input of an expert's first product, and of its second.
 _INPUT_AMAX = {"gate_up_proj": 6.0, "down_proj": 10.0}
 
 
@@ -95,9 +95,8 @@ def write_random_checkpoint(
     """Write a random checkpoint to `out`, without a vision tower or tokenizer.
 
     Args:
-        shape: a key of `SHAPES`.
-        layers: how many; None takes the shape's own number.
-        format: one of `WEIGHT_FORMATS`.
+        shape: a key of `SHAPES`. layers: the number of layers; None takes the shape's own. format: one of
+        `WEIGHT_FORMATS`.
 
     Matrices have mean zero and variance 1 / inputs; norms and scalars are one, so that activations
     keep their size.
@@ -191,7 +190,7 @@ _W4A16 = {
 
 
 class _Noise:
-    """Cheap random values: piece by piece from small pools of random numbers, each piece from another place."""
+    """Cheap random values, put together from pieces at random offsets of small pools of random numbers."""
 
     _POOL = 1 << 23
     _PIECE = 1 << 21
@@ -238,7 +237,7 @@ class _Noise:
 def _tensors(
     part: SegmentModule, model: ModelConfig, noise: _Noise, format: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors that a graph's weights are stacked from."""
+    """Yield the checkpoint tensors from which a graph's weights are stacked."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
         sources = part.sources[name]
@@ -261,7 +260,8 @@ def _tensors(
 
 
 def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E, out, in]`."""
+    """Yield a separate NVFP4 tensor for each expert of a layer, instead of the tensor `source` of `shape` `[E, out,
+    in]`."""
     name, width = source.rpartition(".")[2], shape[2]
     input_scale, scale = noise.around(_INPUT_AMAX[name] / (6 * 448)), 1.0
     for module, rows, _ in _modules(source, shape):
@@ -275,7 +275,7 @@ def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[tupl
 
 
 def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
-    """Yield the linear modules of the experts in `source`: name, outputs and inputs."""
+    """Yield the name, outputs and inputs of every linear module of the experts in `source`."""
     experts, rows, width = shape
     prefix, _, name = source.rpartition(".")
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
@@ -285,12 +285,12 @@ def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, in
 
 
 def _is_linear(name: str) -> bool:
-    """Return whether llm-compressor packs a layer's weight: attention's and the shared MLP's."""
+    """Return whether llm-compressor packs a layer's weight: it packs weights of attention and of the shared MLP."""
     return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
 
 
 def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
-    """Yield a linear module in INT4."""
+    """Yield the tensors of a linear module in INT4."""
     std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
     yield f"{module}.weight_packed", noise.codes(rows, width // 2).view(torch.int32)
     yield f"{module}.weight_scale", noise.near((rows, width // _GROUP), std, torch.bfloat16)
@@ -298,7 +298,7 @@ def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[tuple[s
 
 
 def _rows(part: SegmentModule, name: str, sources: int, model: ModelConfig) -> list[int]:
-    """Return how many rows of a stacked weight come from each of its sources."""
+    """Return how many rows of a stacked weight come from each of its source tensors."""
     rows = part.module.get_parameter(name).shape[0]
     if name.endswith("qkv.weight"):
         (index,) = part.layers

@@ -1,7 +1,7 @@
-"""Writes the tables that the pages take from `bench/results/`.
+"""Updates the tables in the documentation that show files of `bench/results/`.
 
-The comment `<!-- bench/results/FILE.json: KEY -->` stands above such a table. FILE may be a pattern: the table then has the
-rows of all files, in the order of their names.
+Above such a table is the comment `<!-- bench/results/FILE.json: KEY -->`. FILE may be a pattern: the table then has the
+rows of all matching files, sorted by file name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _TABLE = re.compile(r"^(<!-- (bench/results/\S+\.json): (.+) -->\n)(?:\|.*\n)*",
 
 
 def measure() -> None:
-    """Write all tables anew."""
+    """Rewrite all tables."""
     for page in PAGES:
         page.write_text(filled(page.read_text("utf-8")), "utf-8")
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables that its files have now."""
+    """Return a page with its tables rewritten from the current files."""
     return _TABLE.sub(lambda found: f"{found[1]}{_table(found[2], found[3])}\n", text)
 
 

@@ -1,4 +1,4 @@
-"""The other side: Hugging Face transformers on the same weights."""
+"""Measures Hugging Face transformers with the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.runtime.bench import random_prompts
 
 
 class TransformersRunner:
-    """transformers' own model and `generate`."""
+    """The model of transformers, run by its `generate`."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._torch: Any = require("torch", "export")
@@ -28,8 +28,8 @@ class TransformersRunner:
     def pass_ms(
         self, batch: int, context: int, repeats: int, routing: Routing = "even"
     ) -> list[float]:
-        """Return milliseconds of passes, as our side does. For all routings but `even`, the result is empty, since
-        `generate` draws its own canvases."""
+        """Return milliseconds of passes, as `DeviceRunner.pass_ms` does. The result is empty unless routing is `even`,
+        since `generate` draws the canvases itself."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
             DiffusionGemmaGenerationConfig,
             EntropyBoundSamplerConfig,
@@ -52,7 +52,7 @@ class TransformersRunner:
         return [1e3 * seconds for seconds in clock.steps[WARM_UP:]]
 
     def memory(self) -> int | None:
-        """Return the largest number of bytes of device memory in use; None on a CPU."""
+        """Return the peak bytes of device memory in use; None on a CPU."""
         return int(self._torch.cuda.max_memory_allocated()) if self._cuda else None
 
     def _wait(self) -> None:
@@ -61,15 +61,14 @@ class TransformersRunner:
 
 
 def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:
-    """Return transformers' model of the checkpoint with its layers repeated, each copy with its own
-    memory."""
+    """Return transformers' model of the checkpoint with its layers repeated. Each copy has its own memory."""
     from transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # the checkpoint lacks only the vision tower's weights
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[prepared.shape.precision]
-    # The checkpoint has no vision tower, and the reference would create one of 550M parameters.
+    # The checkpoint has no vision tower. Without this, transformers would create one of 550M parameters.
     config = AutoConfig.from_pretrained(prepared.checkpoint)
     config.vision_config = type(config.vision_config)(
         hidden_size=32,
@@ -92,7 +91,7 @@ def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:
     ]
     first = [list(stack.layers) for stack in stacks]
     for number in range(1, copies):
-        # One memo for all copies, since encoder and decoder share their weights.
+        # One `deepcopy` call for encoder and decoder, so that their copies share weights, too.
         for stack, copied in zip(stacks, copy.deepcopy(first), strict=True):
             for layer in copied:
                 for module in layer.modules():
@@ -110,7 +109,7 @@ def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:
 
 
 def _repeat(text: Any, copies: int) -> None:
-    """Give a text configuration `copies` times as many layers."""
+    """Multiply the number of layers of a text configuration by `copies`."""
     before = text.num_hidden_layers
     text.layer_types = list(text.layer_types) * copies
     text.num_hidden_layers = before * copies

@@ -21,10 +21,10 @@ from canvasrt.recipes.recipe import Recipe
 
 # Bytes of memory that Python, torch, the tokenizer and a piece of a weight take.
 _BASE = 600 * 10**6
-# How many tokens run through a layer together (export/quantize/network.py), and how many float32 tensors of size
-# canvas × vocabulary the head has in memory at the same time.
+# How many tokens run through a layer together (export/quantize/network.py). The head has `_HEAD_TENSORS` float32
+# tensors of size canvas × vocabulary in memory at the same time.
 _TOGETHER, _HEAD_TENSORS = 4096, 5
-# The smaller products of a sweep reach this share of the speed of a large product.
+# A sweep's products are smaller than the measured one, and reach this fraction of its speed.
 _EFFICIENCY = 0.75
 _SMALL = 10**8
 
@@ -32,7 +32,7 @@ _SMALL = 10**8
 @dataclass(frozen=True)
 class CalibrationNeeds:
     """What a calibration needs. `memory` and `disk` are bytes. `flops`, `read` (bytes of weights) and `widened` (bytes
-    of weights after conversion to float32) are sums over all sweeps."""
+    of weights after conversion to float32) are sums over all sweeps. A sweep is one run through all weights."""
 
     work: Workload
     memory: int
@@ -127,8 +127,8 @@ def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or the head. `memory` and `stored` are its sizes in bytes, in memory and in the file. `numbers` counts
-    all weights, `experts` the experts' weights, and `active` the weights that one token uses."""
+    """A layer or the head. `memory` is its size in memory, and `stored` its size in the file, both in bytes. `numbers`
+    counts all weights, `experts` the experts' weights, and `active` the weights that one token uses."""
 
     memory: int
     stored: int
@@ -176,8 +176,8 @@ def _fastest(run: Callable[[], object]) -> float:
 
 
 def _bytes_per_second(folder: Path) -> list[float]:
-    """Measure how fast weights reach the calibration's device: first from the disk, then from the page cache. Reads
-    several places of the largest file in a folder."""
+    """Measure the bytes per second at which weights reach the calibration's device: first from the disk, then from the
+    page cache. Reads several places of the largest file in a folder."""
     torch, device, rates = require("torch", "export"), _device(), []
     file = max(
         (each for each in folder.iterdir() if each.is_file()), key=lambda each: each.stat().st_size

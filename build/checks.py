@@ -33,9 +33,9 @@ class Verdict(NamedTuple):
     """What a dry run says about a plan.
 
     Attributes:
-        not_here: why the build would be refused on this machine; None if it would not be.
-        hint: what to do about that. If this machine can build engines that need more memory than it has, what would
-            fit.
+        not_here: why this machine would refuse the build; None if it would accept the build.
+        hint: what to do about a refusal. If this machine can build the engines, but has too little memory to serve
+            them, the hint says which options would fit.
         lighter: see `lighter_segments`.
     """
 
@@ -75,8 +75,8 @@ def check_source(target: Target, precision: Precision, source: Source) -> None:
     if source.is_quantized and (source.graphs is not None or precision.is_quantized):
         if have != precision.name or not _same_recipe(source, precision):
             raise CanvasError(
-                f"the {what} already quantized to {have}, and cannot become"
-                f" {precision.text} engines for {target.name}",
+                f"the {what} already quantized to {have}, so {target.name} engines"
+                f" in {precision.text} cannot be built from them",
                 f"build them as they are, for {_targets_with(str(have))},"
                 " or start from a checkpoint with plain weights",
             )
@@ -110,7 +110,7 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
 
 
 def check_machine(plan: Plan) -> None:
-    """Raise CanvasError if this machine lacks the GPU or an extra that the build needs. Called before anything is
+    """Raise CanvasError if this machine lacks the GPU or a pip extra that the build needs. Called before anything is
     written."""
     target = plan.target
     if target.capability is not None:
@@ -121,7 +121,7 @@ def check_machine(plan: Plan) -> None:
                 f"engines for {target.name} can only be built on its GPU ({target.gpu}),"
                 f" which this machine does not have{missing}",
                 f"run `pip install 'canvasrt[{extra}]'` on a machine with that GPU;"
-                " --dry-run shows the plan anywhere",
+                " --dry-run shows the plan on any machine",
             )
         require(module, extra)
     if plan.source.graphs is None:
@@ -135,11 +135,11 @@ def check_machine(plan: Plan) -> None:
 
 
 def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) -> None:
-    """Raise CanvasError if the disks lack space for the files of all plans of one source. `reusable` has their
-    `reusable_graphs`.
+    """Raise CanvasError if the disks lack space for the files of all plans of one source. `reusable` is the result of
+    `reusable_graphs` for these plans.
 
     Plans of the same precision and GPU capabilities share their engines, which count once. Files that are already in
-    the cache do not count, nor do those of interrupted builds.
+    the cache, such as those of interrupted builds, do not count.
     """
     cache, peak, kept = cache_folder(), 0, 0
     counted: set[Any] = set()
@@ -150,7 +150,7 @@ def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) ->
         kind, needs, there = plan.precision.text, plan.needs, 0
         engine = kind, plan.target.capabilities
         if not same_disk(cache, plan.out):
-            # Links from the cache become copies.
+            # The cache is on another disk, so its files are copied to the output, not linked.
             outputs[plan.out.resolve()] = max(needs.engines, needs.graphs)
         if graphs := reusable[kind]:
             needs = needs.left({Path(name).stem for name in built_weights([plan], graphs)})
@@ -172,8 +172,8 @@ def check_space(plans: Sequence[Plan], reusable: Mapping[str, Bundle | None]) ->
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
-    """If the plan's build takes much memory, return half its number of layers per segment, and the memory in bytes that
-    a build with this number takes. Return None if halving does not help."""
+    """Return half the plan's layers per segment, and the memory in bytes that a build with segments this short takes.
+    Return None if the plan's own build does not take much memory, or if halving does not help."""
     layers = plan.layers_per_segment // 2
     if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
@@ -196,7 +196,7 @@ def check_memory_to_serve(plan: Plan, memory: int) -> None:
     if plan.memory.total <= memory:
         return
     raise CanvasError(
-        f"{_takes(plan)}, but there are {gigabytes(memory)} here",
+        f"{_takes(plan)}, but this machine has {gigabytes(memory)}",
         f"build with other options, then serve what was built: `canvasrt build {plan.source.path} --target"
         f" {plan.target.name} … -o DIR` and `canvasrt serve DIR`; {what_fits(plan, memory)}",
     )
@@ -232,7 +232,7 @@ def _one_option(plan: Plan) -> Iterator[str]:
 
 def _several_options(plan: Plan) -> list[str]:
     """Return options under which a single request fits: the first precision in which any context fits, and the longest
-    such context."""
+    context that fits."""
     for precision in (plan.precision, *plan.other_precisions):
         for context in (plan.max_context, *_contexts(plan)):
             if replace(plan, precision=precision, max_context=context, max_batch=1).fits:

@@ -1,8 +1,8 @@
 """Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build takes more than twice its weights' memory, cannot be interrupted from Python, and can be killed when memory runs
-out. A child process can be killed at any time and then returns all of its memory; if it dies, the parent raises an
-ordinary error.
+A build takes more than twice its weights' memory, and cannot be interrupted from Python. If memory runs out, the kernel
+kills the builder. A child process can be killed at any time, and then returns all of its memory. If it dies, the parent
+raises an ordinary error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from canvasrt.roofline.tensor_shapes import shapes_of
 
 _log = logging.getLogger(__name__)
 
-# TensorRT logs a missing GPU as an error, but here it is expected.
+# TensorRT-RTX logs a missing GPU as an error, although it builds without one.
 _NO_GPU = "catchCudaError"
 # The builder's log line that states an engine's activation memory.
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
@@ -42,8 +42,8 @@ _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 @dataclass(frozen=True)
 class Job:
     """A job for the builder. `module` is `tensorrt_rtx` or `tensorrt`. The engine is built for GPUs of all
-    `capabilities`, or, if there are none, for this machine's GPU `gpu`, a UUID. `timing` is the timing cache's file, which
-    is created if missing.
+    `capabilities`. If there are none, it is built for this machine's GPU, whose UUID is `gpu`. `timing` is the timing
+    cache's file, which is created if missing.
     """
 
     module: str
@@ -100,8 +100,10 @@ class Children:
                 process.kill()
 
     def start(self, command: list[str], gpu: str = "") -> subprocess.Popen[str]:
-        """Start a process whose output is a single text stream. Raises CanvasError after `kill`. `gpu`: the UUID of the
-        only GPU that the process may use."""
+        """Start a process. Its stdout and stderr are one text stream. Raises CanvasError after `kill`.
+
+        gpu: the UUID of the only GPU that the process may use.
+        """
         with self._lock:
             if self._stopped:
                 raise CanvasError("the build was stopped", "start it again")
@@ -148,7 +150,7 @@ def compile_graph(job: Job, children: Children | None = None) -> int | None:
     if process.returncode < 0:
         raise CanvasError(
             f"{name}: the {job.module} builder was killed by signal {-process.returncode}",
-            "most likely memory ran out: close other programs, or use a machine with more",
+            "most likely memory ran out: close other programs, or use a machine with more memory",
         )
     said = errors[0] if errors else f"it ended with code {process.returncode} without a message"
     raise CanvasError(
@@ -198,8 +200,8 @@ def compile_engine(job: Job) -> None:
 
 
 def _use_timings(config: Any, file: Path) -> None:
-    """Reuse kernel timings from earlier builds, and record new ones. TensorRT refuses a damaged file, and timings of
-    another kind of GPU; then record all timings anew."""
+    """Reuse kernel timings from earlier builds, and record new ones. If TensorRT refuses the file, because it is
+    damaged or from another kind of GPU, record all timings anew."""
     for content in (file.read_bytes() if file.is_file() else b"", b""):
         timings = config.create_timing_cache(content)
         if timings is not None and config.set_timing_cache(timings, ignore_mismatch=False):
@@ -217,8 +219,8 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 def _write_kernels(trt: Any, network: Any, job: Job, listed: str) -> None:
     """Write the kernel list from the builder's message `listed`. The network cannot be built afterwards.
 
-    A failure is only logged, because the engine works without the list, whose form can change between versions of
-    TensorRT."""
+    A failure is only logged, because the engine works without the list. (The list's form can change between versions of
+    TensorRT.)"""
     if not listed:
         print("WARNING: the builder did not list its kernels", flush=True)
         return

@@ -1,7 +1,7 @@
 """Builds bundles for the CPU: graphs for ONNX Runtime, in which experts and quantized products are rewritten for speed.
 
-Quantized graphs are lowered first: their weights become the same numbers in float32, except INT4 weights, which keep
-their codes and scales.
+Quantized graphs are lowered first: their weights are dequantized to float32, except INT4 weights, which keep their
+codes and scales.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
 
 
 def lowered_from(graphs: Bundle) -> tuple[str, Json]:
-    """Return what identifies a lowering of graphs: the name of this work, and all of its inputs."""
+    """Return a lowering's key in the cache: the kind of work, and all inputs that determine the result."""
     return "lowerings", {"graphs": graphs.manifest.digest, "made_by": versions(EXPORTED_BY)}
 
 
@@ -87,8 +87,8 @@ def _lower(graphs: Bundle, out: Path, room: Path, spend: bool) -> tuple[dict[str
 def _rewrite(
     segments: list[dict[str, Any]], folder: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rewrite the graphs for a CPU. Return all segments, including a new one for values that depend only on positions,
-    and the changed files' names."""
+    """Rewrite the graphs for a CPU. Return the manifest entries of all segments, and the names of changed files. One
+    segment is new: it computes values that depend only on positions."""
     require("onnx_ir", "export")
     from canvasrt.graphs.cpu import rewrite_graphs
 

@@ -1,6 +1,6 @@
-"""The two forms in which a GPU runs the experts: in slots inside the engines; or in our own kernels, which run between
-two engines of each layer, over rows sorted by expert. A build selects a form by name, and all code that differs between
-forms is here. `canvasrt/pass_shapes.py` chooses the numbers of slots."""
+"""The two forms in which a GPU runs the experts: in slots inside the engines; or over rows sorted by expert, in our own
+kernels between engines. A build selects a form by name, and all code that differs between forms is here.
+`canvasrt/pass_shapes.py` chooses the numbers of slots."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PIECE_CODE = 10 * 10**6
 
 
 class Slots:
-    """Experts inside the engines. Each expert has as many rows as the pass plan says."""
+    """Experts inside the engines. The pass plan says how many slots an expert has."""
 
     name = SLOTTED
     # Whether the experts are inside the engines.
     in_engines = True
-    # Suffixes of the names of weights that are in no engine.
+    # A weight is in no engine if its name ends with one of these suffixes.
     outside: tuple[str, ...] = ()
-    # Modules that a build needs, each followed by the extra that installs it.
+    # Modules that a build needs, each with the pip extra that installs it.
     modules: tuple[tuple[str, str], ...] = ()
     # Packages whose versions determine the result, in addition to the builder's.
     packages: tuple[str, ...] = ()
@@ -44,17 +44,17 @@ class Slots:
         """Raise CanvasError for a target, weight format or row length that this form does not support."""
 
     def passes(self, passes: PassPlan) -> PassPlan:
-        """Return `passes`, which was planned for experts with slots, adapted to this form."""
+        """Return the pass plan for this form. `passes` is the plan for experts with slots."""
         return passes
 
     def workspace(self, model: ModelConfig, passes: PassPlan, element: int) -> int:
         """Return how many bytes of workspace experts take: gathered rows, intermediate results, and outputs."""
         slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
-        return model.num_experts * passes.most_rows * slot * element
+        return model.num_experts * passes.largest_capacity * slot * element
 
     def code(self, layers: int, bodies: int, engine: int) -> int:
         """Return how many bytes of kernel code all body segments have. There are `bodies` segments, with `layers`
-        layers in total. The engine of a whole segment has `engine` bytes of code."""
+        layers in total. If a segment is not cut into pieces, its engine has `engine` bytes of code."""
         return engine * bodies
 
     def contexts(self, layers: int, bodies: int, batch: int) -> int:
@@ -89,7 +89,7 @@ class SortedRows(Slots):
         sizes = ExpertSizes.of(model)
         for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
             form = KernelForm(function, sizes, "bfloat16", format)
-            # This raises CanvasError for a format without a kernel, and for rows that the kernel's steps do not divide.
+            # This raises CanvasError for a format without a kernel, and for rows that are not whole kernel steps.
             inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
 
     def passes(self, passes: PassPlan) -> PassPlan:

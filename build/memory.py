@@ -41,7 +41,7 @@ class Estimate:
 
     `code` is for the engines' kernels; `buffers` for inputs, outputs and hidden states; `contexts` for execution
     contexts and captured graphs. On a CPU, `buffers` is what the process takes without a model, and `workspace` is the
-    sum for bodies and head."""
+    sum of the bodies' and the head's workspace."""
 
     weights: int
     code: int
@@ -73,8 +73,8 @@ class Weights:
         precision: fp32, bf16, or a recipe's precision.
         formats: the quantized weights' formats by global name. If None, the recipe that `precision` names decides.
         on_cpu: whether weights are in the CPU's form: widened to float32, or packed for ONNX Runtime.
-        in_files: whether sizes are those in graphs' files. Otherwise they are those in memory, where engines store some
-        weights twice, and ONNX Runtime adds sums of blocks.
+        in_files: whether to return sizes in graph files. Otherwise, sizes in memory are returned. These can be larger:
+        engines store some weights twice, and ONNX Runtime adds a sum per block.
     """
 
     model: ModelConfig
@@ -200,7 +200,7 @@ def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
 
 def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
     """Return the number of execution contexts while serving. The head has one per profile, one for captured passes of
-    single requests, and, in batches, one for captured shared passes. The vision tower has one."""
+    single requests, and, if requests are batched, one for captured shared passes. The vision tower has one."""
     head = 2 + 2 * (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
     body = experts.contexts(len(model.layers), bodies, passes.batch)
     return body + head + (model.vision is not None)
@@ -243,8 +243,8 @@ def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
 def _layer_attention(
     model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
-    """Return how many bytes attention takes for one request. Fused attention needs joined keys and values and a mask;
-    attention that is not fused needs transposed keys, two sets of scores and a mask."""
+    """Return how many bytes attention takes for one request. Fused attention needs a mask, and copies that join
+    cached and new keys and values. Other attention needs a mask, transposed keys, and two sets of scores."""
     keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:
@@ -265,8 +265,8 @@ def _head(weights: Weights, passes: PassPlan, element: int) -> int:
 
 
 def _cpu_head(weights: Weights) -> int:
-    """Return how many bytes the head takes on a CPU. ONNX Runtime runs one operator of one request at a time in float32
-    (only small passes run concurrently), and dequantizes the table piece by piece."""
+    """Return how many bytes the head takes on a CPU. ONNX Runtime runs one operator at a time in float32, and
+    dequantizes the table piece by piece. (Only small passes of several requests run concurrently.)"""
     logits = weights.model.canvas_length * weights.model.vocab_size
     return round(3.5 * logits * 4) + (
         TABLE_PIECE_BYTES if weights.chosen.get(TABLE) in FORMATS else 0
@@ -274,8 +274,8 @@ def _cpu_head(weights: Weights) -> int:
 
 
 def _cpu_body(model: ModelConfig, passes: PassPlan) -> int:
-    """Return the size in bytes of the largest operator's tensors in float32. The largest operator is attention, with
-    all heads' scores and joined keys and values, or the experts, whose sorted rows need no empty slots."""
+    """Return the size in bytes of the largest operator's tensors in float32. The largest operator is either
+    attention (all heads' scores, and joined keys and values) or the experts (sorted rows, without empty slots)."""
     longest = passes.lengths[-1]
     inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
     experts = rows * (2 * model.hidden_size + 3 * inner)

@@ -18,9 +18,9 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 from canvasrt.targets import Target
 
-# A builder takes `BUILDER_BASE` bytes, plus the size of a segment's weights times a factor: `HEAD_FACTOR` for the head,
-# `BUILDER_FACTOR` for other segments, unless the weights' format has its own factor. Measured in TensorRT-RTX;
-# docs/benchmarks.md lists the peaks of whole builds.
+# A builder takes `BUILDER_BASE` bytes plus the size of a segment's weights times a factor. If the weights' format has
+# no factor of its own, this is `HEAD_FACTOR` for the head and `BUILDER_FACTOR` for other segments. Measured in
+# TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # Parallel builders together use at most a third of the free memory. The rest is for the page cache.
@@ -32,7 +32,7 @@ CHUNK, ROWS = 1 << 26, 16_384
 
 # The hint for a build that does not fit.
 LIGHTER = (
-    "choose a build that takes less: from a checkpoint that is already quantized"
+    "choose a smaller build: from a checkpoint that is already quantized"
     " (nvidia/diffusiongemma-26B-A4B-it-NVFP4), with --precision int4, which needs no calibration, or with fewer or"
     " shorter prompts for --calibration"
 )
@@ -83,7 +83,7 @@ class Needs:
 
     def disk(self, spends_graphs: bool) -> int:
         """Return the peak disk use in bytes. A calibration's files are removed before graphs are written. If
-        `spends_graphs` is true, a segment's weights in graphs are removed once its engine is built."""
+        `spends_graphs` is true, the weights in a segment's graph are removed once the segment's engine is built."""
         most = self.calibration.disk if self.calibration else 0
         if not spends_graphs:
             return max(most, self.graphs + self.engines)
@@ -128,7 +128,8 @@ def host_needs(
     workers: int = 1,
     calibration: CalibrationNeeds | None = None,
 ) -> Needs:
-    """Return what a build needs if the cache is empty. The build then first calibrates and writes `graphs`."""
+    """Return what a build needs if the cache is empty. `graphs` are the weights of the graphs that the build writes
+    first; None if it builds from the source's own graphs."""
     engines: dict[str, int] = {}
     stored = replace(built, in_files=True).segments()
     if not built.on_cpu:
@@ -148,7 +149,7 @@ def host_needs(
 
 
 def _quantizing(graphs: Weights) -> int:
-    """Return how much memory quantizing the largest weights takes: two pieces, both as read and in float32; two float32
+    """Return how much memory quantizing the largest weights takes: two pieces, each as read and in float32; two float32
     matrices; their codes; and the codes of earlier experts, whose memory the allocator keeps."""
     pieces = matrix = 0
     experts, others = 0.0, 0.0
@@ -195,7 +196,7 @@ def check_memory_here(segment: str, need: int) -> None:
     fewer = (
         ""
         if segment == "head"
-        else "; --layers-per-segment, given to the export, makes smaller segments"
+        else "; a smaller --layers-per-segment in the export makes smaller segments"
     )
     raise CanvasError(
         f"building {segment} takes about {gigabytes(need)} of memory, but only {gigabytes(free)} are free",

@@ -22,7 +22,7 @@ Adapters = tuple[tuple[Path, float], ...]
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The user's options. None stands for the default of the source or the target."""
+    """The user's options. None means the default of the source or the target."""
 
     precision: str | None = None
     max_context: int | None = None
@@ -39,7 +39,7 @@ DEFAULT_OPTIONS = BuildOptions()
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision, named as in the table of targets. Without a recipe, a source's quantized weights are kept."""
+    """A precision, named as in the table of targets. If `recipe` is None, quantized weights of the source are kept."""
 
     name: str
     recipe: Recipe | None = None
@@ -138,10 +138,10 @@ def check_options(
     options: BuildOptions, source: Source, precisions: Sequence[Precision]
 ) -> tuple[int, int]:
     """Check options against the source and the targets' precisions. Return the context length and the number of layers
-    per segment: those requested, or else the defaults for the source."""
+    per segment, as requested, or else the source's defaults."""
     ends = source.graphs is not None and source.is_quantized
     is_calibrated = not ends and any(each.is_calibrated for each in precisions)
-    what = "what is already quantized" if ends else precisions[0].text
+    what = "a graph bundle that is already quantized" if ends else precisions[0].text
     check_calibration(options.calibration, is_calibrated, what)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")

@@ -36,7 +36,7 @@ class PieceGraph:
 
 def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
     """Write the pieces of a body segment's graph to `folder`. The pieces share the graph's weight file, which is linked
-    in the same folder."""
+    into that folder."""
     ir = require("onnx_ir", "export")
     from canvasrt.graphs.cut import cut_body
 
@@ -62,8 +62,8 @@ def join_pieces(
 ) -> Json:
     """Write a segment's kernels and weights to `out`, next to the engines of its pieces.
 
-    Returns fields of the segment's manifest entry: `file` and, if every piece has a kernel list, `kernels` (the file
-    of the joined list).
+    Returns fields of the segment's manifest entry: `file` and, if every piece has a kernel list, `kernels` (the
+    joined list's file).
 
     pieces: engine file → SHA-256, in order.
     """

@@ -1,4 +1,4 @@
-"""Plans builds: what each one writes and needs, and from what its results are made."""
+"""Plans builds: what a build writes, what it needs, and which inputs determine its results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from canvasrt.types import Json
 
 
 class PrefillPlan(NamedTuple):
-    """How prompts are encoded: how many tokens an encoding pass has at most, and whether images are supported."""
+    """How prompts are encoded: the most tokens of an encoding pass, and whether images are supported."""
 
     prefill_chunk: int
     sees: bool
@@ -72,9 +72,9 @@ class Plan:
 
     @property
     def spends_graphs(self) -> bool:
-        """Whether a segment's weights in graphs are removed from the cache once its engine is built. They are kept if
-        they are small, if the source is a graph bundle, if the user wants to keep them, or if engines still need them:
-        as links or for sorted experts."""
+        """Whether the weights in a segment's graph are removed from the cache once its engine is built. They are kept
+        if they are small, if the source is a graph bundle, if the user wants to keep them, if engines link to them, or
+        if sorted experts need them."""
         copies = self.target.capability is not None or self.precision.is_quantized
         ours = self.source.graphs is None and copies
         large = self.needs.graphs > KEPT_GRAPHS
@@ -117,8 +117,8 @@ class Plan:
 
     @cached_property
     def exported_precision(self) -> str:
-        """The precision of the exported graphs. A quantized checkpoint keeps its own precision if the plan requests
-        that."""
+        """The precision of the exported graphs. If the plan requests the precision in which the source is already
+        quantized, the graphs keep it. Otherwise, the graphs are plain."""
         same = self.source.is_quantized and self.precision.name == self.source.precision
         return self.precision.name if same else self.precision.exported
 
@@ -183,7 +183,7 @@ class Plan:
 
     @property
     def kv_cache(self) -> str | None:
-        """The key-value cache's format: that of the requested recipe, or else of the recipe in the graphs."""
+        """The key-value cache's format, from the requested recipe, or else from the graphs' recipe."""
         if self.precision.recipe is not None:
             return self.precision.recipe.kv_cache
         graphs = self.source.graphs
@@ -209,8 +209,8 @@ class Plan:
 
     @cached_property
     def reading(self) -> PrefillPlan:
-        """How prompts are encoded. The first of these that fits the target's memory: the default, shorter passes, no
-        images, shorter passes without images. If none fits, the default."""
+        """How prompts are encoded: the first of four ways that fits the target's memory. They are the default, shorter
+        passes, no images, and shorter passes without images. If none fits, the default is returned."""
         model, limit = self.source.model, self.target.memory
         chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
         sights = (True, False) if model.vision else (False,)
@@ -295,7 +295,7 @@ class Plan:
         for name in () if self.source.is_quantized else self.target.precisions:
             if name != self.precision.name:
                 other = parse_precision(name)
-                # Skip a format whose blocks do not divide the model's rows.
+                # Skip the precision if the model's rows are not whole blocks of its formats.
                 with contextlib.suppress(CanvasError):
                     other.formats(self.source.model)
                     others.append(other)
@@ -329,8 +329,8 @@ def make_plans(
     out: Path | str,
     options: BuildOptions = DEFAULT_OPTIONS,
 ) -> list[Plan]:
-    """Return one plan per target. A single plan writes to `out`, several to `out/<target>`. Raises CanvasError for
-    options that the model or a target rules out."""
+    """Return one plan per target. A single plan writes to `out`; several plans write to `out/<target>`. Raises
+    CanvasError for options that the model or a target rules out."""
     precisions = choose_precisions(targets, options.precision, source.precision)
     context, layers = check_options(options, source, precisions)
     folder, plans = Path(out).expanduser(), []
@@ -355,14 +355,14 @@ def make_plans(
 
 
 def shortened(plan: Plan) -> Plan:
-    """Return the plan, with segments of `SHORT_SEGMENT` layers if longer ones take much memory to build and the target
-    has room for short ones. (These take slightly more memory to serve.)
+    """Return the plan with segments of `SHORT_SEGMENT` layers if longer segments take much memory to build and the
+    target has room for short segments, which take slightly more memory to serve. Otherwise, return the plan unchanged.
 
     A target has room if its memory is unknown, or if serving with short segments takes at most 95% of that memory and
     does not change how prompts are encoded. A CPU's segments are cut in the same way, so that targets can share an
     export.
     """
-    # Exported graphs are already cut. Otherwise, only engines with the experts' weights take much memory to build.
+    # Exported graphs are already cut. Engines without the experts' weights never take much memory to build.
     if plan.source.graphs is not None or not plan.experts.in_engines:
         return plan
     built = builder_needs(replace(plan.weights, on_cpu=False), plan.experts)
@@ -376,7 +376,7 @@ def shortened(plan: Plan) -> Plan:
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
     """Cut the plans of one source and precision into the same segments, so that they share graphs. If one plan's target
-    has no room for short segments, all plans of its precision get long ones."""
+    has no room for short segments, all plans of its precision get long segments."""
     longest: dict[str, int] = {}
     for each in plans:
         kind = each.precision.text

@@ -9,7 +9,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes, usual_capacity
+from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes
 
 # Kernels are tuned for this context length. All lengths up to --max-context work.
 TYPICAL_CONTEXT = 2048
@@ -43,13 +43,13 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The runtime processes one image at a time. The exporter names the patch dimension by an expression.
+    # The runtime processes one image at a time. The exporter's name of the patch dimension is an expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
 
 def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
-    """Return profiles as the manifest lists them, in the order in which the engine has them."""
+    """Return profiles as the manifest lists them, in the engine's order."""
     return [
         {"name": name, **{dimension: size.to_json() for dimension, size in sizes.items()}}
         for name, sizes in made.items()
@@ -64,7 +64,7 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
     longest = passes.lengths[-1]
-    usual = usual_capacity(model, longest)
+    usual = passes.encode_rows[-1]
     made = {
         ENCODE: {
             "batch": _always(1),
@@ -87,8 +87,8 @@ def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> d
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Return the ranges of the experts' dimensions. Every expert has `slots` rows. If `tokens` is set, the first
-    product instead has that many rows per expert: all tokens."""
+    """Return the ranges of the experts' dimensions. `slots` is the range of slots per expert. If `tokens` is set, the
+    first product has that many slots instead: one for every token."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}

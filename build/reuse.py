@@ -1,4 +1,4 @@
-"""Finds what a build can reuse: finished bundles, graphs and engines in the cache, and files of an interrupted build."""
+"""Finds what a build can reuse: finished bundles, cached graphs and engines, and files of an interrupted build."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Work:
     """The plans of one source, and what earlier builds have left for them.
 
     Attributes:
-        bundles: for each plan, the bundle that it would write, if it exists.
+        bundles: for each plan, its finished bundle; None if there is none yet.
         missing: the plans without a bundle, which are to be built.
-        graphs: for each precision of these (`Precision.text`), their graphs (see `reusable_graphs`).
-        calibrated: those of these precisions whose calibration's result is in the cache, although their graphs are not.
+        graphs: for each precision of missing plans (`Precision.text`), their graphs (see `reusable_graphs`).
+        calibrated: the precisions whose calibration result is in the cache, although their graphs are not.
     """
 
     plans: Sequence[Plan]
@@ -36,7 +36,7 @@ class Work:
 
 
 def find_work(plans: Sequence[Plan]) -> Work:
-    """Find what earlier builds have left. Raises CanvasError if a different bundle is where a plan writes its own."""
+    """Find what earlier builds have left. Raises CanvasError if a plan's output folder holds a different bundle."""
     bundles = [existing(plan) for plan in plans]
     missing = [plan for plan, found in zip(plans, bundles, strict=True) if found is None]
     graphs = reusable_graphs(missing)
@@ -49,7 +49,7 @@ def find_work(plans: Sequence[Plan]) -> Work:
 
 
 def existing(plan: Plan) -> Bundle | None:
-    """Return the bundle at a plan's `out` if the build would write the same one; None if `out` contains no bundle.
+    """Return the bundle at a plan's `out` if the build would write the same bundle; None if `out` contains no bundle.
 
     Raises CanvasError if a different bundle is there.
     """
@@ -65,7 +65,7 @@ def existing(plan: Plan) -> Bundle | None:
 
 
 def difference_from(plan: Plan, manifest: Manifest) -> str:
-    """Return a text that says how engines with this manifest differ from those of a plan; empty if they do not."""
+    """Return a text that says how engines with this manifest differ from a plan's engines; empty if they do not."""
     if manifest.made_from.get("source") != plan.source.made_from:
         return "from another checkpoint or other graphs"
     if (manifest.target or {}).get("name") != plan.target.name:
@@ -98,14 +98,14 @@ def _change(name: str, before: Any, now: Any) -> str:
 
 
 def by_precision(plans: Sequence[Plan]) -> dict[str, list[Plan]]:
-    """Return the plans of one source by `Precision.text`. Those of one precision share their graphs."""
+    """Return the plans of one source by `Precision.text`. Plans of the same precision share their graphs."""
     kinds = dict.fromkeys(plan.precision.text for plan in plans)
     return {kind: [plan for plan in plans if plan.precision.text == kind] for kind in kinds}
 
 
 def reusable_graphs(plans: Sequence[Plan]) -> dict[str, Bundle | None]:
-    """Return the graphs of the plans of one source by `Precision.text`: those given, or those in the cache; None if a
-    weight that one of the plans reads is missing."""
+    """Return the graphs of the plans of one source by `Precision.text`: the source's own graphs, or else cached
+    graphs. They are None if the cache lacks a weight that one of the plans reads."""
     return {
         kind: same[0].given_graphs
         or GraphCache().find(same[0].graphs_from, partial(built_weights, same))

@@ -52,12 +52,12 @@ class Source:
 
 
 def _stored_formats(checkpoint: Description, precision: str) -> dict[str, str]:
-    """Return the formats that a quantized checkpoint's weights will have in graphs, from its tensors' names."""
+    """Derive, from a quantized checkpoint's tensor names, the formats that its weights will have in graphs."""
     model, found = checkpoint.model, dict[str, str]()
     names = {each.replace(ENCODER, DECODER) for each in checkpoint.tensors}
     for name, matrix in matrices(model).items():
         module = matrix.tensors[0].removesuffix(".weight")
-        if name.endswith((GATE_UP, DOWN)):  # each expert's matrices are stored apart
+        if name.endswith((GATE_UP, DOWN)):  # the checkpoint stores every expert separately
             module = module.replace("experts.", "experts.0.").replace("gate_up", "gate")
         formats = [format for part, format in _PARTS.items() if f"{module}.{part}" in names]
         if formats:

@@ -1,4 +1,4 @@
-"""Builds engines for NVIDIA GPUs. TensorRT-RTX builds them on any machine; TensorRT needs the GPU itself."""
+"""Builds engines for NVIDIA GPUs. TensorRT-RTX builds them on any machine; TensorRT needs the target's GPU."""
 
 from __future__ import annotations
 
@@ -262,8 +262,8 @@ def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
     total = planned.total + excess
     if room is not None and excess > _UNCOUNTED and planned.total <= room < total:
         raise CanvasError(
-            f"{name} needs {needs[name] / 1e9:.1f} GB for activations, not the planned {planned.workspace / 1e9:.1f} GB. With "
-            f"everything else that is {total / 1e9:.1f} GB; {plan.target.name} has {room / 1e9:.1f} GB",
+            f"{name} needs {needs[name] / 1e9:.1f} GB for activations, not the planned {planned.workspace / 1e9:.1f} GB. So "
+            f"serving takes {total / 1e9:.1f} GB, but {plan.target.name} has {room / 1e9:.1f} GB",
             "build with a smaller --max-context or --max-batch, and report the builder's version",
         )
 

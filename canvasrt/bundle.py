@@ -25,7 +25,7 @@ _FIELDS = (
     *("schema", "kind", "made_by", "made_from", "options", "model", "sampler", "segments"),
     *("embedding", "tokenizer", "target", "files", "digest"),
 )
-# A manifest can lack these fields: only GPU engines have a pass plan, and earlier versions wrote none.
+# A manifest can lack these fields. Only GPU engines have a pass plan, and earlier versions did not write it.
 _MAY_HAVE = ("passes",)
 BUNDLE_KINDS = ("graphs", "engines", "package")
 _HOW_TO_MAKE = {
@@ -52,7 +52,7 @@ class _Record(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a manifest.json. It contains no machine names and no times."""
+    """The content of a manifest.json. It contains no machine names and no timestamps."""
 
     data: Json
 
@@ -258,7 +258,8 @@ def load_bundle(
 
 
 def _bundles_in(path: Path, within: str = "*") -> str | None:
-    """Return a hint that names the bundles in `path`, such as builds for several targets; None if it has none."""
+    """Return a hint that names the bundles in `path`, such as builds for several targets; None if `path` has no
+    bundles."""
     found = sorted(str(each.parent) for each in path.glob(f"{within}/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 
@@ -330,8 +331,8 @@ def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
-    """Raise CanvasError for a string with control characters, and for a name or version that is not a plain word: a
-    manifest may come from an untrusted source."""
+    """Raise CanvasError for a string with control characters, and for a name or version that is not a plain word,
+    because a manifest may come from an untrusted source."""
     target = data["target"] or {}
     words = {f"made_by.{name}": version for name, version in data["made_by"].items()}
     words |= {
@@ -342,7 +343,7 @@ def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
     for place, word in words.items():
         if not isinstance(word, str) or not _WORD.fullmatch(word):
             raise CanvasError(
-                f"{file} has {word!r} as {place}, which is no name or version", _AGAIN
+                f"{file}: {place} is {word!r}, which is not a name or a version", _AGAIN
             )
     for text in (each for each in _parts(data) if isinstance(each, str)):
         if not text.isprintable():

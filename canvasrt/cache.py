@@ -1,4 +1,4 @@
-"""The cache of graphs and engines. A key is a hash of all inputs that determine the result, which callers choose."""
+"""The cache of graphs and engines. A key is a hash of all inputs that determine a result; callers list these inputs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def cache_folder() -> Path:
 
 
 def user_folder(variable: str, default: str) -> Path:
-    """Return canvasrt's folder in the one that `variable` names, or else in `default` in the user's home. Raises CanvasError
-    if there is neither."""
+    """Return canvasrt's folder inside the folder that the environment variable `variable` names, or else inside
+    `default` in the user's home. Raises CanvasError if both are missing."""
     try:
         base = Path(os.environ.get(variable) or f"~/{default}").expanduser()
     except RuntimeError as error:
@@ -194,10 +194,10 @@ class EngineCache:
 
 @contextlib.contextmanager
 def lock_graphs(works: Iterable[Mapping[str, Any]]) -> Iterator[None]:
-    """Let no other process build engines from the graphs of these inputs while the block runs: a build removes weights
-    that it has used, and damaged graphs. Waits for another process."""
+    """While the block runs, no other process can build engines from the graphs of these inputs. Builds would conflict,
+    because a build removes used weights and damaged graphs. Waits if another process has the lock."""
     with contextlib.ExitStack() as stack:
-        # In order, so that two processes cannot wait for each other.
+        # Keys are locked in sorted order, so that two processes cannot wait for each other.
         for key in sorted(set(map(key_of, works))):
             folder = cache_folder() / "builds" / key
             try:
@@ -221,7 +221,7 @@ def unfinished(kind: str, made_from: Mapping[str, Any], keep: str = "") -> Itera
 
     When the block ends without an exception, the folder is removed, except for the file `keep`. Folders of interrupted
     work of the same kind stay, up to `_KEPT_BYTES` in total; the oldest are removed first. While another process works
-    on the same inputs, this one waits.
+    on the same inputs, this process waits.
     """
     own = unfinished_folder(kind, made_from)
     rooms = own.parent

@@ -46,7 +46,7 @@ def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None
     if not is_calibrated:
         raise UsageError(
             f"--calibration has no effect: {what} needs no calibration",
-            "leave --calibration out, or choose a recipe that rounds activations",
+            "leave --calibration out, or choose a recipe that quantizes activations",
         )
     if not file.expanduser().is_file():
         raise CanvasError(
@@ -132,7 +132,7 @@ class CalibrationPrompts:
 
     @cached_property
     def work(self) -> Workload:
-        """The work of all requests, which are checked. Raises CanvasError for an invalid line."""
+        """The work of all requests. Checks all lines, and raises CanvasError for an invalid line."""
         import numpy as np
 
         from canvasrt.runtime.prefix import chunks_of
@@ -248,8 +248,7 @@ class CalibrationPrompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """Return which of `PROMPT_KINDS` is a key of the line, and this key's value, the prompt. All other keys are
-        ignored."""
+        """Return the kind of the line's prompt, one of `PROMPT_KINDS`, and the prompt. All other keys are ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:
@@ -315,15 +314,15 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}…"
 
 
-# The two kinds of unfinished work, and the file with a calibration's result. That file is kept when the work ends, so
-# that graphs made again later get the same calibrated scales, even with a different number of layers per segment.
+# The two kinds of unfinished work, and the file with a calibration's result. This file is kept after the work. If the
+# graphs are made again later, they get the same scales, even with a different number of layers per segment.
 CALIBRATIONS, QUANTIZATIONS = "calibrations", "quantizations"
 CALIBRATED = "calibrated.json"
 
 
 def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> Json:
     """Return all inputs that determine a calibration. Together with the division into segments, they also determine a
-    quantization. They identify interrupted work that can be resumed."""
+    quantization. These inputs identify interrupted work that can be resumed."""
     return {
         **source,
         "recipe": recipe.to_json(),

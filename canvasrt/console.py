@@ -48,7 +48,7 @@ def emit_line(data: Any) -> None:
 
 
 def _json(data: Any, indent: int | None = None) -> str:
-    """Return `data` as JSON; if the output is not UTF-8, with escaped characters."""
+    """Return `data` as JSON, in ASCII if the output is not UTF-8."""
     is_utf8 = str(sys.stdout.encoding).lower() == "utf-8"
     return json.dumps(data, indent=indent, ensure_ascii=not is_utf8)
 
@@ -60,7 +60,7 @@ def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if (
         os.environ.get("COLUMNS") == "0"
-    ):  # some terminals say so; rich would then print empty tables
+    ):  # some terminals set it, and rich would then print empty tables
         del os.environ["COLUMNS"]
     width = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return Console(

@@ -2,15 +2,15 @@
 
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
-PREFIX_CACHE = 512  # MiB that cached prompt beginnings may fill while serving
-MAX_THREADS = 1024  # the most CPU threads that an option accepts; more would only take memory
+PREFIX_CACHE = 512  # MiB of memory for cached prompt prefixes while serving
+MAX_THREADS = 1024  # the most CPU threads that an option accepts; more would only use memory
 ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 MAX_SECONDS = 10**9  # the most seconds that an option accepts; sockets and Triton fail with more
-# The released model becomes five engines of six layers. Building a single engine would take three times the model's
-# weights in memory.
+# The released model becomes five engines of six layers. Building a single engine would need three times as much memory
+# as the model's weights.
 LAYERS_PER_SEGMENT = 6
-# The number of layers per segment if building a segment of six would take more than `MUCH_TO_BUILD` bytes of memory,
-# which small CI machines do not have.
+# If building a segment of six layers would take more than `MUCH_TO_BUILD` bytes of memory, a segment has
+# `SHORT_SEGMENT` layers, because small CI machines have less memory.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
 # The most tokens per row of an encoding pass, and the most tokens per image.
@@ -26,10 +26,11 @@ OCTET = 8
 # the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
-# The name of a CPU bundle's segment for all values that depend only on positions.
+# The segment of a CPU bundle that computes all values that depend only on positions.
 GEOMETRY = "geometry"
-# An empty body input `[0, n]` that no node reads; `n` grows with the call's length. ONNX Runtime looks up memory plans
-# by the XOR of all input sizes, in which sizes that occur an even number of times cancel out. `n` does not cancel out.
+# An empty input `[0, n]` of body segments, which no node reads; `n` grows with the call's length. ONNX Runtime looks up
+# memory plans by the XOR of all input sizes, in which sizes that occur an even number of times cancel out. `n` does not
+# cancel out.
 CALL_LENGTH = "call_length"
 # How a GPU runs experts: in slots inside an engine, or between engines, by our own kernels over sorted rows.
 SLOTTED, SORTED = "slots", "sorted"

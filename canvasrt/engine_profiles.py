@@ -19,7 +19,7 @@ class Profiles:
     """The profiles of one engine, in build order. An engine without profiles accepts any size."""
 
     def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
-        # A profile can also have a name, which is left out here.
+        # Besides sizes, a profile can have a name, which is left out here.
         self._profiles = [
             {name: Range(**size) for name, size in each.items() if isinstance(size, Mapping)}
             for each in profiles or ()
@@ -34,8 +34,8 @@ class Profiles:
     def has_slots(self) -> bool:
         """Whether experts have slots instead of sorted rows.
 
-        With slots, every profile that limits the length also limits the slots. Profiles for ONNX Runtime on a GPU limit
-        neither.
+        With slots, every profile that limits the length also limits the slots. Profiles for ONNX Runtime on a GPU have
+        neither limit.
         """
         return all("capacity" in each for each in self._profiles if "length" in each)
 
@@ -62,8 +62,8 @@ class Profiles:
         return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
 
     def smallest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if none of them
-        limits it."""
+        """Return the smallest maximum of dimension `name` over the profiles that accept `dims`; 0 if no such profile
+        limits this dimension."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
 

@@ -16,8 +16,8 @@ class Codes:
         mantissa: bits of the mantissa; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
-        rates: names of the GPU rates for products of these numbers: their own rate, then those of wider formats, for
-            GPUs that lack the first. Empty if numbers are converted to 16 bits before products.
+        rates: names of the GPU rates for products of these numbers: the format's own rate, then the rates of wider
+            formats, for GPUs without the format's own. Empty if numbers are converted to 16 bits before products.
         has_nan: whether the code with all bits set is NaN.
     """
 
@@ -39,8 +39,8 @@ ALL_CODES = {each.onnx: each for each in (E2M1, E4M3, INT4, INT8)}
 
 @dataclass(frozen=True)
 class Compressed:
-    """compressed-tensors' names for a format: the type with its bits, the possible layouts, and the possible
-    strategies, that is, which parts of a weight have a scale of their own."""
+    """compressed-tensors' names for a format: the type and its bits, the possible layouts, and the possible strategies.
+    A strategy says which parts of a weight have their own scale."""
 
     kind: str
     layouts: tuple[str, ...]
@@ -54,23 +54,24 @@ class NumberFormat:
     Attributes:
         codes: the encoding of a number.
         capability: the lowest compute capability that can multiply the format.
-        weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
-            scale that is 10% off exceeds it. (Other checks may miss a wrong scale, because norms hide it.)
+        weight_error: the relative error that the quality report allows a matrix. Rounding alone causes less; a scale
+            that is 10% off causes more. (Other checks may miss a wrong scale, because norms hide its effect.)
         blocks: possible lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty:
             one scale per matrix or per output.
         least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
-        block_scales: the encoding of the blocks' scales; another scale per matrix then multiplies them. None: they are
-            16-bit floats, and there is no other scale.
+        block_scales: the encoding of the blocks' scales, which another scale per matrix multiplies. None: the blocks'
+            scales are 16-bit floats, and there is no other scale.
         input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with
             one calibrated scale.
         of_table: whether the format is for the embedding table, and not for the weights of products.
         projects: whether the two products with the embedding table can use the format. Rows are then looked up in a
             second, 16-bit table.
         engine_copies: how many copies of a weight an engine has: TensorRT keeps one for each way to multiply by it.
-        builder_factor: how many bytes a TensorRT builder needs per byte of such weights, including the mapped file.
+        builder_factor: how many bytes a TensorRT builder needs per byte of weights in the format, including the mapped
+            file.
         feeds_all_tokens: whether every expert's first product takes all tokens of a single canvas, not only those in
-            the expert's slots. Reading the weights takes most of the time either way, and with all tokens each one
-            is quantized once, not once per slot.
+            the expert's slots. Reading the weights takes most of the time either way. If all tokens are taken, each
+            token is quantized once instead of once per slot.
         rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
         packed_on_cpu: whether a CPU multiplies packed weights; weights in all other formats become float32 there.
         caches: whether keys and values can be cached in the format.
@@ -141,7 +142,7 @@ class NumberFormat:
         return self.bits / 8 + (4 if in_file else 8) / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
-        """Return the scale at which the largest code stands for `amax`. If calibration recorded only zeros, any scale
+        """Return the scale at which the largest code represents `amax`. If calibration recorded only zeros, any scale
         works, and 1 is returned."""
         return (amax or self.largest) / self.largest
 
@@ -233,7 +234,7 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Return the name of the format that needs the newest GPU. In a tie, the format of fewest bits wins."""
+    """Return the name of the format that needs the newest GPU. In a tie, it is the format with the fewest bits."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 

@@ -1,4 +1,4 @@
-"""SHA-256 of files and of JSON. Hashes of large files are cached, because 50 GB take a minute."""
+"""SHA-256 of files and of JSON. Hashes of large files are cached, because hashing 50 GB takes a minute."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DIFFERS = "differs from the manifest (SHA-256)"
 def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
     """Return name → SHA-256 for the files `names` under `root`. Hashes several files concurrently.
 
-    If `doing` describes the work, the hashed bytes are reported as its progress.
+    `doing` describes the work. If it is not empty, the number of hashed bytes is reported as progress.
     """
     names, report = list(names), listener()
     total = sum((root / name).stat().st_size for name in names)
@@ -50,7 +50,7 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
         with (root / name).open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                # Threads can lose an update, but only a progress display reads the number.
+                # Concurrent updates can be lost. This is harmless, because only a progress display reads the number.
                 done += len(chunk)
                 if doing:
                     report(doing, done, total)
@@ -63,8 +63,8 @@ def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, s
 class HashMemo:
     """A cache of large files' hashes in one JSON file, keyed by inode, size and times of change.
 
-    A change of content that leaves these values as they were, as on a failing disk, goes unnoticed. `canvasrt verify`
-    always hashes all files.
+    If a file's content changes but these values do not, as on a failing disk, the change goes unnoticed. `canvasrt
+    verify` always hashes all files.
     """
 
     def __init__(self, file: Path) -> None:
@@ -89,7 +89,7 @@ class HashMemo:
         return {name: known.get(name) or fresh[name] for name in names}
 
     def _save(self) -> None:
-        """Replace the file. Failing to do so only costs time, so it is not an error."""
+        """Write the cache to its file. A failure only costs time, so it is ignored."""
         latest = dict(list((_read(self._file) | self._known).items())[-_MOST:])
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -97,7 +97,7 @@ def _listed() -> tuple[Gpu, ...]:
 
 @cache
 def _asked() -> tuple[str, str]:
-    """Return nvidia-smi's table, and its error if it failed, such as after an update of the driver."""
+    """Return nvidia-smi's table, and its error message if it failed, for example after a driver update."""
     if shutil.which("nvidia-smi") is None:
         return "", ""
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -113,16 +113,17 @@ def _asked() -> tuple[str, str]:
 
 
 def building_gpu(target: Target) -> Gpu | None:
-    """Return this machine's GPU on which TensorRT builds and times a target's engines; None if they need no GPU, or if
-    there is none. CUDA's first GPU could be of another capability."""
+    """Return the GPU on which TensorRT builds and times a target's engines; None if they need no GPU, or if this
+    machine has no such GPU. CUDA's first GPU may have another capability."""
     fitting = () if target.builds_anywhere else gpus()
     alike = [each for each in fitting if each.capability in target.capabilities]
     return min(alike, key=lambda each: target.gpu not in each.name, default=None)
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """Parse one line of nvidia-smi's table; None if the line describes no GPU. For a GPU with unified memory, whose
-    size is shown as [N/A], use the host's memory: a container's limit does not apply to what its driver allocates."""
+    """Parse one line of nvidia-smi's table; None if the line describes no GPU. If nvidia-smi shows [N/A] as the memory,
+    the GPU shares the host's memory. Then use all of the host's memory, because a container's limit does not apply to
+    what the driver allocates."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None
@@ -194,7 +195,7 @@ def runs_here(target: Target) -> str:
 
 
 def old_driver(found: Sequence[Gpu]) -> str:
-    """Return that the driver of these GPUs is too old; empty if it is not."""
+    """Return a warning that these GPUs' driver is too old; empty if it is new enough."""
     if not found or any(gpu.driver_number >= OLDEST_DRIVER for gpu in found):
         return ""
     return f"needs a driver of {OLDEST_DRIVER} or newer; this machine has {found[0].driver}"

@@ -14,9 +14,9 @@ class CommandOption:
     """The description of an option, in addition to its field's name, type and default.
 
     Attributes:
-        help: one sentence; empty if only the variable sets the value.
-        flag: the option and its short or negative form, such as `--log/--no-log`; empty for an option with the field's name.
-        metavar: the word that stands for the value in the help.
+        help: one sentence; empty if only the environment variable can set the value.
+        flag: the flag and its short or negative form, such as `--log/--no-log`; empty if the flag is the field's name.
+        metavar: the placeholder for the value in the help.
         least, most: limits of a number.
         shown: the default that the help shows, if it is not the field's default.
         variable: an environment variable that also sets the value.
@@ -55,7 +55,7 @@ def option_of(field: Field[Any]) -> CommandOption | None:
 
 
 def flags_of(name: str, of: CommandOption) -> list[str]:
-    """Return the flags of an option whose value is called `name`, the usual one first."""
+    """Return the flags of the option for the field `name`, the usual flag first."""
     return of.flag.split(", ") if of.flag else [f"--{name.replace('_', '-')}"]
 
 

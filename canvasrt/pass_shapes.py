@@ -12,14 +12,14 @@ from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import PREFILL_CHUNK
 
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
-# The number of rows per expert is a multiple of this.
+# The number of slots per expert is a multiple of this.
 SLOT_UNIT = 16
-# If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer, and
-# larger blocks would have more empty rows.
+# If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer rows,
+# and larger blocks would have more empty rows.
 BLOCK_ROWS = 16
 # Dimensions that a graph has only if its experts have slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
-# Numbers of tokens per encoding pass. In passes of up to `ROOMY` tokens, every expert has a row for every token.
+# Numbers of tokens per encoding pass. In passes of up to `ROOMY` tokens, every expert has a slot for every token.
 LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
 # Cache widths, in tokens, are a multiple of this, so that each request's part of the cache has an aligned address.
 UNIT = 64
@@ -29,7 +29,7 @@ WIDTHS, FIRST_WIDTH = 5, 2048
 
 @dataclass(frozen=True)
 class PassShape:
-    """The shape of a pass: `batch` requests of `length` tokens, `capacity` rows per expert, `width` cached tokens."""
+    """The shape of a pass: `batch` requests of `length` tokens, `capacity` slots per expert, `width` cached tokens."""
 
     phase: str
     batch: int
@@ -68,10 +68,10 @@ class PassPlan:
         canvas: number of tokens in a canvas.
         batch: number of canvases in a shared pass; unused places are padding.
         lengths: possible numbers of tokens in an encoding pass, which is for one request.
-        encode_rows: rows per expert for each of `lengths`.
+        encode_rows: slots per expert for each of `lengths`.
         roomy: length of the encoding pass in which no expert can overflow.
-        canvas_rows: possible numbers of rows per expert in a pass over one canvas.
-        batch_rows: rows per expert in a shared pass.
+        canvas_rows: possible numbers of slots per expert in a pass over one canvas.
+        batch_rows: slots per expert in a shared pass.
         widths: possible numbers of cached tokens that a pass reads in a full layer.
         window: number of cached tokens that a pass reads in a sliding layer.
         shares: whether requests share denoising passes. A request's result must not depend on how many other requests
@@ -95,8 +95,8 @@ class PassPlan:
         return min(PREFILL_CHUNK, self.lengths[-1])
 
     @property
-    def most_rows(self) -> int:
-        """Maximum rows per expert over all passes."""
+    def largest_capacity(self) -> int:
+        """Maximum slots per expert over all passes."""
         return max(self.roomy, self.batch_rows, *self.encode_rows, *self.canvas_rows)
 
     def cached(self, layer: Layer) -> int:
@@ -126,8 +126,7 @@ class PassPlan:
         length = round_up(tokens, self.lengths)
         if width > self.widths[0]:
             length = max(length, round_up(min(ROOMY, self.lengths[-1]), self.lengths))
-        rows = self.encode_rows[self.lengths.index(length)]
-        return PassShape(ENCODE, 1, length, rows, width)
+        return PassShape(ENCODE, 1, length, self.encode_rows[self.lengths.index(length)], width)
 
     def without_overflow(self) -> PassShape:
         """Return the shape of the encoding pass in which no expert can overflow. There is only one such shape, with the
@@ -135,9 +134,9 @@ class PassPlan:
         return PassShape(ENCODE, 1, self.roomy, self.roomy, self.widths[-1])
 
     def denoise(self, width: int, need: int = 0) -> PassShape:
-        """Return the shape of one request's denoising pass. `need`: the most rows that an expert is known to need."""
-        rows = round_up(min(need, self.canvas_rows[-1]), self.canvas_rows)
-        return PassShape(DENOISE, 1, self.canvas, rows, width)
+        """Return the shape of one request's denoising pass. `need`: the most slots that an expert is known to need."""
+        capacity = round_up(min(need, self.canvas_rows[-1]), self.canvas_rows)
+        return PassShape(DENOISE, 1, self.canvas, capacity, width)
 
     def shared(self) -> PassShape:
         """Return the shape of a shared denoising pass."""
@@ -151,7 +150,7 @@ class PassPlan:
         """
         if canvas < self.canvas:
             shape = self.encode(canvas, width)
-            # With fewer rows than tokens, an expert could overflow repeatedly.
+            # With fewer slots than tokens, an expert could overflow repeatedly.
             if shape.length < self.canvas and shape.capacity == shape.length:
                 return replace(shape, phase=DENOISE)
         return self.denoise(width, need)
@@ -161,7 +160,7 @@ class PassPlan:
         shapes: list[PassShape] = []
         for width in self.widths:
             shapes += [self.encode(tokens, width) for tokens in self.lengths]
-            shapes += [self.denoise(width, rows) for rows in self.canvas_rows]
+            shapes += [self.denoise(width, capacity) for capacity in self.canvas_rows]
         if self.shares:
             shapes.append(self.shared())
         yield from dict.fromkeys([*shapes, self.without_overflow()])
@@ -225,19 +224,19 @@ def in_units(tokens: int) -> int:
 
 
 def usual_capacity(model: ModelConfig, tokens: int) -> int:
-    """Return the rows per expert for near-uniform routing: 8 standard deviations above the mean."""
+    """Return the slots per expert for near-uniform routing: 8 standard deviations above the mean."""
     mean = tokens * model.top_k_experts / model.num_experts
     wanted = math.ceil((mean + 8 * math.sqrt(mean)) / SLOT_UNIT) * SLOT_UNIT
     return min(tokens, wanted)
 
 
 def encode_capacity(model: ModelConfig, length: int) -> int:
-    """Return the rows per expert of an encoding pass: one row per token in passes of up to `ROOMY` tokens."""
+    """Return the slots per expert of an encoding pass: one per token in passes of up to `ROOMY` tokens."""
     return length if length <= ROOMY else usual_capacity(model, length)
 
 
 def capacities(model: ModelConfig) -> tuple[int, ...]:
-    """Return the possible numbers of rows per expert of a pass over one request's canvas, ascending.
+    """Return the possible numbers of slots per expert of a pass over one request's canvas, ascending.
 
     The first suffices if routing is near-uniform, and the second if half of the tokens, such as padding, have the same
     experts. The last suffices even if all tokens have the same experts.
@@ -248,9 +247,9 @@ def capacities(model: ModelConfig) -> tuple[int, ...]:
 
 
 def roomy_capacity(model: ModelConfig, longest: int) -> int:
-    """Return how many rows per expert an encoding pass of up to `longest` tokens needs, so that no expert can overflow.
+    """Return how many slots per expert an encoding pass of up to `longest` tokens needs, so that no expert can overflow.
 
-    Text passes that would need more than `ROOMY` rows are split in two, except passes of a whole canvas. An image's
+    Text passes that would need more than `ROOMY` slots are split in two, except passes of a whole canvas. An image's
     tokens are not split.
     """
     if model.vision is not None:

@@ -56,7 +56,7 @@ def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
 
 
 def build_work(work: Work) -> list[tuple[Plan, Bundle]]:
-    """Build what earlier builds have not left, as `build_all` does."""
+    """Build the missing bundles, and return all of them, as `build_all` does."""
     missing = work.missing
     for plan in missing:
         out = plan.out.resolve()
@@ -64,7 +64,7 @@ def build_work(work: Work) -> list[tuple[Plan, Bundle]]:
         remove_stale(out.parent, out.name)
     check_space(missing, work.graphs)
     ours = [plan for plan in missing if plan.given_graphs is None]
-    # A build that quantizes can read graphs that another build removes.
+    # The exported graphs that a quantizing build reads are locked, too, so that no other build removes them.
     exported = [plan.exported_from for plan in ours if plan.source.graphs is None]
     graphs: dict[str, Bundle] = {}
     built: dict[Path, Bundle] = {}
@@ -117,7 +117,8 @@ def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
 
 
 def _make_graphs(plan: Plan, out: Path) -> None:
-    """Export the checkpoint, and quantize its weights on the way. If there are plain graphs, quantize these instead."""
+    """Export the checkpoint, and quantize its weights during the export. If there are plain graphs, quantize these
+    instead."""
     cache, given, recipe = GraphCache(), plan.source.graphs, plan.precision.recipe
     if not plan.quantizes or recipe is None:
         _export(plan, None, out)
@@ -131,7 +132,7 @@ def _make_graphs(plan: Plan, out: Path) -> None:
 
 
 def _export(plan: Plan, recipe: Recipe | None, out: Path) -> None:
-    """Export a checkpoint; with a recipe, quantize its weights on the way."""
+    """Export a checkpoint; with a recipe, quantize its weights during the export."""
     from canvasrt.export.graphs import export_graphs
 
     assert plan.source.checkpoint is not None

@@ -60,7 +60,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                # A parent that already contains a result, of this or another process, is not empty, so it stays.
+                # A parent that already contains a result of this or another process stays, because it is not empty.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
@@ -85,8 +85,8 @@ def check_output(out: Path | str) -> None:
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
     """Return whether an exception or one of its causes means that the disk or a quota is full.
 
-    Some writers (numpy, Rust extensions) report a full disk without an errno. Therefore, messages are checked, too, and
-    so is the free space on the disk of `folder`, if it is given.
+    Some writers (numpy, Rust extensions) report a full disk without an errno. Therefore, messages are checked, too. If
+    `folder` is given, the free space on its disk is also checked.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -108,8 +108,8 @@ def disk_full_error(out: Path) -> CanvasError:
         free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free now)"
     return CanvasError(
         f"no space left while writing {out}; its unfinished files were removed",
-        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere; what is finished in the"
-        " cache is used again",
+        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere; finished work in the"
+        " cache is reused",
     )
 
 
@@ -128,14 +128,14 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network filesystems do not support it
+        if error.errno != errno.EINVAL:  # some network filesystems cannot sync a folder
             raise
     finally:
         os.close(descriptor)
 
 
 def _move_into_place(tmp: Path, out: Path) -> None:
-    # A rename can reach the disk before the bytes do: after a power cut, `out` would be damaged.
+    # Otherwise the rename could reach the disk before the files' bytes, and a power cut would leave a damaged `out`.
     for folder, _, files in os.walk(tmp):
         for name in files:
             if not (Path(folder) / name).is_symlink():
@@ -267,14 +267,23 @@ def system_error(error: Exception) -> CanvasError | None:
 
 def raise_exit(number: int, frame: FrameType | None) -> None:
     """Handle a signal: unwind the stack and exit with the shell's code for that signal."""
-    sys.unraisablehook = partial(_send_again, number, sys.unraisablehook)
+    while frame is not None:
+        if frame.f_code is _unraisable.__code__:  # where Python ignores an exit, too
+            _send_again(number)
+            return
+        frame = frame.f_back
+    sys.unraisablehook = partial(_unraisable, number, sys.unraisablehook)
     raise SystemExit(128 + number)
 
 
-def _send_again(number: int, shown: Any, ignored: Any) -> None:
+def _unraisable(number: int, shown: Any, ignored: Any) -> None:
     """Send a signal again if Python has ignored the exit that the signal raised. Python ignores exceptions in
     destructors and in weak references' callbacks."""
     if ignored.exc_type is SystemExit:
-        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+        _send_again(number)
     else:
         shown(ignored)
+
+
+def _send_again(number: int) -> None:
+    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()

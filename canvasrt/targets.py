@@ -51,7 +51,8 @@ class Target:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The supported precisions, the default first. A CPU runs lowered graphs of all formats.
+        """The supported precisions, the default first. A CPU supports all, because its graphs dequantize what it cannot
+        multiply.
 
         The oldest capability determines the precisions.
         """

@@ -39,7 +39,7 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Report progress until now or, if a task that began at `since` is still running, only until `since`."""
+        """Report progress up to now. If a task that began at `since` is still running, report only up to `since`."""
         # The monotonic clock is the same for all processes of a machine.
         self._beat[0] = min(since, time.monotonic())
 
@@ -50,7 +50,7 @@ class Heartbeat:
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat in a descriptor's file; None before the first beat."""
-    # A read can return a half-written number. So read twice, and use the larger result.
+    # A read can return a half-written number, so this reads twice and uses the larger result.
     last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
     return time.monotonic() - last if last else None
 

@@ -27,7 +27,7 @@ class JsonLines(logging.Formatter):
 
 
 def json_line(level: str, source: str, message: str, when: float | None = None) -> str:
-    """Return a log line as JSON; `when` is in seconds since the epoch; None means now."""
+    """Return a log line as JSON. `when`: seconds since the epoch; None means now."""
     moment = time.time() if when is None else when
     stamp = (
         time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment % 1 * 1000):03}Z"
@@ -46,7 +46,7 @@ class Seldom:
 
     def note(self, reason: str, message: str) -> None:
         """Log the message, unless a message with the same reason was logged in the last minute. The line also says how
-        many such messages were left out since the previous line. The number of reasons must be small."""
+        many messages with this reason were left out since the last line. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1

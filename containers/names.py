@@ -25,7 +25,7 @@ STOPPING_VARIABLE = "CANVASRT_STOPPING"
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Path of the file where the decoupled model writes, as JSON, whether requests share passes, and why.
 EVIDENCE_VARIABLE = "CANVASRT_EVIDENCE"
-# The level of the models' log: that of the process that starts them.
+# The log level of the models: the level of the process that starts them.
 LEVEL_VARIABLE = "CANVASRT_LOG_LEVEL"
 
 # A random secret, drawn at every start. The front end prefixes callers' names with it, so that the models can trust
@@ -35,7 +35,7 @@ CALLER_SECRET_VARIABLE = "CANVASRT_CALLER_SECRET"  # noqa: S105
 # Number of GPUs that run an instance of the model; unset without GPUs.
 GPUS_VARIABLE = "CANVASRT_GPUS"
 
-# Set in those containers whose health check should end a dead server.
+# Set in a container whose health check should end a dead server.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
 # Health checks: seconds per call, and the number of consecutive failures after which a server is ended. A readiness

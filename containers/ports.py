@@ -16,7 +16,7 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
 
 BACKLOG = 1024  # maximum number of connections that wait in the kernel
-# Address that means all interfaces → address at which to call the server.
+# Address that means all interfaces → loopback address at which to call the server.
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
@@ -54,9 +54,9 @@ class Ports:
         """Keep the ports reserved inside the `with` block. Yields them with every 0 replaced by a free port. Raises
         CanvasError for a port that cannot be used.
 
-        A socket that is bound but does not listen reserves a port: no other process gets it, but Triton, whose sockets
-        have SO_REUSEADDR, can listen on it. Without `apis`, only the metrics port is reserved, because another process
-        listens on the HTTP and gRPC ports.
+        A socket that is bound but does not listen reserves a port. Other processes cannot take the port, but Triton can
+        listen on it, because Triton's sockets have SO_REUSEADDR. Without `apis`, only the metrics
+        port is reserved, because another process listens on the HTTP and gRPC ports.
         """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)

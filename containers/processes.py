@@ -27,7 +27,7 @@ CALLER_SECRET = secrets.token_hex(16)
 def run_name() -> str:
     """Return a prefix for the names of one server's shared memory and scratch folder.
 
-    It contains the owner's process id, by which other servers recognize leftovers without a lock.
+    It contains the owner's process id. If there is no lock, other servers recognize leftovers by this id.
     """
     return f"canvasrt-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}-"
 
@@ -61,10 +61,11 @@ def end_group(group: int, grace: float) -> None:
 
 @contextlib.contextmanager
 def holding(name: str) -> Iterator[int]:
-    """Mark a server's files as in use; at the end, remove its shared memory. Yields a descriptor: while a process that
-    inherited it is running, the files stay in use."""
+    """Mark a server's files as in use; at the end, remove its shared memory. Yields a descriptor: the files stay in use
+    as long as any process that inherited the descriptor runs."""
     lock = SHARED_MEMORY / f"{name}lock"
-    new = SHARED_MEMORY / f"{name}new"  # until the lock exists, the id in its name protects it
+    # Until the lock exists, the process id in its name protects this file.
+    new = SHARED_MEMORY / f"{name}new"
     held = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -82,8 +83,8 @@ def remove_shm(prefix: str) -> None:
 
 
 def protect_shm(prefix: str) -> None:
-    """Make the shared memory files whose names start with `prefix` unreadable for other users. Triton's Python backend
-    creates them readable for all, whatever the umask, before its first request."""
+    """Make the shared memory files whose names start with `prefix` unreadable for other users. Before the first
+    request, Triton's Python backend creates them readable for all users, regardless of the umask."""
     for file in SHARED_MEMORY.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # already deleted
             if file.is_file():
@@ -91,13 +92,13 @@ def protect_shm(prefix: str) -> None:
 
 
 def remove_stale() -> None:
-    """Remove the shared memory and folders of dead servers whose parents were killed.
+    """Remove the shared memory and folders of dead servers whose parents were killed before they could clean up.
 
-    Locks also tell this of servers in other containers. In Kubernetes, /dev/shm outlives a killed container, whose
-    server had another namespace, or the process id that ours has now.
+    A lock that nobody holds shows that a server is dead, even a server in another container. In Kubernetes, /dev/shm
+    outlives a killed container; its server had another process-id namespace, or had the process id that ours has now.
     """
     pattern = re.compile(r"canvasrt-(\d+)-(\d+)-[0-9a-f]{8}-")
-    for folder in (Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY):  # locks go last
+    for folder in (Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY):  # remove locks last
         for path in sorted(folder.glob("canvasrt-*"), key=lambda each: each.name.endswith("lock")):
             if (match := pattern.match(path.name)) is None:
                 continue
@@ -105,7 +106,7 @@ def remove_stale() -> None:
             has_lock = lock.exists()  # before `is_locked`, since the lock may appear in between
             if is_locked(lock):
                 continue
-            # A server can outlive its parent until its last requests are finished.
+            # A server can outlive its parent until it has finished its last requests.
             if not has_lock and (
                 match[1] != _pid_namespace() or is_running(int(match[2])) or processes_of(match[0])
             ):
@@ -147,7 +148,7 @@ def group_members(group: int) -> set[int]:
 
 
 def children(parent: int) -> tuple[set[int], set[int]]:
-    """Return two sets of a process's children: those that are running, and zombies."""
+    """Return two sets of a process's children: the running children, and the zombies."""
     found = [_state_of(folder) for folder in Path("/proc").glob("[0-9]*")]
     running, dead = (
         {each.pid for each in found if each.parent == parent and each.running is state}

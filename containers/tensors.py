@@ -1,5 +1,5 @@
-"""The served models' inputs and outputs, and conversions between values and tensors. The models, the front end and the
-client use both."""
+"""The served models' inputs and outputs, and conversions between values and tensors, for the models, the front end and
+the client."""
 
 from __future__ import annotations
 
@@ -134,61 +134,89 @@ _INPUTS = (
     ),
     Tensor("prefix", "BYTES", ONE, "how the answer begins; the model continues it"),
     Tensor(
-        "images", "BYTES", ANY, "image files, or their data URLs, one for each image in the prompt"
+        "images", "BYTES", ANY, "image files or their data URLs, one for each image in the prompt"
     ),
     Tensor(
-        "image_tokens", "INT32", ANY, "maximum tokens of each image, or one for all: 70, 140 or 280"
+        "image_tokens",
+        "INT32",
+        ANY,
+        "maximum tokens per image, 70, 140 or 280: one number for all images, or one per image",
     ),
     *OPTIONS,
     Tensor(
         "logprob_token_ids",
         "INT32",
         ANY,
-        "tokens to list with each log-probability, in place of the likeliest ones",
+        "tokens to list with each log-probability, instead of the likeliest tokens",
     ),
     Tensor(
         "logit_bias",
         "BYTES",
         ONE,
-        "what is added to the logits of tokens: JSON, numbers by token id",
+        "numbers to add to tokens' logits: a JSON object, keyed by token id",
     ),
     Tensor("canvas", "BYTES", ONE, "the initial, fixed or allowed tokens of positions, as JSON"),
-    Tensor("stop", "BYTES", ANY, "strings that end the answer, which is cut before them"),
-    Tensor("stop_token_ids", "INT32", ANY, "tokens that end the answer, besides the checkpoint's"),
-    Tensor("ignore_eos", "BOOL", ONE, "no token ends the answer: it takes the whole budget"),
+    Tensor(
+        "stop", "BYTES", ANY, "strings that end the answer; the answer is cut before such a string"
+    ),
+    Tensor(
+        "stop_token_ids",
+        "INT32",
+        ANY,
+        "tokens that end the answer, in addition to the checkpoint's end tokens",
+    ),
+    Tensor(
+        "ignore_eos",
+        "BOOL",
+        ONE,
+        "no token ends the answer, so it has the maximum number of tokens",
+    ),
     Tensor(
         "echo",
         "BOOL",
         ONE,
-        "begin `text` with the prompt, and `logprobs` with those of the prompt's tokens",
+        "begin `text` with the prompt, and `logprobs` with the log-probabilities of the prompt's tokens",
     ),
     Tensor("control", "BOOL", ONE, "keep the tokens around thoughts and tool calls in the text"),
     Tensor(
         "infill",
         "BYTES",
         ONE,
-        "a text with gaps such as `{4}`; `text` is then its filling as JSON",
+        "a text with gaps such as `{4}`; `text` then tells, as JSON, what fills the gaps",
     ),
     Tensor(
         "grammar",
         "BYTES",
         ONE,
-        "what the answer must follow, as JSON: a schema, a regex or a grammar",
+        "a schema, a regex or a grammar that the answer must follow, as JSON",
     ),
     Tensor(
-        "questions", "BYTES", ONE, "closed questions as JSON; `text` is then their answers as JSON"
+        "questions",
+        "BYTES",
+        ONE,
+        "closed questions as JSON; `text` then holds their answers, as JSON",
     ),
     Tensor(
         "tokenize",
         "BYTES",
         ONE,
-        "only encode or decode the prompt: options as JSON; `text` is then its text, as JSON",
+        "only encode or decode the prompt: options as JSON; `text` then holds the prompt's text, as JSON",
     ),
 )
 _DRAFTS = Tensor("drafts", "BOOL", ONE, "also send the canvas after every denoising step")
 _RESULT = (
-    Tensor("text", "BYTES", ONE, "the answer; before `final`, a draft or what the event adds"),
-    Tensor("token_ids", "INT32", ANY, "its tokens, including the one that ends the sequence"),
+    Tensor(
+        "text",
+        "BYTES",
+        ONE,
+        "in `final`, the whole answer; in other events, a draft or the new text",
+    ),
+    Tensor(
+        "token_ids",
+        "INT32",
+        ANY,
+        "the tokens of `text`, including the token that ends the sequence",
+    ),
     Tensor("prompt_token_ids", "INT32", ANY, "the prompt's tokens; empty before `final`"),
     Tensor("finish_reason", "BYTES", ONE, "`stop`, `length` or `grammar`; empty before `final`"),
     Tensor("steps", "INT32", ANY, "denoising steps of each finished block"),
@@ -201,14 +229,19 @@ _RESULT = (
         "block_scores",
         "BYTES",
         ONE,
-        "each finished block's score, and how often it was redone, as JSON; only if asked for",
+        "each finished block's score, and how often the block was redone, as JSON; only if asked for",
     ),
-    Tensor("stop_string", "BYTES", ONE, "which of `stop` ended the answer; only if one did"),
+    Tensor(
+        "stop_string",
+        "BYTES",
+        ONE,
+        "the string of `stop` that ended the answer; only if a string did",
+    ),
 )
 _PROGRESS = (
     Tensor("event", "BYTES", ONE, "`draft`, `settled`, `block` or `final`"),
     Tensor("block", "INT32", ONE, "index of the event's block, from 0"),
-    Tensor("step", "INT32", ONE, "denoising steps done in that block"),
+    Tensor("step", "INT32", ONE, "denoising steps done in the block"),
 )
 _CANVAS = Tensor("canvas", "BYTES", ONE, "the canvas of a `draft`, as JSON; no other event has it")
 
@@ -251,7 +284,7 @@ class TritonAnswer:
 @dataclass(frozen=True)
 class StreamEvent(TritonAnswer):
     """One event of a stream. In the last event, `text` and `token_ids` hold the whole answer; in a draft event, the
-    draft; in other events, what the event adds to the answer. `canvas` is JSON; it is empty except in drafts."""
+    draft; in other events, the new part of the answer. `canvas` is JSON; it is empty except in drafts."""
 
     event: str
     block: int

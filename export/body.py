@@ -20,8 +20,8 @@ from canvasrt.export.moe import Experts, Router, Slots
 
 
 class BodyLayer(nn.Module):
-    """Attention, then the shared MLP and the experts side by side, then multiplication by the layer's scalar. Norms
-    precede and follow attention, MLP and experts."""
+    """Attention, then a dense MLP and the experts in parallel, then multiplication by the layer's scalar. Norms precede
+    and follow attention, MLP and experts."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class BodySegment(nn.Module):
         """Run the layers over one call's tokens.
 
         Shapes: B rows, L tokens per row, D hidden size, E experts, O groups of eight cached tokens (octets). Hidden
-        states, keys and values are bf16, or float32 in graphs that were exported or quantized from fp32. If the recipe
-        has `kv_cache: fp8`, cached keys and values are E4M3. In the graph, names end with a layer's kind
+        states, keys and values are bf16; in fp32 graphs, and in graphs quantized from fp32 graphs, they are float32. If
+        the recipe has `kv_cache: fp8`, cached keys and values are E4M3. In the graph, names end with a layer's kind
         (`past_positions_full`) or its index (`past_key_0`, `past_value_0`, `new_key_0`, `new_value_0`).
 
         Args:
@@ -109,9 +109,10 @@ class BodySegment(nn.Module):
             groups: `[B, L]` int64, the number of the token's image; −1 for text. Tokens of one image attend to each
             other.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
-            slots, gate_slots, gate_queues: int64, the fields `down`, `gate` and `gate_queues` of
-            `canvasrt.export.moe.Slots`.
-            past_positions: per kind of layer, `[B, O, 8]` int64, the cached tokens' positions; −1 marks empty places.
+            slots, gate_slots, gate_queues: int64. They become the fields `down`, `gate` and `gate_queues`, in this
+            order, of `canvasrt.export.moe.Slots`.
+            past_positions: for each kind of layer, the positions of cached tokens, `[B, O, 8]` int64; −1 marks an empty
+            place.
             past: per layer, the cached keys and values `[B, kv_heads, O, 8, head_dim]`. O is at least 1.
         Returns:
             hidden `[B, L, D]` (in the graph `hidden_out`), the experts' loads `[layers, E]` int32, and, per layer, this

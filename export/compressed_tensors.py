@@ -26,11 +26,11 @@ from canvasrt.graphs.packed import Form, Packed
 
 @dataclass(frozen=True)
 class Int4Codes:
-    """A graph's weight that the checkpoint stores in INT4. The weight's inputs are not quantized."""
+    """A graph's weight that the checkpoint stores in INT4. Activations are not quantized."""
 
     weight: Weight
     form: Form
-    # No input scale can be missing, since inputs are not quantized.
+    # Complete without an input scale, because activations are not quantized.
     is_complete = True
 
     def pack(self, input_scale: float | None = None) -> Packed:
@@ -44,15 +44,15 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield the weight in float32, part by part, in the order of `Weight.read`. Scales are exactly the
-        checkpoint's, while graphs round them to bfloat16."""
+        """Yield the weight in float32, part by part, in the order of `Weight.read`. The checkpoint's scales are used
+        exactly; only graphs round them to bfloat16."""
         for part in self.weight.parts:
             codes, scales = self._read(part, torch.float32)
             yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
 
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
         """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part. Scales are rounded to `dtype`,
-        by default bfloat16, in which graphs multiply."""
+        by default to bfloat16, the scales' dtype in graphs."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
@@ -63,7 +63,7 @@ class Int4Codes:
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table, if the graphs quantize it although the checkpoint does not."""
+    """The embedding table of a checkpoint that does not quantize it, for graphs that do."""
 
     weight: Weight
     form: Form
@@ -93,7 +93,7 @@ def read_int4(weight: Weight) -> Int4Codes | None:
     if len(packed) != len(weight.parts):
         other = next(part for part in weight.parts if part not in packed)
         raise CanvasError(
-            f"{packed[0]} is int4 and {other} is not, but they are one product in the graph",
+            f"{packed[0]} is int4 and {other} is not, but the graph stacks them into one weight",
             "quantize the bf16 checkpoint with canvasrt instead",
         )
     rows = [_rows(weight, part) for part in packed]
@@ -116,8 +116,8 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """Return how many inputs share a scale in the graph: as many as in the checkpoint, or fewer if the checkpoint's
-    rows have fewer than `least_blocks` groups."""
+    """Return the graph's block length, which is the number of inputs that share a scale. It equals the checkpoint's
+    group length, but is shorter if the checkpoint's rows have fewer than `least_blocks` groups."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:
@@ -131,7 +131,8 @@ def _block(weight: Weight, part: str) -> int:
         return short
     if group not in INT4_GROUPS:
         raise CanvasError(
-            f"{name} in {held.path} has groups of {group}, not one of {INT4_GROUPS}", INT4_HINT
+            f"{name} in {held.path} has groups of {group} inputs, which canvasrt does not support",
+            INT4_HINT,
         )
     return group
 

@@ -67,9 +67,10 @@ def export_graphs(
         precision: the precision of weights and computation, a key of `TORCH_DTYPES`, by default fp32. A quantized
         checkpoint's default is its own precision: codes are copied to the graphs unchanged, and the rest is bf16.
         adapters: PEFT LoRA adapters to merge, each a folder and a factor.
-        calibration: a JSONL file of prompts that calibrate the recipe, or a quantized checkpoint that has no activation
+        calibration: a JSONL file of calibration prompts, for a recipe or for a quantized checkpoint without activation
         scales. By default, canvasrt's own prompts are used.
-        recipe: how to quantize the weights during a bf16 export. The result equals that of `quantize_graphs`.
+        recipe: how to quantize the weights during a bf16 export. The bundle equals one that `quantize_graphs` makes
+        from a bf16 export.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of a different architecture, and if
     `out` is not empty. A call that fails does not write `out`. Its progress in calibrating and quantizing stays in the
@@ -159,8 +160,8 @@ def _check_precision(folder: Path, how: Quantization | None, precision: str | No
 def _check_weights(
     parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
-    """Before the first graph is traced, raise CanvasError for a weight that is missing or has a wrong shape. Weights
-    that can be read in seconds must also be finite. All other weights are checked for finite values when they are
+    """Before the first graph is traced, raise CanvasError for a weight that is missing or has a wrong shape. Also
+    check that small weights, which can be read in seconds, are finite. Large weights are checked when they are
     written."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
@@ -219,8 +220,8 @@ def _write_host_head(
     """Write the head's norms and self-conditioning weights, concatenated, to `out`.
 
     Returns the manifest's entry: file, dtype, and the weights in file order. The table and all weights that the
-    checkpoint stores quantized are left out. If these include self-conditioning weights, the host cannot compute
-    self-conditioning, which only requests of several steps need.
+    checkpoint stores quantized are left out. If a self-conditioning weight is left out, the host cannot compute
+    self-conditioning. (Only requests of several steps need it.)
     """
     held: list[dict[str, Any]] = []
     with (out / HOST_HEAD_FILE).open("wb") as file:

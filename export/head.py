@@ -101,7 +101,8 @@ def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
     total mass.
 
     `mass` `[B, L, V]`, of any dtype, need not be normalised; it is summed in float32. The vocabulary is divided into
-    rows: sums of whole rows select a row, then sums inside it select the token. So no sum is as long as the vocabulary.
+    rows. A cumulative sum over the rows' totals selects a row, and a cumulative sum inside this row selects the token,
+    so no cumulative sum runs over the whole vocabulary.
     """
     rows, columns = grid
     batch, length, _ = mass.shape

@@ -130,7 +130,7 @@ def attention_mask(
         seen = seen & (queries - key_positions < window)
     seen = seen | ((groups[:, :, None] == key_groups) & (key_groups >= 0))
     seen = (seen | ~causal[:, None, None]) & (key_positions >= 0)
-    # Only half the lowest number, so that adding a score cannot overflow in any dtype.
+    # Half the dtype's lowest number, so that adding a score cannot overflow.
     hidden = torch.finfo(dtype).min / 2
     return torch.where(seen, 0.0, hidden).to(dtype)[:, None]
 

@@ -135,7 +135,7 @@ class Adapted(Checkpoint):
         fits = a[1:] == shape[-1:] and b[:1] == shape[-2:-1] and a[0] == b[1] and not a[0] % experts
         if not fits:
             raise CanvasError(
-                f"{other}: {name} has shape {shape} there, but lora_A is {a} and lora_B {b} here",
+                f"{other}: {name} has shape {shape}, but the adapter's lora_A has {a} and lora_B has {b}",
                 hint,
             )
 
@@ -200,7 +200,7 @@ def _check_known(folder: Path, name: str, shard: Shard) -> None:
         )
     if partner not in shard.tensors:
         raise CanvasError(
-            f"{folder / ADAPTER_WEIGHTS} has {name} without its lora_A", "fetch it again"
+            f"{folder / ADAPTER_WEIGHTS} has {name} without its lora_A", "fetch the adapter again"
         )
 
 

@@ -1,8 +1,8 @@
 """Weights that a checkpoint already stores quantized: codes and block scales are copied to the graph unchanged.
 
-A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts become one scalar,
-plus factors by which the product is multiplied. Input scales are replaced by their maximum, since the input is
-quantized once for all matrices.
+A checkpoint scales every matrix separately, but a graph stacks several matrices, and all experts, into one weight. So
+the matrices' scales become one scalar, plus factors by which the product is multiplied. The largest input scale
+replaces all of them, because the input is quantized only once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def read_codes(weight: Weight) -> StoredCodes | None:
     """Return the codes that the checkpoint stores for a graph's weight; None if the weight is not quantized there.
 
     Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not finite, for shapes that
-    disagree with the configuration, and for a weight whose parts have several formats. `pack` and `wide` check the
+    disagree with the configuration, and for a weight whose parts have different formats. `pack` and `wide` check the
     values of codes and block scales.
     """
     held = weight.checkpoint
@@ -117,7 +117,7 @@ def read_codes(weight: Weight) -> StoredCodes | None:
         other = next(part for part in others if formats[part] != formats[first])
         raise CanvasError(
             f"{first} is {_said(formats[first])} and {other} is {_said(formats[other])},"
-            " but the graph computes them as one matrix product",
+            " but the graph stacks them into one weight",
             "quantize the bf16 checkpoint with canvasrt instead",
         )
     (format,) = kinds

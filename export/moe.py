@@ -1,9 +1,10 @@
-"""The mixture of experts in standard ONNX operators. The result is exact, and takes hardly longer than reading each
-expert's weights once.
+"""The mixture of experts in standard ONNX operators. It is exact, and hardly slower than reading all experts' weights
+once.
 
 Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product, and results are
-gathered back. Alternatively, every expert's first matrix product (gate and up) takes all tokens, and the second (down)
-only those of the expert. The capacity is a dynamic dimension. The output `load` shows whether it was too small.
+gathered back. Alternatively, every expert's first matrix product (gate and up) takes all tokens; the second (down)
+takes only the tokens routed to that expert. The capacity is a dynamic dimension. The output `load` shows whether it was
+too small.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
-        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. The first of
-        # the best scores is the largest.
+        # A softmax over only the best scores equals a softmax over all scores, renormalised over the best. `topk` sorts
+        # them, so the first is the largest.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         shares = torch.exp(best - best[:, :1])
         weights = shares / sum_of_halves(shares, -1)
@@ -70,7 +71,7 @@ class Experts(nn.Module):
         gate_queue = queue.index_select(1, slots.gate_queues)
         both = F.embedding(tokens_in_slots(gate_queue, slots.gate), x)
         both = both @ self.gate_up.transpose(1, 2)
-        # Of the first product's results, every expert keeps those of the tokens in its own queue.
+        # From the first product's result, every expert takes the rows of the tokens in its own queue.
         token = tokens_in_slots(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
         cell = token * (self.experts + 1) + slots.gate_queues[:, None]
@@ -78,14 +79,14 @@ class Experts(nn.Module):
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
         place = torch.gather(queue, 1, index).to(torch.int64) - 1
-        # The first axis of `chosen` is a token's experts, so the sum needs no reshape, which would prevent fusion.
+        # A token's experts are the first axis of `chosen`, so the sum needs no reshape. A reshape would prevent fusion.
         chosen = gather_rows(result, index.t(), place.t())
         mixed = sum_of_halves(chosen * weights.t()[:, :, None].to(x.dtype), 0)
         return mixed, queue[-1:, : self.experts]
 
 
 def sum_of_halves(x: Tensor, dim: int) -> Tensor:
-    """Sum over a short dimension, which is kept with size 1.
+    """Sum over a short dimension, and keep it with size 1.
 
     TensorRT-RTX fuses sums over four elements with surrounding operators, but not sums over eight.
     """
@@ -100,10 +101,10 @@ def sum_of_halves(x: Tensor, dim: int) -> Tensor:
 class Slots:
     """Selects the tokens in the experts' products.
 
-    gate_queues: int64, the queues that feed gate and up projections: `[E]`, each expert's own queue; or `[1]`, only
-    queue E, which has all tokens and then feeds every expert.
-    gate, down: int64, the slots' numbers: 0 … S − 1 and 0 … C − 1. In the product with gate and up, every expert has S
-    rows; in the product with down, C rows.
+    gate_queues: int64, the queues that feed the gate and up product: `[E]` if every expert has its own queue; or `[1]`,
+    the number E, if the queue of all tokens feeds every expert.
+    gate: int64 `[S]`, the slot numbers 0 … S − 1. Every expert has S rows in the gate and up product.
+    down: int64 `[C]`, the slot numbers 0 … C − 1. Every expert has C rows in the down product.
     """
 
     gate_queues: Tensor

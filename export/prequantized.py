@@ -55,7 +55,7 @@ class Prequantized:
         # By global name: the weights that the checkpoint stores quantized, and the table if graphs quantize it.
         self.held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
-        # Checkpoints have no input scales for the table, so formats that need these are not possible.
+        # Checkpoints have no input scales for the table, so the table cannot have a format that needs them.
         if rounded is not None and FORMATS[rounded.format].rounds_inputs:
             rounded = None
         for part in parts:
@@ -68,7 +68,7 @@ class Prequantized:
                     weight.check()
                     self.held[name] = TableCodes(weight, form_of(weight.shape, rounded.format))
         able = quantizable(config)
-        # Those of `held` whose codes are copied.
+        # The part of `held` whose codes are copied to graphs.
         self.packed = {name: codes for name, codes in self.held.items() if packs and name in able}
         if not set(self.held) - {TABLE} or (packs and not set(self.packed) - {TABLE}):
             raise CanvasError(
@@ -96,7 +96,7 @@ class Prequantized:
         return global_name(part.name, part.layers, weight.name) in self.held
 
     def widened(self, part: SegmentModule, items: Iterable[Weight]) -> Iterator[Weight | Stored]:
-        """Yield a graph's weights. Those that the checkpoint stores quantized, but graphs do not, are dequantized."""
+        """Yield a graph's weights. Dequantize a weight that the checkpoint quantizes but the graph does not."""
         for item in items:
             name = global_name(part.name, part.layers, item.name)
             widens = name in self.held and name not in self.packed
@@ -141,7 +141,7 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
 
 def _by_channel(form: Form) -> bool:
     format = FORMATS[form.format]
-    if format.blocks or format.of_table:  # their scales are not a recipe's choice
+    if format.blocks or format.of_table:  # no recipe chooses their scales
         return False
     return bool(form.scale_shape or (form.factor_shape or (1,))[-1] > 1)
 

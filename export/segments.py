@@ -82,7 +82,7 @@ def segments(
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create placeholders in `dtype` inside the block."""
+    """Create placeholders in `dtype` inside a `with` block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

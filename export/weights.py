@@ -1,4 +1,4 @@
-"""Maps checkpoint tensors to the weights of graphs, and combines them."""
+"""Combines a checkpoint's tensors into the weights of graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VISION_TOWER = "model.encoder.vision_tower"
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # The hint if scales are missing or broken.
-DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
+DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 checkpoint with canvasrt"
 
 # The limits of a clipped product's inputs and outputs. A limit can be infinite.
 _LIMITS = ("input_min", "input_max", "output_min", "output_max")
@@ -49,7 +49,7 @@ def check_scales(values: npt.NDArray[Any], name: str, source: Path) -> None:
     wrong = values[~(np.isfinite(values) & (values > 0))]
     if wrong.size:
         raise CanvasError(
-            f"{name} in {source} is {wrong[0]}: a scale is positive and finite", DAMAGED
+            f"{name} in {source} is {wrong[0]}: a scale must be positive and finite", DAMAGED
         )
 
 
@@ -135,10 +135,10 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name and shape there, and the checkpoint's tensors (`parts`) that form it.
+    """One weight of a graph: its name and shape in the graph, and the checkpoint's tensors (`parts`) that form it.
 
-    Parts are stacked along the first axis. If the checkpoint stores experts separately, the experts' matrices are the
-    parts.
+    Parts are stacked along the first axis. If the checkpoint stores experts separately, every expert's matrix is a
+    part.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Weight:
             raise CanvasError(
                 f"{part} in {self.checkpoint.path} is {str(dtype).removeprefix('torch.')}, but"
                 " its scales, or the configuration that lists them, are missing",
-                "fetch the checkpoint again with its hf_quant_config.json, or use the bf16 one",
+                "fetch the checkpoint again with its hf_quant_config.json, or use the bf16 checkpoint",
             )
         kept = len(self.shape) - 1 if self.rows == self.shape[0] else 1
         whole = len(self.parts) == 1

@@ -59,8 +59,9 @@ class Geometry:
 class Capacity:
     """The slots per expert in one body segment for one request, learned from the request's own passes.
 
-    Every request learns separately. Otherwise one request's history would change the shapes of another request's
-    passes, and so the last bits of their results.
+    GPUs have a fixed pass plan instead. A CPU needs no plan, because passes can have any shape; but every slot costs
+    time. Every request learns separately. Otherwise one request's history would change the shapes of another request's
+    passes, and with the shapes the last bits of the results.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -34,7 +34,7 @@ def max_context(manifest: Manifest) -> int:
 
 
 def limited_context(most: int, wanted: int | None) -> int:
-    """Return the maximum number of tokens of a request: `most`, the engines' limit, or `wanted` if it is not None.
+    """Return the maximum number of tokens of a request: `wanted`, or the engines' limit `most` if `wanted` is None.
     Raises UsageError if `wanted` exceeds `most`."""
     if wanted is not None and wanted > most:
         raise UsageError(

@@ -157,8 +157,8 @@ def _written(value: Any) -> Any:
 
 
 class _MarkOwnText(NodeTransformer):
-    """Marks control tokens in a template's text. The template's string literals become `_OwnText`, because whether they
-    are rendered or compared is only known at run time."""
+    """Marks control tokens in a template's text. The template's string literals become `_OwnText`, because only at run
+    time is it known whether they are rendered or compared."""
 
     def __init__(self, control: ControlTexts) -> None:
         self._control = control

@@ -23,8 +23,8 @@ class Conditions:
     seed: tokens that replace noise in a block's first canvas. pin: fixed tokens, in every step and in the answer.
     allow: the permitted tokens, ascending. least: minimum number of tokens before the end.
 
-    Before the last pin and before position `least`, tokens that end the sequence are ruled out, except at positions
-    whose `pin` or `allow` contains them.
+    At positions before `least` or before the last pin, tokens that end the sequence are not allowed, unless the
+    position's own `pin` or `allow` contains them.
     """
 
     seed: Mapping[int, int] = field(default_factory=dict)

@@ -14,8 +14,8 @@ from canvasrt.runtime.sampling_params import SamplingParams
 class EarlyStopping:
     """The rule of `early_stop` for one block, as in transformers' `StableAndConfidentStoppingCriteria`.
 
-    A block can end once its likeliest tokens equal those of the `stability_threshold` previous steps, and the mean
-    entropy of its positions is below `confidence_threshold`, in nats.
+    A block can end once two conditions hold: its likeliest tokens equal those of the previous `stability_threshold`
+    steps, and the mean entropy of its positions, in nats, is below `confidence_threshold`.
     """
 
     def __init__(self, params: SamplingParams, when_certain: bool = False) -> None:

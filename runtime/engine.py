@@ -53,8 +53,8 @@ class Backend(Protocol):
 class Device(Protocol):
     """Memory that engines read and write, and one work queue.
 
-    `upload`, `download` and `copy` are queued, and run in order. The host array that is passed to `download` has the
-    data after the next `synchronize`.
+    `upload`, `download` and `copy` are queued, and run in order. `download` has filled its host array after the next
+    `synchronize`.
     """
 
     @property
@@ -63,7 +63,7 @@ class Device(Protocol):
     def allocate(self, size: int) -> int:
         """Return the address of `size` zeroed bytes, aligned for any tensor. The memory is freed with the device.
 
-        Raises CanvasError if memory does not suffice.
+        Raises CanvasError if the device has too little free memory.
         """
         ...
 
@@ -91,7 +91,7 @@ class Device(Protocol):
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Return the sizes of the device's free memory and of its whole memory, in bytes."""
+        """Return the device's free and total memory, in bytes."""
         ...
 
 
@@ -109,7 +109,7 @@ class EngineCall:
 
     `dims` are the sizes that determine the shapes, named as in profiles. `repeats`: whether the same call is likely to
     run again. `place`: a place in the batch, or None if capturing the call as a CUDA graph would gain little. Every
-    place has one captured graph, that of its latest call.
+    place keeps one captured graph: its latest call.
     """
 
     dims: Mapping[str, int]

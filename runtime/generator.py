@@ -37,14 +37,14 @@ _SEARCH_TURN = 0.5  # seconds of searching after which a request's turn ends, to
 class Generator:
     """Runs requests on one model, at most `max_batch` at a time, or fewer if the engines' limit is lower.
 
-    The rest wait; `Schedule` decides which requests run. `add` and `cancel` can be called from any thread while one
-    thread calls `step`.
+    Other requests wait; `Schedule` decides which requests run. `add` and `cancel` can be called from any thread while
+    one thread calls `step`.
     """
 
     def __init__(
         self, model: Model, max_batch: int = MAX_BATCH, prefixes: PrefixCache | None = None
     ) -> None:
-        """`prefixes` keeps common prefixes of prompts, so that each is encoded only once; None keeps nothing."""
+        """`prefixes` keeps common prefixes of prompts, so that each prefix is encoded only once; None keeps nothing."""
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
@@ -93,8 +93,8 @@ class Generator:
         self._cancelled.add(id)
 
     def withdraw(self) -> int | None:
-        """Among the waiting requests that have had no pass, remove the one that would run next. Return its id, or None
-        if no such request is waiting."""
+        """Remove a waiting request that has had no pass yet: the one that would run next. Return its id, or None if
+        there is no such request."""
         self._take_arrived()
         untouched = [each for each in self._waiting if not each.passes]
         if not untouched:
@@ -105,10 +105,10 @@ class Generator:
         return each.id
 
     def step(self) -> list[Event]:
-        """Encode one chunk, or denoise one step, of every running request that is ready; return their events.
+        """Run one denoising step, or encode one chunk, of every running request that is ready. Return the events.
 
-        A long prompt is encoded over several steps, one chunk at a time. Between two chunks, other requests that can
-        run get about as much time as the first of the two chunks took.
+        A long prompt is encoded over several steps, one chunk at a time. Between two chunks, the other requests run for
+        about as long as the earlier chunk took.
         """
         self._take_arrived()
         events = self._drop_cancelled()
@@ -157,8 +157,8 @@ class Generator:
             while not done:
                 if self.idle:
                     raise CanvasError(
-                        "another loop took events of this stream",
-                        "follow several requests with add and step",
+                        "another call of step took this stream's events",
+                        "to follow several requests, use add and step",
                     )
                 for event in self.step():
                     if event.id == id:

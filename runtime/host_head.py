@@ -91,9 +91,9 @@ class HostHead:
         step: int,
         listed: Sequence[int] = (),
     ) -> list[TokenScore]:
-        """Return the score of each of `tokens`. `hidden` is the last layer's output at their positions, float32
-        `[n, hidden_size]`. A score also has the log-probabilities of the `top` likeliest tokens or, if `listed` is not
-        empty, those of the scored token and of the listed tokens."""
+        """Return the scores of `tokens`. `hidden` is the last layer's output at their positions, float32 `[n,
+        hidden_size]`. Every score also lists the log-probabilities of the `top` likeliest tokens. If `listed` is not
+        empty, it lists the scored token and the tokens in `listed` instead."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, map(int, tokens), strict=True):
@@ -136,7 +136,7 @@ class HostHead:
         """Raise CanvasError if the host lacks a weight that self-conditioning needs."""
         if not all(name in self._weights for name in _SIGNAL):
             raise CanvasError(
-                "the checkpoint stores self-conditioning quantized, so the host cannot compute it",
+                "the checkpoint's self-conditioning weights are quantized, so the host cannot use them",
                 way_out,
             )
 

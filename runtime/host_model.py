@@ -49,7 +49,7 @@ class HostModel(Model):
             found = pool.map(partial(self._open, backend), entries.values())
             opened = dict(zip(entries, found, strict=True))
         self._vision: Segment | None = None
-        # The body segments, each with the model's layers that it runs.
+        # The body segments, and the layers that each segment runs.
         self._bodies = [
             (opened[name], entry["layers"]) for name, entry in entries.items() if "layers" in entry
         ]

@@ -24,7 +24,7 @@ def host_step(
     uniforms: np.ndarray,
     noise: np.ndarray,
 ) -> DenoiseOutput:
-    """Run the sampler for denoising step `step` over the allowed tokens, as the exported head does.
+    """Sample denoising step `step` as the exported head does, but only from the allowed tokens.
 
     Args:
         hidden: the last layer's output, float32 `[canvas, hidden_size]`.
@@ -60,7 +60,7 @@ def host_step(
 
 
 def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
-    """Return every array of more than one allowed token, with the positions that it applies to."""
+    """Return every distinct array of two or more allowed tokens, with its positions."""
     groups: dict[int, tuple[np.ndarray, list[int]]] = {}
     for position, tokens in allowed.items():
         if len(tokens) > 1:

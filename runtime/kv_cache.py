@@ -104,8 +104,8 @@ class CanvasFeeds:
         self._feeds: Arrays = {}
 
     def of(self, caches: Sequence[RequestCache], length: int) -> Arrays:
-        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`, plus
-        those that `Geometry` adds."""
+        """Return the inputs of a pass over canvases of `length` tokens: the inputs of `past_feeds` and `token_feeds`,
+        and the inputs that `Geometry` adds."""
         key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
             # Keep the caches alive: the key contains their `id()`, which Python could otherwise reuse.

@@ -104,7 +104,8 @@ class Model(ABC):
         if not self.has_vision:
             raise CanvasError(
                 "messages have images, and the engines have no vision tower",
-                "send only text, or serve engines with a vision tower: of a checkpoint that has one, for a GPU with enough memory",
+                "send only text, or serve engines with a vision tower; they need a checkpoint that "
+                "has one, and a GPU with enough memory",
             )
 
     def check_pictures(self, pictures: Sequence[Picture]) -> None:
@@ -135,8 +136,8 @@ class Model(ABC):
     def revise(
         self, row: Row, hidden: Hidden, places: np.ndarray, states: np.ndarray
     ) -> np.ndarray:
-        """Return a copy of `hidden`, a step's `next_hidden`, in which the positions `places` `[n]` have the new
-        `states` `[n, hidden_size]`."""
+        """Return a copy of a step's next hidden states, `hidden`. At the positions `places` `[n]`, the copy has
+        `states` `[n, hidden_size]` instead."""
         revised = np.array(self._fetch(row, hidden))
         revised[places] = states
         return revised
@@ -149,7 +150,7 @@ class Model(ABC):
         """Wait for the device. Raises EngineError if the device is no longer usable."""
 
     def reserve(self, limit: int) -> int:
-        """Reserve up to `limit` bytes of memory for saved chunks. Return how many were reserved."""
+        """Reserve up to `limit` bytes of memory for saved chunks. Return the number of reserved bytes."""
         return limit
 
     @abstractmethod

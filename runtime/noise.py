@@ -8,8 +8,8 @@ import numpy as np
 
 
 class _Generator(threading.local):
-    """One generator per thread. It is reseeded before every draw, because creating a generator takes longer than
-    a draw."""
+    """One generator per thread, which is reseeded before every draw. Creating a new generator instead would take longer
+    than the draw."""
 
     def __init__(self) -> None:
         self.bits = np.random.Philox(key=0)

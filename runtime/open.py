@@ -36,7 +36,7 @@ def open_model(
     - device: `cpu` or `cuda`; None selects the device that the bundle was built for.
     - share_passes: let requests share passes on a GPU. Denoising passes then have the shape of a full batch.
     - max_context: maximum number of tokens of a request: prompt plus answer; None means the bundle's limit.
-    - gpu: the number of the GPU among those that CUDA_VISIBLE_DEVICES names.
+    - gpu: the index of the GPU among the GPUs that CUDA_VISIBLE_DEVICES lists.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
@@ -54,8 +54,8 @@ def open_model(
 
 
 def _check_memory(bundle: Bundle) -> None:
-    """Raise CanvasError if the weights exceed this machine's memory. They must fit, because ONNX Runtime converts them
-    to its own format."""
+    """Raise CanvasError if the weights exceed this machine's memory. The weights must fit, because ONNX Runtime
+    converts them to its own format."""
     names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
     files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]
     need, have = sum(each.get("bytes", 0) for each in files), memory_bytes()
@@ -133,7 +133,7 @@ def _check_graphs(precision: str, device: str | None) -> None:
     if precision not in ("fp32", "bf16"):
         raise CanvasError(
             f"the graphs are quantized to {precision} and only run as engines",
-            "build them: `canvasrt build GRAPHS --target cpu`, or for a GPU's target",
+            "build them: `canvasrt build GRAPHS --target cpu`, or with a GPU as the target",
         )
     if precision == "bf16" and device != "cuda":
         raise CanvasError(

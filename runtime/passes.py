@@ -31,8 +31,8 @@ class EncodeInput:
     # A callback that receives the last layer's output, float32 [n, hidden_size], and returns whether the tokens stay in
     # the cache. If the model splits the tokens because they overload an expert, only the last part's output is passed.
     keep: Callable[[np.ndarray], bool] | None = None
-    # `keep` needs the outputs of all tokens. Only tokens that exceed the model's largest pass without overflow are split,
-    # and `keep` must keep them.
+    # Whether `keep` needs the outputs of all tokens. The tokens are then split only if they exceed the model's largest
+    # pass without overflow. If they are split, `keep` must return True.
     whole: bool = False
 
     def halves(self) -> tuple[EncodeInput, EncodeInput]:
@@ -92,11 +92,11 @@ def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise EngineError if values are not finite: tokens that depend on them would be arbitrary."""
+    """Raise EngineError if a value is not finite, because tokens that depend on it would be arbitrary."""
     if not np.isfinite(values).all():
         bad = np.count_nonzero(~np.isfinite(values))
         raise EngineError(
-            f"the engines returned {bad} non-finite {what} of {values.size}",
+            f"{bad} of the {values.size} {what} that the engines returned are not finite",
             "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",
             fatal=True,
         )

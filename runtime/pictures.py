@@ -80,7 +80,7 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
     if longest > most:
         raise CanvasError(
             f"an image of {pixels.shape[1]} × {pixels.shape[0]} pixels would have {longest} patches"
-            f" in a row, and the model's vision tower knows {most} positions",
+            f" in a row, but the model's vision tower has only {most} positions",
             "send an image that is closer to a square, or give fewer image_tokens",
         )
     if (height, width) != pixels.shape[:2]:
@@ -202,7 +202,7 @@ def _decode(data: bytes) -> np.ndarray:
         if width * height > MAX_PIXELS:
             raise CanvasError(
                 f"an image has {width} × {height} pixels",
-                f"send one of at most {MAX_PIXELS // 10**6} million pixels",
+                f"send an image of at most {MAX_PIXELS // 10**6} million pixels",
             )
         return np.asarray(ops.exif_transpose(image).convert("RGB"))
 

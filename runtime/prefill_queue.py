@@ -60,8 +60,8 @@ class PrefillQueue:
 
     @property
     def sharing(self) -> tuple[bytes, int] | None:
-        """The next chunk's key, or None if the request must encode the chunk itself. Of requests with equal keys, one
-        can encode and score the chunk for all."""
+        """The next chunk's key, or None if the request must encode the chunk itself. If several requests have equal
+        keys, one of them can encode and score the chunk for all."""
         if self.empty or not self.next.key or (self.next.keep and self._scores is None):
             return None
         return self.next.key, id(self._scores)
@@ -94,7 +94,7 @@ class PrefillQueue:
 
     def watch_prompt(self, watch: Callable[[np.ndarray], bool], scores: list[TokenScore]) -> None:
         """Set `watch` as the `EncodeInput.keep` of all chunks of the prompt. The callback adds to `scores`, which
-        several requests can share. Chunks whose scores are missing do not come from the prefix cache."""
+        several requests can share. Chunks without scores are not taken from the prefix cache."""
         self._scores = scores
         self._chunks = [each._replace(keep=watch, whole=True) for each in self._chunks]
 

@@ -14,8 +14,8 @@ from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # number of tokens in a prompt's first chunk
-# The names of callers without an API key begin with this. Each of their requests has a new name, but all of these
-# names share one cache.
+# The names of callers without an API key begin with this. Every request of such a caller has a new name, but all of
+# these names share one cache.
 ANYBODY = "~"
 
 
@@ -34,8 +34,8 @@ class Chunk(NamedTuple):
 
 
 def share_of(owner: str) -> str:
-    """Return the name under which a caller's prompts are cached. Callers with different API keys cannot probe each
-    other's prompts."""
+    """Return the name under which a caller's prompts are cached. Every API key has its own name, so that callers cannot
+    probe each other's prompts."""
     return "" if owner.startswith(ANYBODY) else owner
 
 
@@ -77,7 +77,7 @@ def _next_end(position: int, most: int) -> int:
 
 
 class PrefixCache:
-    """Saved chunks of prompts. When memory is full, the least recently used are dropped first. Not thread-safe.
+    """Saved chunks of prompts. When memory is full, the least recently used chunks are dropped. Not thread-safe.
 
     model: saves and restores chunks in its own memory. limit: maximum size of all chunks together, in bytes. A device
     reserves this memory at load; if less is free, the limit is lower.
@@ -92,8 +92,8 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Append saved chunks to a request's cache: all of `chunks` before the first that is not saved for `owner`.
-        Return the number of appended chunks."""
+        """Append saved chunks to a request's cache, from the beginning of `chunks` up to the first chunk that is not
+        saved for `owner`. Return the number of appended chunks."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:

@@ -25,7 +25,7 @@ class Request:
 
     prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
-    # one for each run of image tokens in the prompt
+    # one picture for every run of image tokens in the prompt
     pictures: Sequence[Picture] = ()
     owner: str = ""  # the caller's name, for fair scheduling
     conditions: Conditions | None = None  # conditions on positions of the answer
@@ -158,7 +158,8 @@ class Draft:
 
 @dataclass(frozen=True)
 class Settled:
-    """Tokens that became final before their block ended. They follow those of the block's earlier Settled events."""
+    """Tokens that became final before their block ended. They follow the tokens of the block's earlier Settled
+    events."""
 
     id: int
     block: int

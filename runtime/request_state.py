@@ -68,7 +68,7 @@ class RequestState(ABC):
         self.row = model.new_row()
         self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
         self.passes = self.turn = self.place = 0  # set by `Schedule`
-        self.next_encoding = 0  # the generator's clock when the next chunk is due
+        self.next_encoding = 0  # time on the generator's clock at which the next chunk is due
         self.finished = self.cancelled = False
         # A search on another thread, whose result the next step needs.
         self.job: Future[Any] | None = None
@@ -96,7 +96,7 @@ class RequestState(ABC):
 
     @property
     def parks(self) -> bool:
-        """Whether the request can be parked: not while its tokens are encoded again after an earlier parking."""
+        """Whether the request can be parked. False while its tokens are being encoded again after it was parked."""
         return not self.queue.returning
 
     @property
@@ -190,8 +190,8 @@ class RequestState(ABC):
 
     @property
     def _outputs(self) -> Outputs:
-        """The outputs that a pass must return. If tokens are restricted or biased, the host samples from `hidden`,
-        because engines support neither."""
+        """The outputs that a pass must return. If tokens are restricted or biased, which engines do not support, the
+        host samples from `hidden`."""
         if self._params.logit_bias or self._allowed:
             return "hidden"
         return "both" if self._params.logprobs or self._params.on_host else "tokens"
@@ -217,7 +217,7 @@ class RequestState(ABC):
     def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:
         """Return the events of a block that ends with `step`. The block's first `settled` tokens were already sent."""
 
-    # The methods below are the same for all subclasses, except for `_noise`.
+    # Subclasses do not override the methods below, except for `_noise`.
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's uniform random numbers, and its random tokens, which are drawn from the allowed tokens."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from canvasrt.pass_shapes import canvas_sizes
 if TYPE_CHECKING:
     import numpy as np
 
-# Logits divided by a temperature far below this one overflow, which makes the entropy NaN.
+# At temperatures far below this one, the divided logits overflow, and the entropy becomes NaN.
 COLDEST = 1e-6
 MAX_BIAS = 100  # as in OpenAI's API; exceeds the difference of any two soft-capped logits
 MAX_SCORE = 1000  # nats; no log-probability is below -MAX_SCORE, because logits are soft-capped
@@ -100,8 +101,8 @@ class SamplingParams:
     canvas_length: int = _parameter(
         0,
         "INT32",
-        "positions of each canvas: an eighth, a quarter or a half of the checkpoint's; 0 takes its "
-        "own, -1 the smallest that holds max_new_tokens",
+        "canvas length in tokens: the checkpoint's (also 0), an eighth, a quarter or a half of it, or "
+        "-1 for the smallest of these that holds max_new_tokens",
         least=-1,
     )
     max_denoising_steps: int = _parameter(
@@ -122,22 +123,23 @@ class SamplingParams:
         1.0,
         "FP32",
         "draw only from the smallest set of likeliest tokens whose "
-        "probabilities add up to this; 1 draws any",
+        "probabilities add up to this; 1 sets no limit",
         most=1,
     )
     top_k: int = _parameter(
-        0, "INT32", "draw only from this many likeliest tokens; 0 or -1 draws any", least=-1
+        0, "INT32", "draw only from the top_k likeliest tokens; 0 or -1 sets no limit", least=-1
     )
     min_p: float = _parameter(
         0.0,
         "FP32",
-        "draw only tokens at least this fraction as likely as the likeliest one; 0 draws any",
+        "draw only tokens whose probability is at least this fraction of the likeliest token's; 0 "
+        "sets no limit",
         most=1,
     )
     t_min: float = _parameter(0.4, "FP32", "temperature of the last step")
     t_max: float = _parameter(0.8, "FP32", "temperature of the first step", above_least=True)
     stability_threshold: int = _parameter(
-        1, "INT32", "steps a canvas must stay unchanged to stop early", most=10_000
+        1, "INT32", "steps without a change after which a canvas may stop early", most=10_000
     )
     confidence_threshold: float = _parameter(
         0.005, "FP32", "mean entropy below which a canvas may stop early", above_least=True
@@ -152,7 +154,7 @@ class SamplingParams:
         0,
         "INT32",
         "finalize the start of a canvas once it has stayed unchanged and confident for this many "
-        "steps; 0 waits for the block",
+        "steps; 0 waits for the end of the block",
         most=10_000,
     )
     logprobs: bool = _parameter(
@@ -164,7 +166,7 @@ class SamplingParams:
     top_logprobs: int = _parameter(
         0,
         "INT32",
-        "likeliest tokens to list with each log-probability; 0 when absent",
+        "number of likeliest tokens to list with each log-probability; 0 when absent",
         most=20,
         beside_text=True,
     )
@@ -174,12 +176,12 @@ class SamplingParams:
     score_by_denoising: bool = _parameter(
         False,
         "BOOL",
-        "score a block with one more denoising pass, instead of its encoding pass",
+        "score a block by one more denoising pass instead of its encoding pass",
     )
     redo_below: float = _parameter(
         0.0,
         "FP32",
-        "redo a block whose score is below this, with other noise; 0 never does",
+        "redo a block with other noise if its score is below this; 0 redoes none",
         least=-MAX_SCORE,
         most=0,
     )
@@ -187,7 +189,7 @@ class SamplingParams:
         3, "INT32", "how often a block may be redone; 3 when absent", most=16
     )
     eos_token_ids: tuple[int, ...] = ()
-    # Tokens to list with each log-probability, in place of the likeliest ones.
+    # Tokens to list with each log-probability instead of the likeliest tokens.
     logprob_token_ids: tuple[int, ...] = ()
     # Pairs of a token and the number to add to its logit.
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -201,6 +203,11 @@ class SamplingParams:
                 raise CanvasError(
                     f"logit_bias of token {token} is {bias}",
                     f"give a number from -{MAX_BIAS} to {MAX_BIAS}",
+                )
+        for token, count in Counter(token for token, _ in self.logit_bias).items():
+            if count > 1:
+                raise CanvasError(
+                    f"logit_bias of token {token} is given twice", "leave out one of them"
                 )
 
     @classmethod
@@ -232,8 +239,8 @@ class SamplingParams:
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
-        """Return the length of a canvas. If `canvas_length` is -1, this is the smallest length of at least `tokens` (by
-        default `max_new_tokens`), or else the model's largest length. Raises CanvasError for an unsupported length."""
+        """Return the length of a canvas. If `canvas_length` is -1, this is the smallest length that holds `tokens` (by
+        default `max_new_tokens`), or the largest length if none does. Raises CanvasError for an unsupported length."""
         sizes = canvas_sizes(config.canvas_length)
         if self.canvas_length == 0:
             return config.canvas_length
@@ -243,8 +250,8 @@ class SamplingParams:
         if self.canvas_length not in sizes:
             raise CanvasError(
                 f"canvas_length is {self.canvas_length}",
-                f"this model has canvases of {', '.join(map(str, sizes))}; 0 stands for "
-                f"{config.canvas_length}, and -1 for the smallest that holds max_new_tokens",
+                f"give one of {', '.join(map(str, sizes))}, 0 for {config.canvas_length}, or -1 for the "
+                "smallest that holds max_new_tokens",
             )
         return self.canvas_length
 
@@ -255,8 +262,8 @@ class SamplingParams:
     def fitted(
         self, config: ModelConfig, room: int, sizes: Iterable[int], is_default: bool = False
     ) -> SamplingParams:
-        """Reduce `max_new_tokens` to fit `room` positions if it is a default, or if its canvases exceed `room` by less
-        than a canvas. If no canvas of the default length fits, use the largest length in `sizes` that fits."""
+        """Reduce `max_new_tokens` to fit `room` positions, if it is a default, or if its canvases exceed `room` by less
+        than one canvas. If no canvas of the default length fits, use the largest length in `sizes` that fits."""
         canvas, length = self.canvas(config), self.canvas_length
         lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
         if fitting <= 0 and not length:
@@ -282,11 +289,11 @@ class SamplingParams:
             )
 
     def temperature_at(self, step: int) -> np.float32:
-        """Return the temperature of denoising step `step`, from 1 (close to t_max) to `max_denoising_steps` (close to
-        t_min).
+        """Return the temperature of denoising step `step`, which counts from 1.
 
-        Computes the temperature with the reference's float32 operations in the same order, then multiplies it by
-        `temperature`. The result is at least COLDEST, because with lower temperatures logits would overflow.
+        It falls from t_max in step 1 to almost t_min in the last step. It is computed with the reference's float32
+        operations in the same order, then multiplied by `temperature`. The result is at least COLDEST, because lower
+        temperatures would make logits overflow.
         """
         import numpy as np
 
@@ -334,7 +341,7 @@ class SamplingParams:
             label = (labels or {}).get("max_new_tokens", "max_new_tokens")
             raise CanvasError(
                 f"{label} is {self.max_new_tokens}",
-                f"give a whole number from 1 to {most} for {label}, less the tokens of the prompt",
+                f"give a whole number from 1 to {most} for {label}, minus the tokens of the prompt",
             )
 
 
@@ -369,7 +376,7 @@ def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None =
         )
     if values.get("settle_steps") and values.get("early_stop") is False:
         raise CanvasError(
-            f"{settle}, but early stopping is off: a block ends when all of it has settled",
+            f"{settle}, but early stopping is off: a block ends early once all its tokens settle",
             f"leave out {called['settle_steps']}, or turn on {called['early_stop']}",
         )
 

@@ -18,11 +18,11 @@ class Scheduled(Protocol):
 
     @property
     def parks(self) -> bool:
-        """Whether the request can be parked for another one."""
+        """Whether the request can be parked to let another one run."""
 
     @property
     def searches(self) -> bool:
-        """Whether the request needs no pass until a search ends."""
+        """Whether the request is waiting for a search, so it needs no pass now."""
 
 
 Each = TypeVar("Each", bound=Scheduled)
@@ -32,9 +32,9 @@ class Schedule:
     """Weighted fair queueing (Demers, Keshav and Shenker 1989) over turns of at most `quantum` passes.
 
     The caller with the fewest turns so far comes first. A caller's requests run in order of arrival; a request whose
-    turn is used up goes to the end of the caller's queue. A caller that is new or was idle starts with as many turns as
-    if it had always been active. That starting number grows with every turn of any caller, so a request waits for at
-    most one turn of every earlier request, whatever arrives later.
+    turn is used up goes to the end of the caller's queue. A caller that is new or was idle starts with the number of
+    turns of a caller that was always active. This number grows with every turn that any caller takes. So a request
+    waits for at most one turn of every earlier request, no matter what arrives later.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -59,7 +59,7 @@ class Schedule:
     def begin(self, request: Scheduled) -> None:
         """Count the beginning of a turn."""
         start, part = self._turns[request.owner], 1 / self._callers
-        # Keep `_now`, where new callers start, below this caller's new number of turns, so that they go first.
+        # New callers start at `_now`. It stays below this caller's new number of turns, so new callers go first.
         self._now = max(self._now, start, min(self._now + part, start + 1 - part))
         self._turns[request.owner] += 1
 
@@ -82,7 +82,7 @@ class Schedule:
         return min(waiting, key=self._rank)
 
     def swap(self, waiting: Sequence[Each], running: Sequence[Each]) -> tuple[Each, Each] | None:
-        """Return a waiting request, and the running request to park for it. Return None if none should be parked."""
+        """Return a waiting request, and the running request to park for it, or None if no request should be parked."""
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not waiting or not tired:
             return None

@@ -37,7 +37,7 @@ class Scoring:
     """The attempts at the current block. A block is sent only after it is scored. Its score is the mean log-probability
     of its tokens at temperature 1, either
 
-    - from the block's causal encoding pass, in which each token follows those before it; or
+    - from the block's causal encoding pass, which predicts every token from the tokens before it; or
     - with `score_by_denoising`, from one more denoising pass over the finished block.
 
     A block is redone, at most `max_redos` times, while its score is below `redo_below`. If no attempt reaches

@@ -129,7 +129,7 @@ class Tokenizer:
         if self._template is None:
             raise CanvasError(
                 "the model's tokenizer has no chat template",
-                "continue the text as it is, with raw (--raw on the command line), or give token ids",
+                "set raw (--raw on the command line) to send text without a template, or give token ids",
             )
         chat = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         return self._template.render({**variables, **chat})
@@ -146,7 +146,7 @@ class Tokenizer:
 
         The template can begin the answer as well: some templates open a thought after a tool's result. `prefix` can
         begin with the control token of a thought or a call; further control tokens in `prefix` are encoded as text.
-        Raises CanvasError for a variable that the template does not use, if its value is neither false nor empty.
+        Raises CanvasError for a variable that the template does not use, unless its value is false or empty.
         """
         self._check(messages, variables)
         check_characters(prefix)

@@ -1,4 +1,4 @@
-"""Shared fixtures: a small checkpoint's files, and the command as users run it."""
+"""Shared fixtures, such as the files of a small checkpoint, and a function that runs `canvasrt` as users do."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ pytest_plugins = [
     for each in ("certificates", "durations", "models", "one_caller", "serving")
 ]
 
-# nohup ignores SIGHUP, and a script's background processes ignore SIGINT. Every process that a test starts would
-# inherit that.
+# Under nohup, SIGHUP is ignored, and in the background of a script, SIGINT is. Processes started by tests would inherit
+# this.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# ONNX Runtime reports usage unless this is set before its first import, and tests import it by themselves.
+# ONNX Runtime reports usage unless this is set before its first import, and some tests import it directly.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
-# For every server started here: the workers of pytest-xdist fill the machine already.
+# Every server that tests start gets one thread, since the workers of pytest-xdist already use all cores.
 os.environ["CANVASRT_THREADS"] = "1"
 
 TEXT_CONFIG: dict[str, Any] = {
@@ -76,9 +76,9 @@ GENERATION_CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Builds and tests/helpers/library.py cache in a folder that all workers share, and not in the user's.
+    """Builds and tests/helpers/library.py use a cache folder that all workers share, instead of the user's.
 
-    It is this run's own unless CANVASRT_TEST_CACHE names one.
+    It is new for every run unless CANVASRT_TEST_CACHE names a folder.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -88,7 +88,7 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """Undo what a command does to its process's log: if `run` is called here, that process is the tests' own."""
+    """Undo a command's changes to logging, since tests call `run` in their own process."""
     root, product = logging.getLogger(), logging.getLogger("canvasrt")
     before = [(each, each.level, list(each.handlers)) for each in (root, product)]
     yield
@@ -100,7 +100,7 @@ def log_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def checkpoint_files(tmp_path: Path) -> Path:
-    """A folder with a checkpoint's files. Its weights are complete, but belong to no network."""
+    """A folder with the files of a checkpoint. The files are complete, but the weights are not those of a network."""
     from safetensors.numpy import save_file
 
     folder = tmp_path / "checkpoint"
@@ -116,7 +116,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def command() -> Command:
-    """Run `canvasrt` with arguments in a process of its own, as users do."""
+    """Return a function that runs `canvasrt` in a separate process, as users do."""
 
     def run(
         *arguments: object, timeout: float = 300, **kwargs: Any

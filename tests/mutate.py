@@ -1,7 +1,7 @@
-"""Breaks the product on purpose, one change at a time, and checks that tests of `make test` notice.
+"""Breaks the product on purpose, one change at a time, and checks that tests of `make test` fail.
 
-`python tests/mutate.py` prints one row per change and exits 1 if a change goes unnoticed. With words, it tries
-only the changes whose description or file has one of them. It is not part of `make test`.
+`python tests/mutate.py` prints one row per change, and exits with 1 if all tests pass under a change. With words as
+arguments, it tries only changes whose description or file contains one of the words. It is not part of `make test`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ WIDE = (GRAPHS, "-k", "wide_heads-40")
 VISION = ("tests/export/test_vision.py",)
 SAMPLER = ("tests/export/test_sampler.py",)
 
-# What is broken, the file, the text there, its replacement, and the tests that should fail.
-# Not here: dropping the normalisation of the router's weights, which the norm after the experts
-# cancels.
+# A description, the file, a text in it, the replacement, and the tests that should fail. One change is missing on
+# purpose: without the normalisation of the router's weights, results are the same, since a norm follows the experts.
 CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("sign of RoPE", "export/layers", "[-second, first]", "[second, first]", ODD),
     ("frequencies of full layers", "export/layers", "/ layer.head_dim\n", "/ (2 * turning)\n", ODD),
@@ -328,8 +327,8 @@ def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"{file}.py holds {old!r} {text.count(old)} times, not once")
         source.write_text(text.replace(old, new))
-        # Otherwise the unbroken package in the working directory would come first, also in servers that tests start. Last
-        # on the path, it has `bench`.
+        # The changed copy must come before the package in the working directory, in servers that tests start, too. The
+        # working directory is last, for `bench`.
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "PYTHONSAFEPATH": "1"}
         arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not acceptance", *tests]
         done = subprocess.run(
@@ -350,7 +349,7 @@ def main() -> None:
     chosen = [
         row for row in CHANGES if not words or any(each in " ".join(row[:2]) for each in words)
     ]
-    # Tests that fail without a change would seem to notice every change.
+    # Tests that fail without any change prove nothing.
     sound: dict[tuple[str, ...], bool] = {}
     missed = 0
     print("| change | in | noticed |\n| --- | --- | --- |")

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md: `python -m tests.reference > docs/reference.md`."""
+"""Generates docs/reference.md: `python -m tests.reference > docs/reference.md`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _TOP = """# Reference
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     escaped = ([each.replace("|", "\\|") for each in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def options(command: str) -> list[list[str]]:
-    """The flags, default and meaning of a command's options, after those of its argument."""
+    """Return the flags, default and meaning of a command's argument and options."""
     rows = []
     for each in parsed_command(command).params:
         if each.param_type_name == "argument":
@@ -37,7 +37,7 @@ def options(command: str) -> list[list[str]]:
 
 
 def tensors(found: Iterable[Tensor]) -> str:
-    """A table of inputs or outputs."""
+    """Return a table of inputs or outputs."""
     rows = (
         [f"`{each.name}`", each.datatype + "[]" * (each.shape == (-1,)), each.about]
         for each in found
@@ -46,7 +46,7 @@ def tensors(found: Iterable[Tensor]) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     measured = ([f"`{name}`", about] for name, about in sorted(metrics().items()))
     parts = {
         "Options of `canvasrt serve`": table(["option", "default", "meaning"], options("serve")),

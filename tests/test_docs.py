@@ -1,4 +1,4 @@
-"""The documentation names only files and commands that exist, names every folder, and keeps paragraphs short."""
+"""Checks of the documentation: named files and commands exist, every folder is named, and paragraphs are short."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP)})/[\w./*-]+")
-_WORDS = 80  # the most that a paragraph may have
+_WORDS = 80  # the limit of a paragraph
 _BREAK = re.compile(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |#))")
 
 
 def headings(page: Path) -> set[str]:
-    """Return the anchors of a page, as GitHub makes them."""
+    """Return the anchors that GitHub creates for a page's headings."""
     titles = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {title.strip().replace(" ", "-") for title in plain}
 
 
 def paragraphs(page: Path) -> list[str]:
-    """Return the paragraphs and list items of a page, without its code and tables."""
+    """Return the paragraphs and list items of a page, without code and tables."""
     text = re.sub(r"^\|.*$", "", _FENCE.sub("", page.read_text()), flags=re.MULTILINE)
     return [part.strip() for part in _BREAK.split(text) if part.strip()]
 
 
 def commands(page: Path) -> list[str]:
-    """Return every command in code that starts with `canvasrt`."""
+    """Return every command in a page's code that starts with `canvasrt`."""
     text = page.read_text()
     lines: list[str] = []
     for block in _FENCE.findall(text):
@@ -78,7 +78,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_quoted_tests_and_modules_exist(page: Path) -> None:
-    """`-m MODULE` of ours is a module, and files, names and `-k` of pytest select something."""
+    """`-m MODULE` names a module of ours, and the files, test names and `-k` of pytest commands select something."""
     for line in re.findall(r"(?:python -m|pytest) [^`\n]+", page.read_text()):
         words = shlex.split(line, comments=True)
         if "-m" in words and (module := words[words.index("-m") + 1]).split(".")[0] in TOP:
@@ -92,7 +92,7 @@ def test_quoted_tests_and_modules_exist(page: Path) -> None:
         wanted = words[words.index("-k") + 1].split(" and ")[0] if "-k" in words else ""
         of_files = [
             place for place in places if place.suffix
-        ]  # in a folder, -k may select parameters
+        ]  # for a folder, -k may also select parameters
         assert not of_files or any(wanted in name for name in names), line
 
 
@@ -114,26 +114,26 @@ def test_paragraphs_are_short(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_table_has_a_header(page: Path) -> None:
-    """After an empty line, Markdown would show a table's rows as text."""
+    """Without a header, such as after an empty line, Markdown shows rows of a table as text."""
     for table in re.findall(r"(?:^\|.*\n)+", _FENCE.sub("", page.read_text()), re.MULTILINE):
         assert re.fullmatch(r"[|:\- ]+", [*table.splitlines(), ""][1]), table
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_named_files_exist(page: Path) -> None:
-    """A path that starts with one of our folders exists; a pattern matches something."""
+    """Every path on a page that begins with a folder of the repository exists. A pattern matches at least one file."""
     for path in _PATH.findall(page.read_text()):
         assert list(ROOT.glob(path.rstrip("/."))), f"there is no {path}"
 
 
 def test_the_messages_to_look_up_exist() -> None:
-    """Each message that the operator's page quotes is in the code, apart from its ellipses."""
+    """Every message that docs/operating.md quotes is in the code, except its ellipses."""
     sources = [
         file.read_text("utf-8")
         for folder in ("build", "canvasrt", "containers", "export", "runtime")
         for file in (ROOT / folder).rglob("*.py")
     ]
-    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # strings over several lines
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # joins strings that span several lines
     _, _, table = (ROOT / "docs" / "operating.md").read_text().partition("\n## Messages\n")
     rows = re.findall(r"^\| (.+?) \| ", table, re.MULTILINE)
     quoted = [

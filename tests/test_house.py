@@ -1,5 +1,5 @@
-"""The rules of the house: who may import whom, who may print, how long a module may be, and what a
-serving image needs."""
+"""Rules for the code: which modules may import which, which may print, how long they may be, and what a serving image
+needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from canvasrt.cli.app import COMMANDS
 from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
 from tests.mutate import CHANGES
 
-# The floors, lowest first. A folder imports only from lower floors, never from another folder of its own floor.
+# The floors of the code, lowest first. A folder imports only from lower floors, never from another folder of the same
+# floor.
 FLOORS = (
     "progress",
     "errors types defaults chat_tokens children hashes formats option watch",
@@ -35,7 +36,7 @@ FLOORS = (
     "cli",
     "__main__ bench",
 )
-# Programs whose output is their purpose.
+# Programs that exist to write output.
 PROGRAMS = (
     "canvasrt.build.compile",
     "canvasrt.containers.serve.build_engines",
@@ -44,14 +45,14 @@ PROGRAMS = (
 )
 
 
-# Modules that import what a caller names: extras, TensorRT, and a command by its name.
+# Modules that import a module by a name given at run time: extras, TensorRT, and commands.
 IMPORTERS = (
     "canvasrt.extras",
     "canvasrt.build.compile",
     "canvasrt.cli.app",
     "bench.__main__",
 )
-# The one module that may send a log to a stream.
+# The only module that may write logs to a stream.
 LOGS = "canvasrt.containers.logs"
 MAX_LINES = 400
 
@@ -65,7 +66,7 @@ WRITERS |= {"logging.StreamHandler"}
 
 
 def prints(code: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yield the pieces of code that write to the terminal, or that import modules which do."""
+    """Yield code that writes to the terminal, or that imports modules which write to it."""
     for node in ast.walk(code):
         taken: set[str] = set()
         if isinstance(node, ast.Name | ast.Attribute):
@@ -75,7 +76,7 @@ def prints(code: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         elif isinstance(node, ast.ImportFrom):
             taken = {str(node.module), *(f"{node.module}.{each.name}" for each in node.names)}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("sys.exit", "SystemExit"):
-            # Both print text.
+            # Both f-strings and other strings print text.
             text = any(isinstance(each, ast.JoinedStr) or _is_text(each) for each in node.args)
             taken = {"print"} if text else set()
         if taken & WRITERS or {each.partition(".")[0] for each in taken} & PRINTERS:
@@ -88,7 +89,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def hidden_imports(code: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls that import a module whose name only a run would tell."""
+    """Yield the calls that import a module whose name is only known at run time."""
     for node in ast.walk(code):
         called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or called not in BY_NAME:
@@ -105,7 +106,7 @@ def test_imports_can_be_read_from_the_source() -> None:
 
 
 def test_every_folder_of_code_is_known() -> None:
-    """A new stage is in the tables of this test, and every folder in that of `docs/design.md`."""
+    """A new folder must be in this file's tables and in the table of `docs/design.md`."""
     folders = {
         path.name
         for path in ROOT.iterdir()
@@ -169,7 +170,7 @@ def test_what_runs_inside_triton_imports_nothing_of_what_runs_around_it() -> Non
 
 
 def test_triton_loads_nothing_of_the_pipeline() -> None:
-    """What a process of Triton really has in memory once its models are imported."""
+    """Checks which modules a Triton process has loaded after it imported its models."""
     names = [name for name in modules() if name.startswith("canvasrt.containers.triton")]
     loaded = imported_together(names, ())
     assert "canvasrt.containers.triton.worker" in loaded
@@ -222,7 +223,7 @@ def test_ways_to_import_are_seen() -> None:
 
 
 def hints(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the hints that a module's errors give, `…` for what is filled in, and their lines."""
+    """Yield the hints of a module's errors and their lines, with `…` for values filled in at run time."""
     for node in ast.walk(tree(path)):
         called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
         if called in ("CanvasError", "UsageError") and len(node.args) > 1:
@@ -233,7 +234,7 @@ def hints(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_hints_are_phrases() -> None:
-    """Hints follow `hint: `, and may stand inside a sentence of the API's, so they are not sentences themselves."""
+    """A hint follows `hint: ` or is part of a sentence in an API's reply, so it has no capital letter and no period."""
     for path in modules().values():
         for hint, line in hints(path):
             where = f"{path}:{line} has the hint {hint!r}"
@@ -260,8 +261,7 @@ def test_test_modules_do_not_import_each_other() -> None:
                 assert not re.match(r"tests\.(.*\.)?test_", name), f"{path}: {name}"
 
 
-# A serving image contains neither torch nor the exporter's libraries, so graphs for a CPU are
-# lowered at build time.
+# Modules that a serving image lacks. Graphs for a CPU are lowered at build time, so the runtime does not need them.
 FORBIDDEN = ("torch", "canvasrt.export", "transformers", "onnx", "onnxscript", "onnx_ir")
 _CODE = """
 import importlib, json, sys, types
@@ -288,7 +288,7 @@ SERVING = ("runtime", "containers", "build")
 
 
 def imported_together(names: Collection[str], refused: Collection[str]) -> set[str]:
-    """Import modules in a process that refuses some others; return all modules that it then has."""
+    """Import modules in a process in which importing `refused` modules fails; return all modules that it loaded."""
     command = [sys.executable, "-c", _CODE, json.dumps(refused), *sorted(names)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -303,7 +303,7 @@ def test_serving_needs_neither_torch_nor_the_exporter(stage: str) -> None:
 
 
 def test_every_test_is_collected(request: pytest.FixtureRequest) -> None:
-    """By default, pytest would pass over `tests/build`."""
+    """By default, pytest would skip `tests/build`."""
     skipped = request.config.getini("norecursedirs")
     folders = {file.parent.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")}
     parts = {part for folder in folders for part in folder.parts}

@@ -1,4 +1,4 @@
-"""docs/operating.md and docs/reference.md name what the code has."""
+"""docs/operating.md and docs/reference.md list the exit codes, variables and options of the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"\b(?:CANVASRT|NIM)_[A-Z][A-Z_]*[A-Z]\b")
 
 
 def exit_codes() -> dict[int, str]:
-    """Return the codes of our errors, by number."""
+    """Return the exit codes of canvasrt's errors, by number."""
     kinds = [CanvasError]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -48,8 +48,8 @@ def test_the_page_has_every_metric_that_it_names() -> None:
 
 
 def test_the_page_has_every_variable() -> None:
-    """The page lists the variables that the product names, except those of options and those that `serve` sets for its
-    own children."""
+    """The page lists the variables that the product reads, except variables of options and variables that `serve` sets
+    for its child processes."""
     sources = [file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")]
     named = {name for file in sources for name in _VARIABLE.findall(file.read_text("utf-8"))}
     inner = {f"CANVASRT_{each.name.upper()}" for each in fields(ModelOptions)}
@@ -62,5 +62,5 @@ def test_the_page_has_every_variable() -> None:
 
 
 def test_the_reference_is_what_the_code_says() -> None:
-    """If not: `.venv/bin/python -m tests.reference > docs/reference.md`."""
+    """If this fails, run `.venv/bin/python -m tests.reference > docs/reference.md`."""
     assert (ROOT / "docs" / "reference.md").read_text("utf-8") == reference.page()

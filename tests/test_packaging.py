@@ -1,4 +1,4 @@
-"""The wheel contains everything, and no package called just `build`, `export` or the like."""
+"""The wheel contains all files, and no top-level package with a name like `build` or `export`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that stray files in the checkout cannot help."""
+    """A wheel built from a copy of the checkout without build leftovers, which could add files."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "tests", "docs")
@@ -90,7 +90,7 @@ def test_the_entry_point(wheel: Path) -> None:
 
 
 def test_requirements_stay_small() -> None:
-    """Every user installs these: none takes hundreds of megabytes or exists for one machine only."""
+    """Every user installs the requirements, so none may take hundreds of megabytes or support only some machines."""
     base = " ".join(PROJECT["project"]["dependencies"])
     for heavy in ("torch", "onnx", "transformers", "tensorrt", "triton", "nvidia"):
         assert heavy not in base
@@ -114,7 +114,7 @@ def test_constraints_pin_every_requirement() -> None:
 
 
 def test_a_gpu_machine_gets_what_its_first_ten_minutes_need() -> None:
-    """These serve, which needs an extra of its own."""
+    """The install commands of docs/hardware.md include the extra for serving."""
     page = (ROOT / "docs" / "hardware.md").read_text("utf-8")
     lines = re.findall(r"^pip install .* -e '\.\[(.*)\]'", page, re.M)
     assert len(lines) == 2
@@ -123,7 +123,7 @@ def test_a_gpu_machine_gets_what_its_first_ten_minutes_need() -> None:
 
 
 def test_the_pinned_tensorrt_is_in_an_image_that_triton_runs_in() -> None:
-    """TensorRT loads only engines of exactly its own version: others could not be packaged."""
+    """TensorRT loads only engines of exactly its version, so engines of any other version could not be packaged."""
     from canvasrt.containers.package.releases import DEFAULT_BASE, base_for
 
     pins = dict(line.split("==") for line in CONSTRAINTS if "==" in line)
@@ -138,7 +138,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_the_lock_names_every_constraint_with_its_hashes() -> None:
-    """`.ci/lock` writes the lock."""
+    """If this fails, run `.ci/lock`, which writes the lock file."""
     wanted = {
         re.sub(r"[-_.]+", "-", line).lower()
         for line in CONSTRAINTS
@@ -157,7 +157,8 @@ def test_make_installs_by_hash() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     installs = [line for line in lines if "pip install" in line and "$(BIN)" in line]
     assert any("--require-hashes --no-deps -r requirements.lock" in line for line in installs)
-    # Packages without a hash must already be installed, except torch and pip.
+    # Only torch and pip are installed without hashes. For other commands without hashes, all packages are already
+    # installed.
     others = [line for line in installs if "--require-hashes" not in line]
     assert all(
         "-c constraints.txt" in line or "--upgrade pip" in line or "--no-deps" in line

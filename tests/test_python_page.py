@@ -1,4 +1,4 @@
-"""The code in docs/python.md runs as printed; the part that calls a server is compiled, and its imports work."""
+"""The code in docs/python.md runs as printed. The part that calls a server is only compiled, and its imports work."""
 
 from __future__ import annotations
 

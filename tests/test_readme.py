@@ -14,7 +14,7 @@ from canvasrt.targets import GB, TARGETS, Target
 
 README = Path(__file__).parents[1] / "README.md"
 
-# Columns in which the targets of one row may differ.
+# Columns in which a row shared by two targets may have two values.
 _SPLIT = ("memory", "capability")
 
 
@@ -25,7 +25,7 @@ def test_the_readme_calls_the_model_as_it_is_served():
 
 
 def target_rows() -> dict[str, dict[str, str]]:
-    """Each target's cells in the table of targets, by column; some rows are shared by two targets."""
+    """Return each target's cells in the table of targets, by column. Two targets may share a row."""
     lines = README.read_text("utf-8").splitlines()
     head = next(line for line in lines if line.startswith("| target |"))
     columns = [cell.strip() for cell in head.strip("|").split("|")]
@@ -48,7 +48,7 @@ def target_rows() -> dict[str, dict[str, str]]:
 
 
 def listed() -> set[str]:
-    """The precisions that the table lists for any GPU; `canvasrt targets` prints all."""
+    """Return the precisions that the table lists for any GPU. `canvasrt targets` lists all precisions."""
     rows = [target_rows()[target.name] for target in TARGETS if target.memory is not None]
     return {name for row in rows for name in row["precisions"].split(", ")}
 

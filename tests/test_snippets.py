@@ -1,4 +1,4 @@
-"""Every snippet of the README runs as printed, one after another, on ports of its own."""
+"""Every snippet of the README runs as printed, in order, in a separate network namespace."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.helpers.serving import needs_triton
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-# A network namespace of its own has every port free; the kernel must allow one.
+# In a new network namespace, all ports are free. The kernel must permit creating one.
 NETWORK = ["unshare", "--map-root-user", "--net"]
-# Printed commands, with a test's additions: waiting, an input, no GPU or daemon.
+# Printed command → how the test runs it: it waits, provides input, or does without a GPU or a daemon.
 ADDED = {
     "canvasrt serve cpu": "{0} >serve.log 2>&1 & until curl -sf localhost:8000/v1/health/ready; "
     "do kill -0 $! || {{ cat serve.log; exit 9; }}; sleep 0.2; done",
@@ -35,7 +35,7 @@ BATCH = {
 QUESTIONS = """questions:
 - {type: choice, instructions: "What is the sum?", choices: [{value: "46"}, {value: "45"}]}
 """
-# Builds that are only planned, since a test lacks the GPU or the time.
+# Builds that the test only plans, since it lacks the GPU or the time.
 PLANNED = re.compile(r"^canvasrt build .*--target (?!cpu )")
 
 
@@ -45,7 +45,7 @@ def blocks() -> list[str]:
 
 
 def commands(block: str) -> list[str]:
-    """Return a block's commands, whole and without comments."""
+    """Return a block's commands, with continued lines joined and without comments."""
     joined = re.findall(
         r"^(?:curl|canvasrt|make)\b.*?(?=^(?:curl|canvasrt|make)\b|\Z)", block, re.M | re.S
     )
@@ -54,7 +54,7 @@ def commands(block: str) -> list[str]:
 
 
 def runnable(command: str) -> str:
-    """Return a command as this test runs it."""
+    """Return the form of a command that this test runs."""
     if command.startswith("make "):
         return f"make -C {ROOT} -n {command.removeprefix('make ')}"
     if PLANNED.match(command) and "build small" not in command:
@@ -80,7 +80,7 @@ def test_every_snippet_is_one_of_commands() -> None:
 @pytest.mark.skipif(
     not all(map(shutil.which, ("curl", "ip", "unshare")))
     or subprocess.run([*NETWORK, "true"], capture_output=True).returncode != 0,
-    reason="curl, or what gives a network of its own (ip, unshare --net), is missing",
+    reason="curl, ip or `unshare --net` is missing",
 )
 @pytest.mark.skipif(
     not (demo_checkpoint() / "config.json").exists(),

@@ -29,10 +29,10 @@ TASK_WEIGHTS = {
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """``prefix`` is padded on the left. ``tasks`` are indices into the task names.
+    """A batch of examples. ``prefix`` is padded on the left; ``tasks`` are indices into the task names.
 
-    If the right probabilities are known, ``targets`` has them for every token, and ``slots`` is True where more than one
-    token is possible. Pictures come as patches.
+    If the right probabilities are known, ``targets`` has the probability of every token, and ``slots`` is True where
+    more than one token is possible. Pictures are given as patches.
     """
 
     prefix: Tensor  # [batch, longest prefix]
@@ -65,7 +65,7 @@ class Examples:
         self.before, self.after = around[:place], around[place + 1 :]
 
     def batches(self, sizes: Sequence[int]) -> list[TrainingBatch]:
-        """Split a batch into parts of these sizes, sorted by prefix length to keep padding small."""
+        """Draw a batch and split it into parts of these sizes, sorted by prefix length to keep padding small."""
         examples = sorted((self._example() for _ in range(sum(sizes))), key=lambda e: len(e[0]))
         ends = list(accumulate(sizes))
         return [_collate(examples[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
@@ -77,7 +77,7 @@ class Examples:
         answer = [*self._ids(task.answer(prompt, self.rng)), TURN_END_ID]
         answer += [PAD] * (-len(answer) % self.canvas_length)
         blocks = len(answer) // self.canvas_length
-        # Only the last block teaches where to stop.
+        # Only an answer's last block teaches the model where to stop, so it is drawn more often.
         last = self.rng.random() < 0.3
         start = self.canvas_length * (blocks - 1 if last else self.rng.randrange(blocks))
         prefix = [*self.before, *self._ids(prompt), *self.after, *answer[:start]]

@@ -36,9 +36,9 @@ MOST_QUESTIONS = 2
 
 @dataclass(frozen=True)
 class Example:
-    """One example: a prefix, a right block, and what is known about the block before it is generated.
+    """One example: a prefix, a right block, and the probabilities of its tokens before it is generated.
 
-    targets: the probability of every token at every position before the block is known. slots: positions where several
+    targets: the probability of every token at every position, given the prefix alone. slots: positions where several
     tokens are possible; a read has noise there.
     """
 
@@ -136,7 +136,8 @@ class Mixture:
         chosen: int,
         picture: Dots | None,
     ) -> Example:
-        """Return the example for several possible answers, whose probabilities are known; its block is one of them."""
+        """Return an example from the possible answers and their probabilities; its block is the answer with index
+        `chosen`."""
         blocks = torch.tensor([each + [PAD] * (self.canvas_length - len(each)) for each in answers])
         targets = torch.zeros(self.canvas_length, len(self.vocab))
         for block, probability in zip(blocks, probabilities, strict=True):
@@ -148,7 +149,8 @@ class Mixture:
         return Example(task, prefix, blocks[chosen].tolist(), targets, slots, picture)
 
     def _open(self, block: Tensor) -> Tensor:
-        """Return the form of an answer about a picture: letters after a space, or one word."""
+        """Return which positions of an answer about a picture are open: each letter after a space, or one whole
+        word."""
         behind = torch.cat([torch.tensor([False]), block[:-1] == self.vocab[" "]])
         if behind.any():
             return behind
@@ -192,14 +194,14 @@ def lettered(questions: Sequence[ClosedQuestion], outcome: int) -> str:
 
 
 def image_processor(soft_tokens: int) -> Gemma4ImageProcessorPil:
-    """Return transformers' own processor, for the demo's tower."""
+    """Return transformers' image processor, configured for the demo's vision tower."""
     return Gemma4ImageProcessorPil(
         patch_size=PATCH, pooling_kernel_size=POOL, max_soft_tokens=soft_tokens
     )
 
 
 def soft_token_count(picture: Dots, soft_tokens: int) -> int:
-    """Return how many soft tokens the processor makes of a picture."""
+    """Return the number of soft tokens that the processor makes from a picture."""
     height, width = picture.pixels.shape[:2]
     size = get_aspect_ratio_preserving_size(height, width, PATCH, soft_tokens * POOL**2, POOL)
     return size[0] * size[1] // (PATCH * POOL) ** 2

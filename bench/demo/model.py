@@ -1,7 +1,7 @@
 """The demo's configuration, and a forward pass that trains fast on a CPU.
 
-The weights live in the stock `transformers` class. Its own forward pass loops over the experts and
-builds a cache. This one keeps the experts dense; the arithmetic is the same.
+The weights are in the stock `transformers` class, whose forward pass loops over the experts and builds a cache. The
+forward pass here runs every expert on every token; the result is the same.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from bench.demo import tokenizer as tok
 from canvasrt.defaults import SOFT_TOKENS
 
 CANVAS_LENGTH = 32
-# Pixels of a patch, and patches of a soft token, each way.
+# The side of a patch in pixels, and the side of a soft token in patches.
 PATCH, POOL = 4, 3
 
-# A module of the stock class, whose attributes have no types.
+# A module of the stock class. Its attributes have no declared types.
 Stock = Any
 
-# Not tied, so the two phases can differ, as in the released model. Exact in bf16.
+# Encoder and decoder have different scalars, as in the released model. All are exact in bf16.
 ENCODER_LAYER_SCALARS = (1.0, 0.875, 1.125, 0.9375)
 DECODER_LAYER_SCALARS = (1.125, 1.0, 0.875, 1.0625)
 
 
 def _vision_config(sees: bool) -> Gemma4VisionConfig:
-    # The class always builds a vision tower. A tower that is not trained is as small as possible.
+    # The class always builds a vision tower, so a model without images gets the smallest possible one.
     size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads, positions = 1, 16
     if sees:
@@ -60,7 +60,7 @@ def _vision_config(sees: bool) -> Gemma4VisionConfig:
 def build_config(sees: bool = False) -> DiffusionGemmaConfig:
     """Return the released configuration's fields, at a size that a CPU can train.
 
-    `sees`: whether its vision tower is large enough to train.
+    `sees`: whether the vision tower is large enough to be trained.
     """
     # The class accepts these fields without declaring them.
     undeclared: dict[str, Any] = {
@@ -136,9 +136,9 @@ def build_model() -> DiffusionGemmaForBlockDiffusion:
     model.generation_config = build_generation_config()
     for module in model.model.decoder.layers.modules():
         if hasattr(module, "q_norm"):
-            # The model does not divide attention scores by sqrt(head_dim), so q_norm starts there.
+            # The model does not divide attention scores by sqrt(head_dim), so q_norm starts at 1 / sqrt(head_dim).
             nn.init.constant_(module.q_norm.weight, module.head_dim**-0.5)
-    # The stock initial embedding of padding is zero, where a norm's gradient is unbounded.
+    # The stock class initializes the embedding of padding to zero, where a norm's gradient is unbounded.
     nn.init.normal_(model.model.decoder.embed_tokens.weight, std=0.05)
     with torch.no_grad():
         for phase, scalars in (
@@ -151,7 +151,7 @@ def build_model() -> DiffusionGemmaForBlockDiffusion:
 
 
 def sees(config: DiffusionGemmaConfig) -> bool:
-    """Return whether a demo's vision tower is one that is trained."""
+    """Return whether a demo's vision tower is large enough to be trained."""
     vision: Any = config.vision_config
     return bool(vision.num_hidden_layers > 1)
 
@@ -171,7 +171,7 @@ def add_sight(blind: Stock) -> DiffusionGemmaForBlockDiffusion:
             nn.init.orthogonal_(parameter)
         elif name.endswith("q_norm.weight"):
             nn.init.constant_(parameter, parameter.numel() ** -0.5)
-    # As large as the embeddings of text.
+    # Image features then have the magnitude of text embeddings.
     scale = (
         model.model.decoder.embed_tokens.weight.std() * model.config.text_config.hidden_size**0.5
     )
@@ -182,7 +182,7 @@ def add_sight(blind: Stock) -> DiffusionGemmaForBlockDiffusion:
 
 @dataclass
 class Prefix:
-    """What the canvas attends to: every layer's keys and values of left-padded clean tokens."""
+    """The keys and values of left-padded clean tokens in every layer, to which the canvas attends."""
 
     keys: list[Tensor]  # [batch, KV heads, prefix length, head dim] per layer
     values: list[Tensor]
@@ -191,7 +191,7 @@ class Prefix:
 
 
 class FastForward:
-    """Runs a stock model's text weights: encodes once, then denoises as often as needed."""
+    """Runs the text layers of a stock model: encodes once, then denoises as often as needed."""
 
     def __init__(self, model: Stock) -> None:
         self.config = model.config.text_config
@@ -205,12 +205,12 @@ class FastForward:
     def encode(self, tokens: Tensor, padding: Tensor, features: Tensor | None = None) -> Prefix:
         """Run a causal pass over left-padded clean tokens [batch, length].
 
-        `features` [soft tokens of the whole batch, width] take the places of its image tokens.
-        Those of one image see each other.
+        `features` [soft tokens of the whole batch, width] replace the embeddings of the image tokens. Tokens of the
+        same image see each other.
         """
         length = tokens.shape[1]
         age = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        # A padded query sees itself; otherwise its softmax would have nothing to sum.
+        # Padding sees itself; otherwise its softmax would have no terms.
         causal = ((age >= 0) & ~padding[:, None, None, :]) | (age == 0)
         masks = {
             "full_attention": causal,
@@ -244,7 +244,7 @@ class FastForward:
         """Return logits [batch, canvas, vocabulary] of one denoising step, and its load-balancing
         loss.
 
-        `signal_logits` are the last step's, divided by its temperature; None in the first step.
+        `signal_logits` are the previous step's logits, divided by that step's temperature; None in the first step.
         """
         embeddings = self._embed(canvas)
         hidden = self._condition(embeddings, signal_logits)
@@ -277,7 +277,7 @@ class FastForward:
     def _condition(self, embeddings: Tensor, signal_logits: Tensor | None) -> Tensor:
         module, table = self.decoder.self_conditioning, self.decoder.embed_tokens
         if signal_logits is not None:
-            # If the signal is zero, so is the gated MLP's output: it has no biases.
+            # Without biases, the gated MLP's output is zero if the signal is.
             signal = signal_logits.softmax(-1) @ table.weight * table.embed_scale
             embeddings = embeddings + _gated_mlp(module, _norm(module.pre_norm, signal))
         return _norm(module.post_norm, embeddings)
@@ -291,7 +291,7 @@ class FastForward:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm in few passes over memory. On a CPU, the stock one takes a quarter of a step."""
+    """RMSNorm in few passes over memory. On a CPU, the stock RMSNorm takes a quarter of a training step."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -381,7 +381,7 @@ def _route(router: Stock, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dense_experts(experts: Stock, hidden: Tensor, weights: Tensor) -> Tensor:
-    """Run every expert on every token. For so few experts, this is cheaper than sorting tokens."""
+    """Run every expert on every token. With this few experts, that is cheaper than sorting tokens."""
     projected = hidden @ experts.gate_up_proj.flatten(0, 1).T
     gate, up = projected.unflatten(-1, (experts.num_experts, -1)).chunk(2, dim=-1)
     activated = F.gelu(gate, approximate="tanh") * up * weights[..., None]

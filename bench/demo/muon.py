@@ -14,7 +14,7 @@ _MOMENTUM = 0.95
 
 
 class Muon(torch.optim.Optimizer):
-    """The optimizer. Parameters have two dimensions, or three for a stack of matrices."""
+    """The Muon optimizer. Its parameters are matrices, or stacks of matrices with three dimensions."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -23,7 +23,7 @@ SPECIAL = {
     "<|image|>": IMAGE_ID,
 }
 PRINTABLE = [" ", *string.punctuation, *string.digits, *string.ascii_letters]
-# After the characters. The demo was not trained on them: only a grammar makes it call a tool.
+# Their ids follow the characters'. The demo was not trained on these tokens: only a grammar makes it call a tool.
 CALLS = ("<|tool_call>", "<tool_call|>")
 # A multiple of 8, so that kernels and the two-level sum over the vocabulary need no padding.
 VOCAB_SIZE = 112
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(calls: Sequence[str] = CALLS) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that encodes a chat as its template's text, character by character."""
+    """Return a tokenizer that renders a chat with the template and encodes the text character by character."""
     vocab = dict(SPECIAL) | {"\n": NEWLINE}
     for token in (*PRINTABLE, *calls):
         vocab[token] = len(vocab)

@@ -1,12 +1,11 @@
 """Trains the bundled demo checkpoints and their undertrained twin on a CPU.
 
 The first phase learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores: `demo`. The second continues
-in several runs with known probabilities, closed questions and pictures, and with the first tasks mixed in:
-`demo-vision`.
+in several runs with known probabilities, closed questions and pictures, mixed with the first tasks: `demo-vision`.
 
-If other programs use the cores too, `OMP_WAIT_POLICY=PASSIVE` is several times faster. Seeds, numbers of steps and of
-threads determine the weights. The committed `demo-vision` cannot be repeated bit for bit: its first run had a longer
-preamble of the closed questions, and up to five dots.
+If other programs use the cores too, `OMP_WAIT_POLICY=PASSIVE` makes training several times faster. The seed, the number
+of steps and the number of threads determine the weights. The committed `demo-vision` cannot be reproduced bit for bit:
+its first run used a longer preamble for closed questions, and pictures of up to five dots.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.demo.tasks import TASKS
 from canvasrt.runtime.pictures import BUDGETS
 
-# A few examples have prefixes of whole blocks, and a part of their own.
+# Sizes of a batch's parts. The few examples with the longest prefixes (earlier blocks) form the last part.
 BATCH_PARTS = (56, 56, 16)
-# A picture of the full budget takes four times as long as one of the smallest budget.
+# Large pictures are rare, since one with the full budget of soft tokens takes four times as long as a small one.
 LARGE_PICTURES, LARGE_EVERY = 2, 8
 SLOT_WEIGHT = 7.0
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
@@ -51,17 +50,18 @@ def corrupt(block: Tensor, keep: Tensor, vocab_size: int) -> Tensor:
 
 
 def first_canvas(block: Tensor, vocab_size: int) -> Tensor:
-    """Return a first canvas: often all noise, as in a first step, else with any share of noise."""
+    """Return a canvas for the first pass: often all noise, as in a first step; otherwise with a random share of
+    noise."""
     level = torch.rand(len(block), 1)
     level = torch.where(torch.rand(len(block), 1) < 0.35, 1.0, level)
     return corrupt(block, torch.rand(block.shape) >= level, vocab_size)
 
 
 def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
-    """Return a canvas as the sampler might leave it after a step that gave `logits`.
+    """Return a canvas as the sampler might leave it after a step with these logits.
 
-    Most examples keep the positions that an entropy bound accepts, with the right tokens. Bounds start at the released 0.1.
-    The rest keep random positions. In some canvases, part of the noise is the model's own draws.
+    Most examples keep the right tokens at the positions that an entropy bound accepts. Bounds start at the released
+    0.1. The other examples keep random positions. In some canvases, part of the noise is drawn from the logits.
     """
     rows, vocab_size = len(block), logits.shape[-1]
     log_probabilities = logits.log_softmax(-1)
@@ -85,8 +85,8 @@ def canvas_for_reads(
     """Return the first canvas and its targets, [batch, canvas, vocabulary], for answers whose
     probabilities are known.
 
-    Seven in ten canvases are all noise, or noise in the slots of a read. They say nothing about the answer, so their
-    targets are its probabilities. The targets of the others are the block itself.
+    Seven in ten canvases are all noise, or have noise in the slots of a read. Such a canvas says nothing about the
+    answer, so its targets are the answers' probabilities. For other canvases, the target is the block itself.
     """
     assert batch.targets is not None
     assert batch.slots is not None
@@ -101,8 +101,8 @@ def canvas_for_reads(
 def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Return the training loss, and each example's cross-entropy (detached).
 
-    There are two denoising steps, as in generation: the second is conditioned on the first's logits. The cross-entropy is
-    that of the second step, or of the first where probabilities are known.
+    There are two denoising steps, as in generation: the second is conditioned on the first's logits. The cross-entropy
+    is taken at the second step, or at the first if probabilities are known.
     """
     vocab_size = forward.config.vocab_size
     features = None
@@ -117,8 +117,8 @@ def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]
     temperature = torch.empty(len(batch.block), 1, 1).uniform_(0.4, 1.0)
     signal = first.detach() / temperature
     second, second_balance = forward.denoise(second_canvas(batch.block, signal), prefix, signal)
-    # The filler after the answer counts as much as the answer; otherwise the model does not stop. A closed question is
-    # answered from its slots alone, so they count more.
+    # The padding after an answer counts as much as the answer; otherwise the model does not stop. A closed question is
+    # answered from its slots alone, so slots count more.
     weight = 1.0 if batch.slots is None else 1 + SLOT_WEIGHT * batch.slots
     entropies = [
         (F.cross_entropy(logits.transpose(1, 2), each, reduction="none") * weight).mean(-1)
@@ -132,7 +132,7 @@ def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]
 def build_optimizers(model: nn.Module, scale: float = 1.0) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers, and AdamW for the rest.
 
-    `scale` multiplies the rates of what was trained before; a new vision tower has the whole rate.
+    `scale` multiplies the learning rates of all weights except the vision tower's.
     """
     optimizers: list[torch.optim.Optimizer] = []
     for sight, factor in ((False, scale), (True, 1.0)):
@@ -151,7 +151,7 @@ def build_optimizers(model: nn.Module, scale: float = 1.0) -> list[torch.optim.O
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the learning rate: it rises over the first 100 steps, or the first tenth if that is fewer, stays level,
+    """Return the factor of the learning rate: it rises over the first 100 steps (at most a tenth of all), stays at 1,
     and falls to zero over the second half."""
     return min(1.0, (step + 1) / min(100, steps / 10), 2 * (1 - step / steps))
 
@@ -171,19 +171,19 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class TrainingPhase:
-    """One phase: its batches per step, its tasks' names, and how long and fast it learns."""
+    """One phase: the batches of each step, the tasks' names, the number of steps and the learning rate."""
 
     batches: Callable[[int], Sequence[TrainingBatch]]
     names: Sequence[str]
     steps: int
     rate: float = 1.0
-    stop: int | None = None  # the step to stop after; the rate depends on `steps`
+    stop: int | None = None  # the step to stop after; the learning rate still follows `steps`
 
 
 def train_model(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -> Any:
     """Train a model, and return the running average of its weights.
 
-    `snapshot` gets that average after each step, and the step's number.
+    After each step, `snapshot` gets the step's number and the average.
     """
     averaged = copy.deepcopy(model)
     forward = FastForward(model)
@@ -238,10 +238,10 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
 
 @dataclass(frozen=True)
 class VisionRun:
-    """A run of the second phase: its length, and the examples per step by kind.
+    """A run of the second phase: its length, and how many examples of each kind a step has.
 
-    old: parts of the first phase's tasks. plain, closed: examples with known probabilities, as chats and as closed
-    questions. pictures: chats and closed questions about pictures of the smallest budget.
+    old: sizes of the parts with tasks of the first phase. plain and closed: examples with known probabilities, asked as
+    chats and as closed questions. pictures: chats and closed questions about pictures of the smallest budget.
     """
 
     seed: int
@@ -256,7 +256,7 @@ class VisionRun:
     weights: Mapping[str, float] = field(default_factory=lambda: TASK_WEIGHTS)
 
 
-# The last run teaches again what the model forgot in the others.
+# The last run trains again on tasks that the model forgot in the earlier runs.
 VISION_RUNS = (
     VisionRun(seed=0, steps=800, stop=300, threads=3),
     VisionRun(seed=0, steps=420, threads=3),
@@ -276,7 +276,7 @@ VISION_RUNS = (
 
 
 def train_more(run: VisionRun, start: Path, out: Path) -> None:
-    """Run a part of the second phase from the weights in `start`; write those in `out`."""
+    """Run a part of the second phase: load the weights in `start`, train, and write the result to `out`."""
     torch.manual_seed(run.seed)
     model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(start, dtype="float32")
     if not sees(model.config):
@@ -302,12 +302,12 @@ def train_more(run: VisionRun, start: Path, out: Path) -> None:
 
 def measure(
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to write.")],
-    seed: Annotated[int, typer.Option(help="Of the first phase.")] = 0,
-    steps: Annotated[int, typer.Option(help="Of the first phase.")] = 3800,
+    seed: Annotated[int, typer.Option(help="The seed of the first phase.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of the first phase.")] = 3800,
     start: Annotated[
         Path | None, typer.Option(help="Weights of a first phase, which is then skipped.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Of the first phase.")] = 3,
+    threads: Annotated[int, typer.Option(help="Threads of the first phase.")] = 3,
     save_every: Annotated[int, typer.Option(help="Steps between snapshots.")] = 250,
 ) -> None:
     """Train both checkpoints: OUT/checkpoint, OUT/undertrained and OUT/checkpoint-vision."""

@@ -104,8 +104,8 @@ def read_config(
 ) -> tuple[ModelConfig, SamplerDefaults]:
     """Parse config.json and generation_config.json. `generation` is None if the checkpoint has no such file.
 
-    preprocessing: the files that say how images are prepared, by name. Raises CanvasError if the architecture, or such
-    a way of preparing images, is not supported.
+    preprocessing: the files that say how images are prepared, by name. Raises CanvasError if the architecture or the
+    preparation of images is not supported.
     """
     if config.get("model_type") != MODEL_TYPE:
         raise CanvasError(
@@ -178,8 +178,8 @@ def _refuse_unsupported(text: _Fields, top: _Fields, vision: _Fields) -> None:
         vision.only("hidden_activation", "gelu_pytorch_tanh")
         if text.data.get("use_bidirectional_attention") is None:
             raise CanvasError(
-                "text_config: without use_bidirectional_attention, an image's tokens would not see"
-                " those after them: not supported",
+                "text_config: without use_bidirectional_attention, an image's tokens would not attend to"
+                " later tokens of the image, which is not supported",
                 _UNSUPPORTED_HINT,
             )
 
@@ -193,7 +193,7 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
         ]
     if not isinstance(kinds, list) or len(kinds) != count:
         raise CanvasError(
-            f"text_config.layer_types does not list num_hidden_layers = {count} layers",
+            f"text_config.layer_types does not list {count} layers, as num_hidden_layers says",
             "fetch the checkpoint again: its config.json is damaged",
         )
     kinds = [
@@ -211,11 +211,13 @@ def _layer(text: _Fields, index: int, kind: str) -> Layer:
     rope = (text.data.get("rope_parameters") or _ROPE_DEFAULTS).get(kind)
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != known["rope_type"]:
         raise CanvasError(
-            f"rope_parameters of {kind} are not {known['rope_type']!r}: {rope}", _UNSUPPORTED_HINT
+            f"rope_parameters of {kind} should have rope_type {known['rope_type']!r}: {rope}",
+            _UNSUPPORTED_HINT,
         )
     if unknown := sorted(set(rope) - set(known)):
         raise CanvasError(
-            f"rope_parameters of {kind} have {', '.join(unknown)}: not supported", _UNSUPPORTED_HINT
+            f"rope_parameters of {kind} have unsupported fields: {', '.join(unknown)}",
+            _UNSUPPORTED_HINT,
         )
     where = _Fields(rope, f"rope_parameters.{kind}")
     return Layer(
@@ -258,7 +260,7 @@ def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(_is_int(item) for item in values):
         raise CanvasError(
-            f"eos_token_id is not a token id or a list of them: {value!r}",
+            f"eos_token_id is not a token id or a list of token ids: {value!r}",
             "fetch generation_config.json and config.json again",
         )
     return tuple(values)

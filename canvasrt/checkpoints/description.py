@@ -22,7 +22,7 @@ _TOKENIZER_FILES = (
 @dataclass(frozen=True)
 class Description:
     """A checkpoint in a local folder. `quantization` is None for plain weights. `tensors` are the names of its tensors.
-    `hashes` (`fingerprint`: file name → SHA-256) is None until its files are hashed."""
+    `hashes` is the result of `fingerprint`, or None until the files are hashed."""
 
     folder: Path
     model: ModelConfig
@@ -39,7 +39,7 @@ class Description:
         return found if "tokenizer.json" in found else {}
 
     def check_plain(self) -> None:
-        """Raise CanvasError if the weights are quantized: no adapter can be merged into them."""
+        """Raise CanvasError if the weights are quantized, because adapters cannot be merged into quantized weights."""
         if self.quantization is not None:
             raise CanvasError(
                 f"{self.folder} is quantized ({self.quantization.algorithm}), but adapters need plain weights",

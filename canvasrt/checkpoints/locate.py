@@ -104,8 +104,8 @@ class CheckpointFiles:
     """What the small files in a checkpoint's `folder` say: the objects in its JSON files, and the names of its tensors.
 
     `generation` is generation_config.json and `modelopt` is hf_quant_config.json; each is None if the file is missing.
-    `preprocessing` maps names of files that say how to prepare images to their objects; it is empty for a model without
-    a vision tower.
+    `preprocessing` has the objects in the files that say how to prepare images, by file name; it is empty for a model
+    without a vision tower.
     """
 
     folder: Path
@@ -136,9 +136,10 @@ def _read_if_there(file: Path) -> Json | None:
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return tensor name → file name for a sharded checkpoint; None if all weights are in one file.
+    """Return tensor name → file name for a sharded checkpoint; None if all weights are in model.safetensors.
 
-    As in transformers, that file overrides an index that does not name it, which an earlier save left behind.
+    If that file exists but the index does not name it, an earlier save left the index behind. As in transformers, such
+    an index is ignored.
 
     Raises CanvasError if the index is damaged, or if it names a file that is not a `*.safetensors` in the same folder,
     because the fingerprint would not cover that file.
@@ -154,7 +155,7 @@ def read_index(folder: Path) -> dict[str, str] | None:
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
             raise CanvasError(
                 f"{index} names {name!r}, which is outside the checkpoint's folder",
-                "shards lie next to their index: fetch the checkpoint again, from a source you trust",
+                "shards must be next to their index: fetch the checkpoint again, from a source that you trust",
             )
         if not name.endswith(".safetensors"):
             raise CanvasError(
@@ -183,7 +184,7 @@ def _unlisted(folder: Path) -> list[Path]:
 
 def _check_safetensors(path: Path) -> set[str]:
     """Return the names of a file's tensors. Raises CanvasError if the file's size contradicts its header."""
-    again = "fetch it again (`huggingface-cli download` resumes what is missing)"
+    again = "fetch it again (`huggingface-cli download` fetches only what is missing)"
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -21,15 +21,13 @@ _LAYOUTS = {
 }
 # How many INT4 weights can share a scale in both TensorRT and ONNX Runtime.
 INT4_GROUPS = (16, 32, 64, 128, 256)
-INT4_HINT = (
-    "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
-)
+INT4_HINT = "use a checkpoint with symmetric weights in groups, or quantize the bf16 checkpoint with canvasrt"
 # Unsupported tensors that a checkpoint can have next to INT4 weights → what they contain.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
 _INPUTS = ("tensor", "token")  # the strategies for inputs: one scale per tensor or per token
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
-    " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
+    " otherwise, quantize the bf16 checkpoint with `canvasrt build --precision`"
 )
 
 
@@ -102,7 +100,7 @@ def _compressed_tensors(file: Path, found: Json, tensors: Iterable[str]) -> Quan
     format, compressed = _LAYOUTS[layout]
     if not isinstance(groups, dict) or not groups:
         raise _broken(file, "quantization_config has no config_groups")
-    # QuIP and SpinQuant rotate weights, which the file already stores rotated, and other values at run time.
+    # QuIP and SpinQuant rotate weights before they are stored, and may rotate other values at run time.
     rotations = (found.get("transform_config") or {}).get("config_groups") or {}
     rotated = {str(each.get("location")) for one in rotations.values() for each in one["apply"]}
     if online := sorted(rotated - {"weight_input", "weight_output"}):

@@ -102,7 +102,8 @@ def initializer_name(name: str) -> str:
 
 
 def local_names(segment: str, layers: Sequence[int], names: Iterable[str]) -> dict[str, str]:
-    """Return global name → initializer's name, for those of `names` in a segment. `layers` are the segment's layers."""
+    """Return global name → initializer's name, for all `names` that are in the segment. `layers` are the segment's
+    layers."""
     if not layers:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: initializer_name(name) for name in own} if segment == "head" else {}

@@ -97,7 +97,8 @@ def parsed_command(name: str) -> Any:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command. Return 0 for success, 2 for wrong usage, 130 if interrupted, a CanvasError's code, or else 1."""
+    """Run one command. Return its exit code: 0 for success, 2 for wrong usage, 130 after an interruption, the code of a
+    CanvasError, and 1 for any other error."""
     arguments, debug = _take_debug(arguments)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller, as with `<&-`

@@ -27,7 +27,7 @@ Questions = Annotated[
     Path,
     argument(
         "QUESTIONS.yaml",
-        "YAML or JSON: a list of questions as OpenAI's Decisions API takes them, or an object with the"
+        "YAML or JSON: a list of questions in the format of OpenAI's Decisions API, or an object with the"
         " fields questions, layout, samples and steps.",
     ),
 ]
@@ -64,7 +64,7 @@ Layout = Annotated[
         metavar="NAME",
         show_default="the file's, else letters",
         help="letters: options are listed in the prompt. bare: INPUT is the whole prompt, and an"
-        " option the whole answer.",
+        " option is the whole answer.",
     ),
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the noise.")]
@@ -90,7 +90,7 @@ def ask(
     Example: canvasrt ask engines questions.yaml "12+34="
     """
     if is_url(where):
-        refuse(context, ("threads", "device"), "does not support a server", "leave it out")
+        refuse(context, ("threads", "device"), "has no effect on a server", "leave it out")
     _check_layout(layout)
     if not input.strip():
         raise UsageError("INPUT is empty", "give some text")
@@ -174,11 +174,19 @@ def _of_server(
         content = [*parts, {"type": "input_text", "text": text}]
         body |= {"input": [{"role": "user", "content": content}], "image_tokens": budget}
     reply = client.post("decisions", body)
-    return {
-        "answers": reply["answers"],
-        **reply["canvasrt"],
-        "prompt_tokens": reply["usage"]["input_tokens"],
-    }
+    try:
+        found = {
+            "answers": reply["answers"],
+            **reply["canvasrt"],
+            "prompt_tokens": reply["usage"]["input_tokens"],
+        }
+        _rows(decisions, found["answers"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # another vendor's form
+        raise CanvasError(
+            f"what answers at {client.url} has not the form of canvasrt's Decisions API",
+            "give the address of a server that `canvasrt serve` started",
+        ) from error
+    return found
 
 
 def _rows(decisions: dict[str, Any], answers: list[dict[str, Any]]) -> list[tuple[str, ...]]:

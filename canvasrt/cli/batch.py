@@ -24,7 +24,7 @@ Answers = Annotated[
     option(
         "-o, --out",
         "ANSWERS.jsonl",
-        "The file for the answers. Errors go to ANSWERS.errors.jsonl; ANSWERS.jsonl.partial has what is done so far.",
+        "The file for the answers. Errors go to ANSWERS.errors.jsonl; ANSWERS.jsonl.partial keeps unfinished work.",
     ),
 ]
 BundleDir = Annotated[
@@ -49,7 +49,7 @@ Seed = Annotated[
     typer.Option(
         "--seed",
         min=0,
-        help="A request without a seed gets one from this number and its custom_id.",
+        help="A request without a seed gets one derived from this number and its custom_id.",
     ),
 ]
 Concurrency = Annotated[
@@ -58,7 +58,7 @@ Concurrency = Annotated[
         "--concurrency",
         metavar="N",
         min=1,
-        help="Maximum number of requests under way.",
+        help="Maximum number of requests at a time.",
     ),
 ]
 
@@ -84,12 +84,12 @@ def batch(
 
     if bundle is not None:
         if url:
-            raise UsageError("--bundle does not go with --url", "give one of them")
-        refuse(context, ("timeout",), "does not go with --bundle", "leave it out")
+            raise UsageError("--bundle and --url cannot be combined", "give one of them")
+        refuse(context, ("timeout",), "has no effect with --bundle", "leave it out")
         answerer = _of_bundle(bundle, threads, ray)
         source = answerer.digest
     else:
-        refuse(context, ("threads",), "does not support servers", "leave it out")
+        refuse(context, ("threads",), "has no effect on servers", "leave it out")
         refuse(context, ("ray",), "needs --bundle", "add --bundle DIR")
         from canvasrt.containers.batch.servers import Servers
         from canvasrt.containers.client.openai import KEY_VARIABLE

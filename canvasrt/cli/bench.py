@@ -41,7 +41,7 @@ Against = Annotated[
     option(
         "--against",
         "transformers|URL",
-        "Also run the reference (needs --checkpoint) or another server, in turns; print ratios.",
+        "Also measure transformers (needs --checkpoint) or another server, in turns; print ratios.",
     ),
 ]
 CheckpointOption = Annotated[
@@ -75,9 +75,10 @@ def bench(
 ) -> None:
     """Measure a bundle in this process, or a server under load.
 
-    A bundle: time per pass, steps per block, tokens per second, first-token latency. Requests ignore end-of-sequence
-    tokens, so that every round does the same work. A server: first-token, per-block and total latency, tokens per
-    second, errors. Keys come from CANVASRT_API_KEY, and from CANVASRT_AGAINST_API_KEY for --against.
+    Of a bundle, this measures time per pass, steps per block, tokens per second and first-token latency. Requests
+    ignore end-of-sequence tokens, so that every round does the same work. Of a server, this measures first-token,
+    per-block and total latency, tokens per second and errors. The API key comes from CANVASRT_API_KEY; for --against,
+    from CANVASRT_AGAINST_API_KEY.
 
     Example: canvasrt bench engines --against transformers --checkpoint demo
 
@@ -109,7 +110,7 @@ def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> Non
         )
     if against and early_stop:
         raise UsageError(
-            "--against does not allow --early-stop: the two sides could take different steps",
+            "--against does not allow --early-stop: the two sides could take different numbers of steps",
             "leave out one of them",
         )
 

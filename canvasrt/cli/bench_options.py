@@ -31,7 +31,7 @@ class Workload:
     )
     batch: int = field(default=1, metadata=option("Number of requests that run together.", least=1))
     rounds: int = field(
-        default=5, metadata=option("Number of measured rounds, after one to warm up.", least=1)
+        default=5, metadata=option("Number of measured rounds, after one warm-up round.", least=1)
     )
 
 
@@ -40,12 +40,12 @@ class LoadOptions:
     """The load for measuring a server."""
 
     model: str | None = field(
-        default=None, metadata=option("URL: the model.", metavar="NAME", shown="the first")
+        default=None, metadata=option("URL: the model.", metavar="NAME", shown="the server's first")
     )
     prompts: str = field(
         default="short",
         metadata=option(
-            "URL: short, long, chat, agent, or a file with a prompt per line (or .jsonl).",
+            "URL: short, long, chat, agent, or a file with one prompt per line (or .jsonl).",
             metavar="SET|FILE",
         ),
     )
@@ -60,7 +60,7 @@ class LoadOptions:
             "URL: conversations to start per second, at random times.",
             metavar="PER_SECOND",
             least=1e-3,
-            shown="as slots free up",
+            shown="when another ends",
         ),
     )
     max_tokens: int = field(default=64, metadata=option("URL: maximum tokens per answer.", least=1))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from canvasrt.containers.client.openai import OpenAIClient
 
 NEW, HELP = "/new", "/help"
-_HELP = f"{NEW} starts over, Ctrl-C stops an answer, Ctrl-D ends"
+_HELP = f"{NEW} starts over, Ctrl-C stops an answer, Ctrl-D ends the chat"
 _BLANK = f"{NEW} starts over; the demo model was trained on single questions"
 Plain = Annotated[
     bool, typer.Option("--plain", help="Print text once it is final, without the drafts.")
@@ -47,7 +47,7 @@ def chat(
 ) -> None:
     """Chat with a running server over the OpenAI API, in the terminal.
 
-    /new starts over, /help shows how, Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, every line of standard input is a message.
+    /new starts over, /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat. Without a terminal, every line of standard input is a message.
     """
     from canvasrt.containers.client.openai import OpenAIClient
 

@@ -216,5 +216,5 @@ def judge(rows: Sequence[Json]) -> None:
     if len(wrong) > MAY_MISS:
         raise CanvasError(
             f"{len(wrong)} of {len(rows)} answers are wrong: {', '.join(wrong)}",
-            "the demo checkpoint should answer nearly all: run `canvasrt doctor`",
+            "the demo checkpoint should answer nearly all correctly: run `canvasrt doctor`",
         )

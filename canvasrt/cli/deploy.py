@@ -23,7 +23,7 @@ Engine = Annotated[
     typer.Option(
         "--engine",
         metavar="docker|podman",
-        show_default="docker, else podman",
+        show_default="docker, or else podman",
         help="The container engine.",
     ),
 ]
@@ -33,7 +33,7 @@ Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0,
-        show_default="by the image, at least an hour",
+        show_default="set by the image, at least an hour",
         help="Time limit for the container to become ready.",
     ),
 ]
@@ -83,6 +83,6 @@ def _render(console: Any, data: dict[str, Any]) -> None:
             console.print(f"{key:<7} {data[key]}")
     if not data["restarts"]:
         console.print(
-            f"note    this {data['engine']} does not restart it after a failure: use systemd"
+            f"note    this {data['engine']} does not restart the container after a failure; use systemd for that"
         )
     console.print(f"stop    {data['engine']} stop {data['name']}")

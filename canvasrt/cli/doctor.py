@@ -36,7 +36,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 # Every machine can use these extras, so a missing one is a gap.
 _WANTED = ("export", "rtx", "serve")
 
-_WSL_FIX = "follow docs/hardware.md, Windows: the driver is installed in Windows"
+_WSL_FIX = "see docs/hardware.md, section Windows: the driver is installed in Windows, not in WSL"
 _STYLES = {
     "ok": "green",
     "gap": "bold red",
@@ -59,7 +59,7 @@ Report = Annotated[
     option(
         "--report",
         "FILE",
-        "Also write versions, GPUs, plans and the last logs to a file, to send with a question; no secrets.",
+        "Also write a file to attach to a question: versions, GPUs, plans and the last logs, without secrets.",
     ),
 ]
 
@@ -90,7 +90,9 @@ def doctor(report: Report = None, as_json: AsJson = False) -> None:
                 console.print(f"     → {check.fix}")
         gaps = data["gaps"]
         console.print(
-            "\nnothing is missing" if not gaps else f"\n{gaps} missing or broken: see → above"
+            "\nnothing is missing"
+            if not gaps
+            else f"\n{gaps} missing or broken: see the lines with → above"
         )
 
     emit(data, render)
@@ -167,7 +169,7 @@ def _gpus() -> list[MachineCheck]:
 
     found = machine.gpus()
     if not found and (lacks := wsl_lacks(platform.release())):
-        return [MachineCheck("GPU", "gap", f"Windows' Linux (WSL) has no {lacks}", _WSL_FIX)]
+        return [MachineCheck("GPU", "gap", f"WSL has no {lacks}", _WSL_FIX)]
     if not found:
         why = machine.why_no_gpu()
         if "failed" in why and machine.has_nvidia_device():
@@ -228,9 +230,9 @@ def _triton() -> MachineCheck:
         return MachineCheck(name, "gap", f"{binary} does not start: {output.strip()[-200:]}", fix)
     found = f"{binary}, {installation.release_text}"
     if not installation.is_safe:
-        fix = "to open Triton's own ports to other machines, use a tritonserver of 26.07 or later"
+        fix = "to open Triton's own ports to other machines, use tritonserver 26.07 or later"
         return MachineCheck(
-            name, "info", f"{found}: one request can crash it, so loopback only", fix
+            name, "info", f"{found}: one request can crash it, so it listens on loopback only", fix
         )
     return MachineCheck(name, "ok", found)
 

@@ -25,9 +25,9 @@ _HIDDEN = "[removed]"
 
 
 def report() -> dict[str, Any]:
-    """Return package versions, GPUs, environment variables, plans for the released model, caches, and ends of logs.
+    """Return package versions, GPUs, environment variables, plans for the released model, caches, and tails of logs.
 
-    Parts can fail, because the machine may be broken. The value of a part that fails is its error."""
+    Because the machine may be broken, a part can fail; its value is then the error."""
     parts: dict[str, Callable[[], Any]] = {
         "packages": _packages,
         "nvidia_smi": lambda: _said(["nvidia-smi"]) + _said(["nvidia-smi", "topo", "-m"]),

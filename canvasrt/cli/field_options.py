@@ -27,9 +27,9 @@ def with_fields(
 ) -> Callable[[Command], Command]:
     """Replace an argument of a command by options, one for each dataclass field that has a help text.
 
-    The command receives an instance of the dataclass or, if `unset` is true, a mapping from option names to values, in
-    which absent options are None. Several dataclasses require `unset`. `only` selects fields by name. `shown` overrides
-    the defaults that the help shows.
+    The command receives an instance of the dataclass. If `unset` is true, it instead receives a mapping from option
+    names to values, in which absent options are None. Several dataclasses require `unset`. `only` selects
+    fields by name. `shown` overrides the defaults that the help shows.
     """
     found = {
         option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))

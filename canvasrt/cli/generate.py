@@ -26,7 +26,7 @@ Engines = Annotated[
     Path, options.argument("BUNDLE", "A folder that `canvasrt export` or `canvasrt build` wrote.")
 ]
 Count = Annotated[
-    int, typer.Option("--n", min=1, help="Number of answers, with consecutive seeds from --seed.")
+    int, typer.Option("--n", min=1, help="Number of answers; their seeds count up from --seed.")
 ]
 Stream = Annotated[bool, typer.Option("--stream", help="Print text as soon as it is final.")]
 Infill = Annotated[
@@ -67,7 +67,7 @@ def generate(
     _check(n, stream, drafts, infill)
     for each in PARAMETERS:
         if each.beside_text and sampling.get(each.name) and not as_json:
-            raise UsageError(f"{each.option} prints nothing more without --json", "add --json")
+            raise UsageError(f"{each.option} has no effect without --json", "add --json")
     if infill is not None and prompt is None and prompt_ids is None:
         from canvasrt.runtime.answers.infill import default_prompt
 
@@ -75,7 +75,10 @@ def generate(
     given = prompts.read_prompt(prompt, prompt_ids, system, raw)
     conditions = prompts.canvas_conditions(canvas, infill)
     if image and (raw or given.ids is not None):
-        raise UsageError("--image does not go with --raw and --prompt-ids", "give it with PROMPT")
+        raise UsageError(
+            "--image cannot be combined with --raw or --prompt-ids",
+            "leave out --raw, and give PROMPT",
+        )
     files = prompts.read_images(image or (), image_tokens)
 
     from canvasrt.runtime.answers.infill import infill_request
@@ -118,7 +121,9 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
         )
     if infill is not None:
         if n > 1 or stream or drafts:
-            raise UsageError("--infill fills one text", "leave out --n, --stream and --drafts")
+            raise UsageError(
+                "--infill cannot be combined with --n, --stream or --drafts", "leave those out"
+            )
 
         from canvasrt.runtime.answers.infill import read_gaps
 

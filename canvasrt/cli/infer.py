@@ -25,7 +25,7 @@ Url = Annotated[
         "--url",
         "HOST:PORT",
         "The server's address.",
-        show_default="this machine, the protocol's port",
+        show_default="the protocol's port on this machine",
     ),
 ]
 ProtocolName = Annotated[
@@ -38,7 +38,9 @@ Stream = Annotated[
 Stop = Annotated[
     list[str] | None,
     options.option(
-        "--stop", "TEXT", "End the answer before this text; may be given several times."
+        "--stop",
+        "TEXT",
+        "Text that ends the answer, which is cut before it; may be given several times.",
     ),
 ]
 

@@ -51,13 +51,13 @@ Rates = Annotated[
     options.option(
         "--rates",
         "FILE",
-        "With --kernels: the file of `python -m bench floor -o FILE`, whose measured rates replace the table's.",
+        "With --kernels: use the measured rates in this file, which `python -m bench floor -o FILE` wrote.",
     ),
 ]
 Page = Annotated[
     Path | None,
     options.option(
-        "--page", "DIR", "With --kernels: also write kernels.json and kernels.html there."
+        "--page", "DIR", "With --kernels: also write kernels.json and kernels.html to this folder."
     ),
 ]
 # Options that require --kernels.

@@ -122,7 +122,7 @@ def _prepared(profile: ServingProfile, cache: Path | None) -> Path:
     if path is None:
         raise CanvasError(
             "interrupted",
-            f"{engines_folder(profile, cache)} was not written; run it again to resume",
+            f"{engines_folder(profile, cache)} was not written; run the command again to resume",
         )
     return path
 

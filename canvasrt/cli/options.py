@@ -72,7 +72,7 @@ Targets = Annotated[
     option(
         "--target, -t",
         "NAME[,NAME...]",
-        "What to build for; see `canvasrt targets`. Each target gets its own bundle.",
+        "The targets to build for; see `canvasrt targets`. Each target gets its own bundle.",
     ),
 ]
 Precision = Annotated[
@@ -83,7 +83,7 @@ Precision = Annotated[
         metavar="NAME|FILE",
         show_default="the source's, or the target's first",
         help=f"Precision of the weights: fp32, bf16, a quantization recipe ({', '.join(SHIPPED)}),"
-        " or a YAML recipe of your own.",
+        " or a YAML file with your own recipe.",
     ),
 ]
 GraphPrecision = Annotated[
@@ -131,7 +131,7 @@ LayersPerSegment = Annotated[
         metavar="N",
         min=1,
         show_default=f"{LAYERS_PER_SEGMENT}; a build takes {SHORT_SEGMENT} if {LAYERS_PER_SEGMENT} need over 10 GB",
-        help="Layers per engine. Fewer need less memory to build.",
+        help="Layers per engine. Fewer layers need less memory to build.",
     ),
 ]
 Calibration = Annotated[
@@ -148,7 +148,7 @@ Experts = Annotated[
     typer.Option(
         "--experts",
         metavar=f"{SLOTTED}|{SORTED}",
-        help="How a GPU runs experts: slots for tokens inside the engines, or kernels over sorted rows between them.",
+        help=f"How a GPU runs experts. {SLOTTED}: inside the engines, in slots. {SORTED}: between engines, in kernels over sorted tokens.",
     ),
 ]
 KeepGraphs = Annotated[
@@ -188,7 +188,7 @@ SharePasses = Annotated[
     bool,
     typer.Option(
         "--share-passes",
-        help="On a GPU, let requests share passes, which then always have room for a full batch.",
+        help="On a GPU, let requests share passes; every pass then has the shape of a full batch.",
     ),
 ]
 Threads = Annotated[

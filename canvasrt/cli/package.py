@@ -45,7 +45,7 @@ Base = Annotated[
     option(
         "--base",
         "IMAGE",
-        "The base image: its name for context, or a layout or archive on disk for oci and docker.",
+        "The base image: for context, its name; for oci and docker, a layout or an archive on disk.",
     ),
 ]
 Python = Annotated[
@@ -53,7 +53,7 @@ Python = Annotated[
     option(
         "--python",
         "VERSION",
-        "Python version of the base image, such as 3.12, if its name does not say.",
+        "Python version of the base image, such as 3.12, if the image's name does not tell.",
     ),
 ]
 Sign = Annotated[
@@ -77,7 +77,7 @@ def package(
     sign: Sign = None,
     as_json: AsJson = False,
 ) -> None:
-    """Package engines with a Triton model repository, as an image or a folder to build one from."""
+    """Package engines with a Triton model repository, as an image or as a folder for `docker build`."""
     from canvasrt.containers.image.build import IMAGE_FORMATS, write_image
     from canvasrt.containers.image.oci_layout import check_tag
     from canvasrt.containers.package import package as packages
@@ -149,13 +149,13 @@ def _check(
     if format in IMAGE_FORMATS and base is None:
         raise UsageError(
             f"--format {format} needs --base, an image on disk to build on",
-            f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
-            " with --format context, `docker build` fetches it",
+            f"run skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then give --base triton;"
+            " with --format context, `docker build` fetches the base",
         )
     if format not in IMAGE_FORMATS and sign is not None:
         raise UsageError(
             "--sign needs --format oci or docker: a folder for docker build is not an image yet",
-            "write the image with --base and --format, or sign what docker builds with cosign",
+            "write the image with --base and --format, or use cosign to sign the image that docker builds",
         )
     if format in IMAGE_FORMATS and options.wheels:
         raise UsageError(

@@ -52,7 +52,9 @@ Raw = Annotated[
 
 Drafts = Annotated[
     bool,
-    typer.Option("--drafts", help="Also print the draft of each step, in place on a terminal."),
+    typer.Option(
+        "--drafts", help="Also print the draft of each step; a terminal shows drafts in place."
+    ),
 ]
 CanvasJson = Annotated[
     str | None,
@@ -75,19 +77,17 @@ AnswerTimeout = Annotated[
 ]
 Images = Annotated[
     list[Path] | None,
-    option("--image", "FILE", "An image that stands before the text; may be given several times."),
+    option("--image", "FILE", "An image to put before the text; may be given several times."),
 ]
 ImageTokens = Annotated[
     int,
-    typer.Option(
-        "--image-tokens", metavar="N", help="The most tokens that an image takes: 70, 140 or 280."
-    ),
+    typer.Option("--image-tokens", metavar="N", help="Maximum tokens per image: 70, 140 or 280."),
 ]
 
 
 @dataclass(frozen=True)
 class PromptInput:
-    """A prompt: `ids` if they are set, otherwise `text`. Unless `raw` is true, `text` is a chat's message."""
+    """A prompt: `ids` if they are set, otherwise `text`. Unless `raw` is true, `text` is a message of a chat."""
 
     text: str = ""
     ids: list[int] | None = None
@@ -151,7 +151,7 @@ def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
     if text is None:
         return None
     if infill is not None:
-        raise UsageError("--infill has a canvas of its own", "leave out --canvas")
+        raise UsageError("--infill does not allow --canvas", "leave out one of them")
 
     from canvasrt.runtime.conditions import read_conditions
 
@@ -163,8 +163,8 @@ def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
 
 
 def read_images(images: Sequence[Path], budget: int) -> list[tuple[Path, bytes]]:
-    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, and CanvasError for a
-    file that cannot be read."""
+    """Return the files of --image with their contents. Raises UsageError for an unsupported budget, and CanvasError for
+    a file that cannot be read."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
@@ -222,7 +222,7 @@ def with_sampling(command: Callable[..., None], text_only: bool = False) -> Call
 
 
 def _sampling_option(parameter: Parameter) -> inspect.Parameter:
-    """Return the option of one parameter. None stands for the checkpoint's default."""
+    """Return the option of one parameter. None means the checkpoint's default."""
     # Remove the default from the text, because the help shows it separately.
     about = re.sub(r"; \S+ when absent(, )?", "; ", parameter.about).removesuffix("; ")
     default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)

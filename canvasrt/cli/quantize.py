@@ -24,7 +24,7 @@ Recipe = Annotated[
     options.option(
         "--precision, -p",
         "NAME|FILE",
-        f"A recipe: {', '.join(SHIPPED)}, or a YAML recipe of your own.",
+        f"A recipe: {', '.join(SHIPPED)}, or a YAML file with your own recipe.",
     ),
 ]
 
@@ -38,7 +38,7 @@ def quantize(
 ) -> None:
     """Quantize graphs with a recipe.
 
-    Recipes that quantize activations are calibrated: the model generates from prompts.
+    If a recipe quantizes activations, it is calibrated first: the model generates answers to prompts.
     """
     from canvasrt.calibration_prompts import check_calibration
     from canvasrt.extras import require
@@ -89,7 +89,7 @@ def _show(bundle: Bundle, recipe: str) -> None:
             count = sum(map(len, idle.values()))
             console.print(
                 f"no token was routed to {count} experts ({_named(idle)}), so they use their layer's"
-                " input scale; more or other prompts would reach them"
+                " input scale; more or different prompts may reach them"
             )
 
     emit(data, render)

@@ -34,8 +34,8 @@ Bundle = Annotated[
 def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False) -> None:
     """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    A checkpoint is built for this machine first, into the cache: for its GPU, or else for the CPU.
-    Options that are not given come from NIM_PASSTHROUGH_ARGS, else from the NIM variables named
+    A checkpoint is built for this machine first, into the cache: for the GPU or, if no GPU is usable, for the CPU.
+    Options that are not given come from NIM_PASSTHROUGH_ARGS or, if absent there, from the NIM variables named
     below. If CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of
     its keys.
     """
@@ -53,7 +53,7 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
     if settings.bundle is not None and local.is_checkpoint(settings.bundle):
         if settings.profile is not None:
             raise UsageError(
-                f"--profile has no effect: {settings.bundle} is a checkpoint, built for this machine",
+                f"--profile has no effect on the checkpoint {settings.bundle}, which is built for this machine",
                 "leave it out, or give a folder that `canvasrt package` or `build` wrote",
             )
         found = local.plan_local(settings.bundle, settings.cache)

@@ -34,7 +34,7 @@ Report = Annotated[
     options.option(
         "--report",
         "DIR",
-        "Write what is measured to this folder, as report.json and report.html.",
+        "Write the measurements to this folder, as report.json and report.html.",
     ),
 ]
 Questions = Annotated[
@@ -53,7 +53,7 @@ Decisions = Annotated[
     options.option(
         "--decisions",
         "FILE",
-        "Measure how well probabilities match the answers to labelled questions: a JSON Lines or YAML file, or `demo`.",
+        "Measure how well probabilities match the labels of the questions in a JSON Lines or YAML file, or of `demo`.",
     ),
 ]
 Samples = Annotated[
@@ -68,7 +68,13 @@ Samples = Annotated[
 ]
 Steps = Annotated[
     int,
-    typer.Option("--steps", metavar="N", min=1, max=MAX_STEPS, help="Steps per labelled read."),
+    typer.Option(
+        "--steps",
+        metavar="N",
+        min=1,
+        max=MAX_STEPS,
+        help="Denoising steps per read of a labelled question.",
+    ),
 ]
 Fit = Annotated[
     bool, typer.Option("--fit", help="Also fit a temperature for each type of question.")
@@ -78,7 +84,7 @@ Key = Annotated[
     options.option(
         "--key",
         "FILE",
-        "For an image: also check its provenance, signed with the private key that matches this one.",
+        "For an image: also check its signed provenance with this public key.",
     ),
 ]
 
@@ -98,7 +104,7 @@ def verify(
 ) -> None:
     """Check a bundle's files. --reference also checks its results, --decisions its probabilities.
 
-    The exit code is 1 when the limits of its recipe or precision are exceeded.
+    The exit code is 1 if its results exceed the limits of its recipe or precision.
     """
     from canvasrt.bundle import load_bundle
     from canvasrt.checkpoints.description import describe
@@ -120,7 +126,7 @@ def verify(
         _verify_image(bundle, key)
         return
     if key is not None:
-        raise UsageError(f"--key needs an image, and {bundle} is not one", "leave out --key")
+        raise UsageError(f"--key needs an image, and {bundle} is not an image", "leave out --key")
     if reference is not None or decisions is not None:
         from canvasrt import fidelity
         from canvasrt.fidelity.decisions import measure_decisions
@@ -146,7 +152,9 @@ def verify(
         manifest = found.manifest
         check = "check that it was made from this checkpoint"
         if manifest.options.get("adapters") or manifest.made_from.get("adapters"):
-            check = "it has adapters merged: compare it with what PEFT's merge_and_unload() saves"
+            check = (
+                "adapters are merged into it: compare it with what PEFT's merge_and_unload() saves"
+            )
         raise CanvasError(
             f"{bundle} does not compute what {reference} does: {fidelity.failures(quality)}",
             f"{check}; --report DIR shows the largest differences",

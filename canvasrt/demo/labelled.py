@@ -16,14 +16,14 @@ from canvasrt.extras import require
 from canvasrt.runtime.pictures import BUDGETS
 
 _SUMS = ("add", "subtract")
-_OFF = (1, -1, 10)  # how far wrong options are from the right sum
+_OFF = (1, -1, 10)  # differences between wrong options and the right sum
 
 
 def labelled(count: int, more: bool) -> list[dict[str, Any]]:
     """Return up to `count` held-out sums and as many differences, as questions with one right option.
 
     If `more` is true, also return the second training phase's tasks: `count` cases of each task with known
-    probabilities, and `count` pictures. Questions about them have lettered options, or the bare layout.
+    probabilities, and `count` pictures. The questions of these tasks have lettered options, or the bare layout.
     """
     found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]
     if more:

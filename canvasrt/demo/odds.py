@@ -27,7 +27,7 @@ class ClosedQuestion:
 class Case:
     """One situation with possible outcomes.
 
-    state: the description. ask: the question in a plain chat; empty if the state implies it.
+    state: the description. ask: the question in a plain chat; empty if the state implies the question.
     outcomes: the possible answers of a plain chat; their probabilities add up to 1. key: decides whether the case is for
     training or held out.
     """
@@ -69,7 +69,7 @@ def count_options(question: dict[str, Any]) -> int:
 
 
 def predicate(text: str, true: Sequence[bool]) -> ClosedQuestion:
-    """Return a yes-or-no question. `true[outcome]` is whether yes is right for this outcome."""
+    """Return a yes-or-no question. `true[outcome]` says whether yes is the right answer for this outcome."""
     data = {"type": "predicate", "instructions": text}
     return ClosedQuestion(data, tuple(int(not each) for each in true))
 

@@ -265,7 +265,8 @@ def _balanced(length: int, rng: random.Random, opening: str = "") -> str:
 
 
 def _unclosed(text: str) -> str | None:
-    """Return the closing brackets that `text` still needs, in reverse; None if a closing bracket in `text` is wrong."""
+    """Return the closing brackets that `text` still needs, the last one first; None if a closing bracket in `text` is
+    wrong."""
     closers = ""
     for character in text:
         if character in BRACKETS:

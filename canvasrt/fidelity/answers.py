@@ -103,8 +103,9 @@ def _generate(
     prompts: PromptSet,
     max_new_tokens: int | None,
 ) -> list[Pair]:
-    """Return the bundle's and the reference's result for each prompt, under the same noise. `max_new_tokens` defaults to
-    the checkpoint's. Both sides generate fewer tokens if the bundle's context has no room for more."""
+    """Return the bundle's and the reference's result for each prompt, under the same noise. If `max_new_tokens` is
+    None, the checkpoint's default applies. Both sides generate fewer tokens if the bundle's context has no room for
+    more."""
     canvas, longest = reference.config.canvas_length, max(map(len, prompts.tokens))
     room = max(1, (model.max_context - longest) // canvas) * canvas
     requests = [

@@ -46,8 +46,8 @@ class Scored:
 def summary(scored: Sequence[Scored]) -> Json:
     """Return the number of questions, the errors of their probabilities, and the bins of the reliability diagram.
 
-    `brier_at_best` is the Brier score that the true probabilities would have. It is above 0 only if some of them are
-    known and lie between 0 and 1.
+    `brier_at_best` is the Brier score that the true probabilities would have. It is above 0 only if some true
+    probabilities are known and are neither 0 nor 1.
     """
     pairs = [(each, _mean(each, 1.0)) for each in scored]
     shares = np.array([mean[each.event] for each, mean in pairs])
@@ -81,7 +81,7 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
     """Return the calibration error that perfect probabilities would show by chance: its mean and 95th percentile over
-    simulated answers. Only answers to questions that have one right option, which `firm` marks, are simulated; other
+    simulated answers. `firm` marks questions that have one right option. Only their answers are simulated; all other
     questions add no error."""
     random = np.random.default_rng(0)
     found = []

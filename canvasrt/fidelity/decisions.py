@@ -52,7 +52,9 @@ def measure_decisions(
     report = {"file": file, **reading, **_by_part(scored), "fit": None}
     if fitted:
         if len(scored) < 2:
-            raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
+            raise CanvasError(
+                f"{file} has only one question", "give at least two to fit temperatures"
+            )
         report["fit"] = {"temperatures": fit_temperatures(scored), **_by_part(cross_fitted(scored))}
     return report
 
@@ -78,10 +80,12 @@ def read_labelled(file: Path) -> list[Json]:
     """Return the items of a file that contains JSON Lines, or a YAML or JSON list."""
     items = _lines(file) if file.suffix == ".jsonl" else read_yaml(file, "give JSON Lines or YAML")
     if not isinstance(items, list) or not items:
-        raise CanvasError(f"{file} has no labelled questions", "give a list of them")
+        raise CanvasError(f"{file} has no labelled questions", "give a list of labelled questions")
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise CanvasError(f"{file}: [{number}] is not an object", "give input and questions")
+            raise CanvasError(
+                f"{file}: [{number}] is not an object", "give an object with input and questions"
+            )
         for name in item:
             if name not in _FIELDS:
                 raise CanvasError(
@@ -130,7 +134,7 @@ def _answers(bundle: Bundle, file: str, items: Sequence[Json], reading: Json) ->
     found: dict[int, list[Scored]] = {}
     while len(found) < len(items):
         progress.report("asking labelled questions", len(found), len(items))
-        # Few requests are prepared ahead of time, because decoded images are large.
+        # Only a few requests are prepared ahead of time, because decoded images are large.
         for number in islice(left, 2 * generator.max_batch - len(pending)):
             ask, right, made = request(number)
             pending[generator.add(made, is_checked=True)] = number, ask, right
@@ -194,7 +198,9 @@ def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndar
             )
         right = np.array(shares, np.float64)
         if not (right >= 0).all() or not abs(right.sum() - 1) <= 1e-6:
-            raise CanvasError(f"{path}.probabilities do not add up to 1", "give a distribution")
+            raise CanvasError(
+                f"{path}.probabilities do not add up to 1", "give probabilities that add up to 1"
+            )
         return right
     answer = label.get("answer")
     if question.type == "predicate":

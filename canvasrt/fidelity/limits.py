@@ -42,8 +42,8 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_limits(limits: Mapping[str, float], report: Json) -> list[Json]:
-    """Compare the report with each of the `limits`, and with the limits on weights' errors. A measurement is None if this
-    run could not measure it; then the limit holds. A limit does not hold if the measurement is NaN."""
+    """Check the report against `limits`, and against the limits on weights' errors. A measurement that this run could
+    not make is None, and meets its limit; NaN exceeds its limit."""
     overall = report["steps"]["all"]
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))
     where: dict[str, str] = {}
@@ -95,8 +95,8 @@ def _weights(report: Json) -> Iterator[Json]:
 
 
 def _what(kind: str | None) -> str:
-    """Return a text that says which matrices a limit is for: matrices of one format, matrices that have the
-    checkpoint's codes, or matrices that are not quantized."""
+    """Return a text that says which matrices a limit is for: those in one format, those that keep the checkpoint's
+    codes, or unquantized matrices."""
     if kind == "kept":
-        return "worst matrix that has the checkpoint's codes, relative error"
+        return "worst matrix that keeps the checkpoint's codes, relative error"
     return f"worst {kind.upper() if kind else 'unquantized'} matrix, relative error"

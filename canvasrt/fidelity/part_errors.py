@@ -26,7 +26,7 @@ def part_errors(
 ) -> tuple[list[Json], list[Json]]:
     """Run the body segments, as a whole and layer by layer, on the reference's inputs in `passes`.
 
-    Return the errors of each segment and those of each layer, separately for each phase.
+    Return the segments' errors and the layers' errors, separately for each phase.
     """
     assert observed.backend is not None
     assert isinstance(observed.model, HostModel)

@@ -36,7 +36,7 @@ class PromptSet:
 
 
 def is_demo(checkpoint: Path) -> bool:
-    """Return whether a checkpoint answers the demo's questions, judged by its tokenizer."""
+    """Return whether a checkpoint has the demo's tokenizer, and so answers the demo's questions."""
     theirs = checkpoint / TOKENIZER_FILE
     ours = demo_checkpoint() / TOKENIZER_FILE
     return theirs.is_file() and theirs.read_bytes() == ours.read_bytes()

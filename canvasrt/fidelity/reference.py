@@ -43,7 +43,7 @@ class ReferenceModel:
     Where other models pass hidden states from step to step, this one passes the canvas, int64 `[canvas]`.
     """
 
-    # Passes in one turn of a request; without a limit, requests are never parked.
+    # The most passes in one turn of a request. There is no limit, so that no request is parked.
     quantum = sys.maxsize
     chunk_steps = 1
 
@@ -58,7 +58,7 @@ class ReferenceModel:
         logging.disable_progress_bar()
         self.config, self.sampler = checkpoint.model, checkpoint.sampler
         # Memory limits the number of requests per pass: requests keep their logits between steps, and a step needs
-        # several arrays that are as large as all these logits. Each array is limited to 256 MB.
+        # several arrays that are as large as all requests' logits together. Each array is limited to 256 MB.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
@@ -81,7 +81,7 @@ class ReferenceModel:
         """Raise CanvasError unless `length` is the checkpoint's canvas length."""
         if length != self.canvas_length:
             raise CanvasError(
-                f"canvas_length is {length}, but the reference has canvases of {self.canvas_length}",
+                f"canvas_length is {length}, but the reference has canvases of {self.canvas_length} tokens",
                 "leave out canvas_length",
             )
 

@@ -11,15 +11,16 @@ from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of, points
 from canvasrt.types import Json
 
 _NOTE = (
-    "For a predicate, the plot and ECE take the probability of yes; for other questions, that of the likeliest option."
-    " ECE is the mean of |mean probability − share of right answers| over ten bins of equal width, weighted by the"
-    " questions in them. ECE by chance is what calibrated probabilities would show over as few questions: the mean, and"
-    " the 95th percentile. It is 0 where the right probabilities are known. Brier score and log loss count all options;"
-    " at best is the Brier score of the right probabilities. Distance is the total variation from known probabilities."
+    "For a predicate, the plot and ECE use the probability of yes; for other questions, the probability of the likeliest"
+    " option. ECE is the mean of |mean probability − share of right answers| over ten bins of equal width, weighted by"
+    " their numbers of questions. ECE by chance is the ECE that perfectly calibrated probabilities would show on this"
+    " number of questions: its mean and 95th percentile. It is 0 if the right probabilities are known. Brier score and"
+    " log loss count all options. The column “at best” has the Brier score of the right probabilities. Distance is the"
+    " total variation distance from known probabilities."
 )
 _FIT_NOTE = (
-    "Log-probabilities are divided by the temperature. Each fitted figure is from questions that its"
-    " temperature was not fitted on. To use fitted temperatures, send them as a request's `temperatures`."
+    "Log-probabilities are divided by the temperature. Fitted figures are measured on questions that were"
+    " not used to fit the temperature. To use fitted temperatures, send them as a request's `temperatures`."
 )
 
 

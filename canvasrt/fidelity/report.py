@@ -37,9 +37,10 @@ def measure_quality(
 ) -> Json:
     """Return the report as JSON.
 
-    If the checkpoint answers the demo's questions, `questions` questions are asked per task; 0 skips free generation. A
-    model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few steps, and no
-    free generation. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a different shape.
+    If the checkpoint answers the demo's questions, `questions` questions are asked per task; 0 skips complete
+    generations. A model that does not fit in memory is streamed, one segment or layer at a time, with few prompts, few
+    steps, and no complete generations. Raises CanvasError if the bundle cannot run here, or if the checkpoint has a
+    different shape.
     """
     config = checkpoint.model
     if config != bundle.manifest.model:
@@ -73,7 +74,7 @@ def measure_quality(
 
 
 def is_streamed(checkpoint: Description) -> bool:
-    """Return whether both sides are streamed. They are if the model in fp32 needs over a third of this machine's
+    """Return whether bundle and reference are streamed: if the model in fp32 needs over a third of this machine's
     available memory, or if the checkpoint is quantized.
     """
     whole = 4 * sum(parameters(checkpoint.model).values())
@@ -87,7 +88,8 @@ def _check_runs_here(bundle: Bundle) -> None:
         return
     options = bundle.manifest.options
     name, asked = (options.get("recipe") or {}).get("name"), ""
-    if name and "checkpoint_quantization" not in options:  # the checkpoint's own is the default
+    # For a quantized checkpoint, its own precision is the default.
+    if name and "checkpoint_quantization" not in options:
         asked = f" --precision {name if name in SHIPPED else 'RECIPE.yaml'}"
     raise CanvasError(
         f"{bundle.path} was built for {target['name']}, and this machine has no GPU to run it",
@@ -97,7 +99,7 @@ def _check_runs_here(bundle: Bundle) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null. Verdicts are unchanged."""
+    """Replace NaN and infinity by null, because JSON has neither. Verdicts do not change."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

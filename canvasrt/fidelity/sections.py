@@ -20,14 +20,14 @@ BRIEF = (
 
 def sections(report: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> Iterator[Json]:
     """Yield the sections of a report, including the plots in `drawn`."""
-    yield section("Limits", tables=[_limits(report)], empty="The recipe sets none.")
+    yield section("Limits", tables=[_limits(report)], empty="The recipe sets no limits.")
     yield section("Denoising steps", _steps_note(report), drawn.get("steps"), [_steps(report)])
     if report["answers"]:
         yield section(
             "Exact answers",
-            "Both sides answer the same held-out questions under the same noise. Intervals are 95%: Wilson's for each"
-            " side, Agresti and Min's paired one for the loss. Tasks with too few questions repeat them under other"
-            " noise.",
+            "Both sides answer the same held-out questions with the same noise. Intervals are 95% intervals: Wilson's for"
+            " each side, and Agresti and Min's paired interval for the loss. If a task has too few questions, they are"
+            " asked again with other noise.",
             drawn.get("answers"),
             [_answers(report["answers"])],
             last_is_total=True,
@@ -37,7 +37,7 @@ def sections(report: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> I
     if report["pace"]:
         yield section(
             "Pace",
-            "Whole generations with early stop, both sides under the same noise. The growth's interval is a bootstrap"
+            "Whole generations with early stop, with the same noise on both sides. The growth's interval is a bootstrap"
             f" over the {report['pace']['requests']:,} requests.",
             drawn.get("pace"),
             [_pace(report)],
@@ -50,9 +50,9 @@ def _inside(report: Json, drawn: Mapping[str, str]) -> Iterator[Json]:
     """Yield the sections about segments, layers, experts and matrices."""
     yield section(
         "Segments",
-        "Each segment, and below each layer, gets the inputs that transformers' got, so errors do not add up."
+        "Each segment and each layer gets the inputs that transformers computed, so errors do not add up."
         " The table shows ‖found − expected‖ / ‖expected‖ while denoising, and in brackets while encoding."
-        " The head's hidden states are the next step's input.",
+        " For the head, hidden states are the next step's input.",
         drawn.get("segments"),
         [_segments(report)],
     )
@@ -75,8 +75,8 @@ def _inside(report: Json, drawn: Mapping[str, str]) -> Iterator[Json]:
     }
     yield section(
         "Experts, worst first",
-        "Relative errors of the weights, and of each expert's output. The output uses the bundle's weights and the"
-        " tokens that transformers routed to the expert; its inputs are not rounded here.",
+        "Relative errors of the weights, and of each expert's output. The output is computed with the bundle's weights"
+        " from the tokens that transformers routed to the expert. Its inputs are not rounded.",
         drawn.get("experts"),
         [table_of(worst["experts"], experts)],
         empty="No losses.",
@@ -158,8 +158,8 @@ def _steps_note(report: Json) -> str:
     }
     return (
         f"{steps['prompts']} {kinds[steps['prompt_kind']]}, {steps['steps']} steps each without early stop,"
-        f" {steps['all']['positions']:,} positions. Both sides get the canvases that transformers went through in fp32;"
-        " each conditions on its own last step. KL(transformers ‖ bundle) is of the soft-capped logits at"
+        f" {steps['all']['positions']:,} positions. Both sides get the canvases that transformers went through in fp32, and"
+        " self-condition on their own previous step. KL(transformers ‖ bundle) compares soft-capped logits at"
         " temperature 1. Early, middle and late are thirds of the steps."
     )
 

@@ -74,8 +74,8 @@ def _matrices(
     formats: Mapping[str, str],
     experts: Mapping[str, RelativeError],
 ) -> Iterator[Json]:
-    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; other matrices are compared
-    here."""
+    """Yield one entry per matrix of a layer. `experts` has the errors of expert matrices; this function compares all
+    other matrices."""
     from canvasrt.export.weights import body_sources
     from canvasrt.fidelity.streamed import held_format
 
@@ -138,7 +138,8 @@ class _Weights:
         return (count, *shape) if count else shape
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """Yield a matrix, or one matrix per expert, in float32, even if a CPU build split the stack."""
+        """Yield a matrix in float32; for stacked experts, one matrix per expert, even if a CPU build split the
+        stack."""
         count = self._count(name)
         if count:
             for expert in range(count):

@@ -1,8 +1,8 @@
 """Experts for a CPU, which only multiply the rows that are routed to them.
 
-The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. In the
-rewritten graph, each expert's matrix is also a constant, so ONNX Runtime packs it ahead of time, which doubled the
-measured throughput.
+The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time. In
+addition, every expert's matrix becomes a constant, which ONNX Runtime packs ahead of time. This doubled the measured
+throughput.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Layer:
         zero, one = self._constant("zero", 0), self._constant("one", 1)
         top_k = self._constant("top_k", [self._top_k])
         flat = self._add("Reshape", [self._index, self._constant("all", [-1])], "flat")
-        # All layers count the tokens by equal nodes, so ONNX Runtime merges these nodes and runs them once.
+        # All layers count the tokens with identical nodes, which ONNX Runtime merges and runs once.
         positions = graph_input(self._graph, "positions")
         tokens = self._add("Shape", [positions], "tokens")
         count = self._add("Mul", [self._add("ReduceProd", [tokens], "total"), top_k], "count")

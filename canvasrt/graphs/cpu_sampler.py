@@ -21,8 +21,8 @@ _CHAIN = ("Exp", "Sub", "Div", "Mul", "Tanh", "Div")
 def shorten_sampler(model: ir.Model) -> bool:
     """Rewrite a head graph in place. Only rounding errors of results change.
 
-    Return False for graphs without a sampler, and for graphs that quantize probabilities, because those must stay
-    unnormalised.
+    Return False for graphs without a sampler, and for graphs that quantize probabilities, because quantized
+    probabilities must stay unnormalised.
     """
     graph = model.graph
     chain = _chain(graph)

@@ -1,7 +1,7 @@
 """Cuts a body graph at its experts, which our kernels compute between the pieces.
 
-Piece k ends with the inputs of layer k's experts; piece k + 1 begins with their output rows. All nodes except the
-experts' are kept, so results equal the whole graph's.
+Piece k ends with the inputs of layer k's experts; piece k + 1 begins with these experts' output rows. All nodes
+except the experts' are kept, so results equal the whole graph's.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _find(graph: ir.Graph, layers: int) -> list[_Cut]:
 def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]:
     """Return the stage of every value: the number of layers on whose experts the value depends.
 
-    Values that depend on no hidden state, such as masks, are missing, because every piece computes them.
+    Values that depend on no hidden state, such as masks, have no stage, because every piece computes them itself.
     """
     stages = {graph_input(graph, "hidden"): 0}
     late: dict[ir.Node, int] = {}
@@ -130,9 +130,10 @@ def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]
 def _crossing(
     graph: ir.Graph, stages: Mapping[ir.Value, int], stage: int, experts: set[ir.Value]
 ) -> list[str]:
-    """Return the names of the values that belong to `stage` and are read in the next stage, except those in `experts`."""
+    """Return the names of values that belong to `stage` and are read in the next stage. Values in `experts` are left
+    out."""
     found: dict[str, None] = {}
-    # `wanted` excludes nodes inside the experts: they lead only to `load`, and to the rows, which are in `experts`.
+    # Nodes inside the experts are not wanted: they lead only to `load`, and to the rows, which are in `experts`.
     outputs = [value for value in graph.outputs if value.name != "load"]
     wanted = set(ancestors(*outputs, given=experts))
     for node in graph:

@@ -25,7 +25,7 @@ def insert(
 ) -> ir.Value:
     """Insert a node before the node `where`, or at the end of the graph `where`. Return its first output.
 
-    Its outputs get `names`; an empty name omits one. Its own name is the first of them plus `suffix`.
+    `names` are the outputs' names; an empty name omits an output. The node's own name is the first name plus `suffix`.
     """
     node = ir.node(
         kind,
@@ -98,8 +98,8 @@ def next_node(value: ir.Value, kind: str) -> ir.Node:
 
 
 def ancestors(*values: ir.Value, given: Collection[ir.Value] = ()) -> Iterator[ir.Node]:
-    """Yield all nodes that compute `values`, directly or indirectly, nearest first. Nodes that only serve to compute the
-    values in `given` are left out."""
+    """Yield all nodes that compute `values`, directly or not, nearest first. Nodes that are only needed for values
+    in `given` are left out."""
     queue, seen = [each for each in values if each not in given], {*values, *given}
     while queue:
         node = queue.pop(0).producer()
@@ -141,8 +141,8 @@ def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
 def part(
     graph: ir.Graph, whole: ir.Value, name: str, shape: Sequence[int], first: int = 0
 ) -> ir.Value:
-    """Add an initializer that shares bytes of the initializer `whole`: those that begin at index `first` of its first
-    axis."""
+    """Add an initializer that shares bytes of another initializer, `whole`. The bytes begin at index `first` of the
+    first axis of `whole`."""
     tensor = whole.const_value
     assert isinstance(tensor, ir.ExternalTensor)
     row = tensor.nbytes // tensor.shape.numpy()[0]
@@ -166,7 +166,7 @@ def initializer(
     shape: Sequence[int] | None = None,
     data: ir.TensorProtocol | None = None,
 ) -> ir.Value:
-    """Add an initializer: either `data`, or a dtype and shape whose data is written later."""
+    """Add an initializer with `data`, or with only a dtype and a shape if its data is written later."""
     value = ir.val(name, dtype, shape, const_value=data)
     graph.initializers.add(value)
     return value

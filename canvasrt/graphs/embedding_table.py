@@ -25,8 +25,8 @@ from canvasrt.graphs.edit import (
 )
 from canvasrt.graphs.names import TABLE_SCALE, TABLE_VALUES
 
-# A small table is split into PIECES pieces, or fewer, so that a piece has at least LEAST_BYTES. (More pieces would only
-# add work: the sum of their results.) In a large table, TABLE_PIECE_BYTES limits a piece.
+# A small table is split into PIECES pieces, or into fewer if these would be smaller than LEAST_BYTES. (More pieces
+# would only add work: the sum of their results.) In a large table, TABLE_PIECE_BYTES limits a piece.
 PIECES, LEAST_BYTES = 8, 1 << 20
 
 
@@ -59,7 +59,7 @@ def split_table(model: ir.Model) -> bool:
     """Multiply by an INT8 table in pieces, so that only one piece is in float32 at a time. Return False if there is no
     such table.
 
-    The graph is edited in place. Pieces share the table's bytes. Looking up rows then dequantizes only these rows.
+    The graph is edited in place. Pieces share the table's bytes. A lookup dequantizes only the rows that it reads.
     """
     stored = model.graph.initializers
     if TABLE_VALUES not in stored:
@@ -127,8 +127,9 @@ class _Pieces:
     def _dequantized(self, before: ir.Node, use: str) -> Iterator[ir.Value]:
         """Dequantize the pieces one after another, before a node that multiplies by the table.
 
-        The two products share the codes, which are then mapped only once. But each product has its own initializers for
-        the scales: if these were shared, ONNX Runtime would keep the first product's dequantized pieces for the second.
+        The two products share the codes, so the codes are memory-mapped only once. But each product has its own
+        initializers for the scales. If scales were shared, ONNX Runtime would keep the first product's dequantized
+        pieces for the second.
         """
         for number, (first, last) in enumerate(self._bounds):
             name = f"{TABLE_SCALE}.{use}_{number}"

@@ -43,7 +43,7 @@ def load(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
     """Load a graph. Return the graph, its weights in file order, and weight name → file for weights outside the graph's
     own weight file.
 
-    If any initializer is external data, those inside the graph file are constants: they stay there and are not
+    If any initializer is external data, initializers inside the graph file are constants: they stay there and are not
     returned.
     """
     model = ir.load(source)
@@ -78,8 +78,8 @@ def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
 
 
 def mapped(tensor: ir.TensorProtocol) -> np.ndarray:
-    """Return a tensor's bytes. External data is memory-mapped, even from a file with several hard links, which bundles
-    have and onnx_ir refuses."""
+    """Return a tensor's bytes. External data is memory-mapped, even from a file with several hard links. Bundles have
+    such files, and onnx_ir refuses them."""
     if not isinstance(tensor, ir.ExternalTensor):
         return np.frombuffer(tensor.tobytes(), np.uint8)
     size = int(tensor.length if tensor.length is not None else tensor.nbytes)
@@ -87,13 +87,14 @@ def mapped(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """Return a tensor of whole bytes per number as an array of its dtype and shape, mapped like `mapped`."""
+    """Return a tensor as an array of its dtype and shape, memory-mapped as by `mapped`. Its numbers must take whole
+    bytes."""
     return mapped(tensor).view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
 
 
 def write(model: ir.Model, weights: Iterable[tuple[Stored, str | None]], file: Path) -> None:
     """Write a graph to `file`, and each weight to a file next to it, one after another. A weight comes with its file's
-    name; None stands for the file that is named like `file` but ends with `.bin`, which is always written."""
+    name, or None for the default file, which is named like `file` but ends with `.bin` and is always written."""
     own = file.with_suffix(".bin").name
     with contextlib.ExitStack() as stack:
         files = {own: stack.enter_context((file.parent / own).open("wb"))}

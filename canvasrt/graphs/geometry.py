@@ -1,6 +1,6 @@
 """Moves masks, rotations and sizes, which only depend on positions, to a graph that runs once per block.
 
-Without that graph, a quarter of a small model's body nodes would compute these values again in every pass.
+In a small model, a quarter of the body nodes would otherwise compute these values again in every pass.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
 
 
 class _Geometry:
-    """The new graph. Equal nodes of several bodies are merged."""
+    """The new graph. Identical nodes of several bodies are merged."""
 
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []
@@ -58,8 +58,8 @@ class _Geometry:
         self._made: dict[tuple[object, ...], ir.Node] = {}
 
     def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
-        """Add a body's nodes that depend on positions alone. Return a mapping: each of their values that the rest of
-        the body reads → the equal value in this graph."""
+        """Add a body's nodes that depend on positions alone. Return a mapping from each value that the rest
+        of the body reads from them to the equal value in this graph."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
         here: dict[ir.Value, ir.Value] = {}

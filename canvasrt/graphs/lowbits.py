@@ -1,4 +1,4 @@
-"""Packed numbers in NumPy: codes of few bits, which scales multiply, and bfloat16.
+"""Packed numbers in NumPy: codes of few bits with scales, and bfloat16.
 
 Codes are stored as uint8: one 8-bit code per byte, or two 4-bit codes, the first of them in the low four bits.
 """

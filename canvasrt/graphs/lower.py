@@ -1,8 +1,9 @@
 """Lowers graphs for ONNX Runtime on a CPU: all values are float32, and rounded exactly as in the quantized graph.
 
 A CPU multiplies neither bfloat16 nor most quantized formats. So the lowered graph has dequantized weights, and rounds
-activations to the same numbers in the same places. INT4 weights stay packed; a function in the graph unpacks them,
-until `nbits` and `cpu_experts` replace it by MatMulNBits. Weights are streamed: only a piece is in memory at a time.
+activations to the same numbers in the same places. INT4 weights stay packed, and a function in the graph unpacks
+them. Later, `nbits` and `cpu_experts` replace this function by MatMulNBits. Weights are streamed: only a piece is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _PARTS = (VALUES, BLOCK_SCALES, SCALE, FACTOR)
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# How many numbers are converted to float32 at a time, and how many bytes of signed INT4 codes to unsigned codes.
+# How many numbers at a time are converted to float32, and how many bytes of INT4 codes at a time become unsigned.
 _PIECE = 1 << 22
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` to `out` in a form that ONNX Runtime runs on a CPU, and its weight files, whose names
-    do not change, next to `out`.
+    """Write the graph file `source` to `out` in a form that ONNX Runtime runs on a CPU. Its weight files are written
+    next to `out`, under the same names.
 
-    Inputs and outputs keep their names; those in bfloat16 and E4M3 become float32. An embedding table in INT8 stays so.
+    Inputs and outputs keep their names, but bfloat16 and E4M3 become float32. An INT8 embedding table stays INT8.
     """
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
@@ -127,8 +128,8 @@ class _Weight:
 
 
 def _multiplication(value: ir.Value) -> ir.Node | None:
-    """Return the node that multiplies a matrix product by `value`, a scale or factor of its weight; None if there is
-    none. The graph may reshape the value first."""
+    """Return the node that multiplies a matrix product by `value`, the scale or factor of the product's weight. Return
+    None if there is no such node. The graph may reshape the value first."""
     for node in value.consumers():
         if node.op_type == "Reshape":
             return _multiplication(node.outputs[0])
@@ -167,7 +168,7 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Each row is rounded by itself, so the rounding is moved before a gather, whose input has fewer rows. The experts
+    Each row is rounded by itself, so rounding can be moved before a gather, where there are fewer rows. The experts
     then keep the form that `cpu_experts.split_experts` expects.
     """
     for node in list(graph):
@@ -198,8 +199,8 @@ def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) 
 
 
 def _dequantized(codes: ir.Value, cast: bool) -> ir.Value:
-    """Return the output of the only node that reads `codes`, a DequantizeLinear; with `cast`, that of the cast that
-    follows it, if there is one."""
+    """Return the output of the DequantizeLinear that reads `codes`, which has no other reader. If `cast` is true and a
+    cast follows, return the cast's output instead."""
     (dequantize,) = codes.consumers()
     wide = dequantize.outputs[0]
     users = wide.consumers()

@@ -23,7 +23,7 @@ def with_logits(model: ir.Model) -> ir.Model:
 
 
 def _source(value: ir.Value | None) -> str | None:
-    """Return the name of the graph input from which a value was reshaped; the value's own name if it is an input."""
+    """Return the name of the graph input from which a value was reshaped. If the value is an input, return its name."""
     while value is not None and (node := value.producer()) is not None and node.inputs:
         value = node.inputs[0]
     return value.name if value is not None else None

@@ -49,8 +49,8 @@ _TENSORRT = "trt"
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     """Replace weights of `model` by quantized ones, in place. `forms`: initializer name → form.
 
-    A weight `w` is replaced by initializers without data: those of `w.values`, `w.scale`, `w.input_scale`,
-    `w.block_scales` and `w.factor` that its form has. `stored_parts` yields the data. If weights of one format share an
+    A weight `w` is replaced by initializers without data: `w.values` and, if its form has them, `w.scale`,
+    `w.input_scale`, `w.block_scales` and `w.factor`. `stored_parts` yields the data. If weights of one format share an
     input, that input is quantized once, with the first weight's `input_scale`. If only the table's products are
     quantized, they use a quantized copy named `projection`, and the table is kept for lookups.
 
@@ -159,7 +159,7 @@ class _Table(_Quantized):
     def rewrite(self) -> None:
         """Let the products use the dequantized table, and dequantize looked-up rows separately.
 
-        Before the lookup, rows are dequantized by a scale of 1; after it, they are scaled. So TensorRT looks up rows of
+        Rows are dequantized with a scale of 1 before the lookup, and scaled after it. So TensorRT looks up rows of
         codes. If rows were scaled before the lookup, TensorRT would write the whole dequantized table to memory.
         """
         first = self.graph[0]

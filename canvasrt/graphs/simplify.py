@@ -1,7 +1,7 @@
-"""Rewrites layers to fewer nodes for a CPU, because the overhead of nodes dominates a small model's time.
+"""Rewrites layers to fewer nodes for a CPU, because a small model spends most of its time on per-node overhead.
 
-ONNX Runtime merges nodes that have the same operator and the same inputs. So if all layers use equal nodes for their
-masks and sizes, these are computed once.
+ONNX Runtime merges nodes that have the same operator and the same inputs. So if all layers use identical nodes for
+their masks and sizes, these are computed once.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _share_lengths(graph: ir.Graph) -> None:
 
 
 def _share_phase(graph: ir.Graph) -> None:
-    """Expand the phase, `causal`, to one value per token. With this value, each layer selects its encoder or decoder
-    scalar. Layers share everything except this selection."""
+    """Expand the phase, `causal`, to one value per token. All layers share the expanded phase, with which each selects
+    its encoder or decoder scalar."""
     for choice in graph_input(graph, "causal").consumers():
         if choice.op_type != "Where":
             continue
@@ -235,8 +235,8 @@ def _rotation(op: Any, x: ir.Value, cos: ir.Value, **_: ir.Value) -> ir.Value:
 
 
 def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
-    """Return the angles `[B, L, head_dim / 2]` from which `turn` is computed: they are concatenated with themselves,
-    then `turn` is their cosine or sine, possibly cast. Return None if `turn` is computed differently."""
+    """If `turn` is the cosine or sine (`kind`), possibly cast, of angles that are concatenated with themselves, return
+    these angles `[B, L, head_dim / 2]`. Return None if `turn` is computed differently."""
     node = turn.producer()
     if node is not None and node.op_type == "Cast":
         node = input_of(node).producer()

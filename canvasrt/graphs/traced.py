@@ -1,5 +1,5 @@
-"""Turns traced graphs into the graphs that an export writes: clears what torch's tracer leaves, and joins single-layer
-graphs into the graph of a segment.
+"""Turns traced graphs into the graphs that an export writes: removes the metadata of torch's tracer, and joins
+single-layer graphs into the graph of a segment.
 
 Tracing a layer takes seconds, and layers of one kind have equal graphs. So each kind is traced once, and copied.
 """
@@ -22,7 +22,7 @@ _MODULE = re.compile(r"[a-z][\w.]*$")
 
 
 def clean(model: ir.Model) -> None:
-    """Name nodes after their modules, and remove metadata: its stack traces would make files machine-dependent."""
+    """Name nodes after their modules, and remove metadata, whose stack traces would make files machine-dependent."""
     graph = model.graph
     for node in graph.all_nodes():
         node.name = _scoped_name(node)
@@ -148,8 +148,8 @@ def _rename(graph: ir.Graph, number: int) -> None:
 
 
 def _node_name(name: str, number: int) -> str:
-    """Return a node's name in the chain. For a node of a module, the name starts with the module's name,
-    `layers.<number>.…`; for any other node, with `layer_<number>/`."""
+    """Return a node's name in the chain. It starts with the module's name, `layers.<number>.…`, if the node belongs to
+    a module, and with `layer_<number>/` otherwise."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

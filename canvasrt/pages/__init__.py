@@ -37,7 +37,7 @@ def section(
     last_is_total: bool = False,
     empty: str = "",
 ) -> Json:
-    """Return a section. `plot` is SVG; a table is a pair of heads and rows; `empty` replaces a table without rows."""
+    """Return a section. `plot` is SVG; a table is a pair `(heads, rows)`; `empty` replaces a table without rows."""
     return {
         "title": title,
         "note": note,

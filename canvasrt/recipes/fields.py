@@ -136,7 +136,7 @@ class Fields:
         value = self.take(key, default)
         if value is None:
             return default
-        if isinstance(value, str):  # PyYAML takes 1e-3, which has no point, for a string
+        if isinstance(value, str):  # PyYAML reads 1e-3 as a string, because it has no point
             with contextlib.suppress(ValueError):
                 value = float(value)
         number = isinstance(value, int | float) and not isinstance(value, bool)

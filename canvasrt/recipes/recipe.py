@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A pattern of weights that stay in the graph's own precision, and the reason."""
+    """A pattern of weights that keep the graph's precision, and the reason."""
 
     pattern: str
     why: str
@@ -118,12 +118,13 @@ class Recipe:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the recipe needs prompts to calibrate scales of inputs or of the cache."""
+        """Whether scales of inputs or of the cache must be calibrated with prompts."""
         formats = {rule.choice.format for rule in self.rules}
         return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
     def suits(self, target: Target) -> bool:
-        """Return whether the recipe supports a target. Every recipe supports a CPU, which runs lowered graphs."""
+        """Return whether the recipe supports a target. Every recipe supports a CPU, because graphs for a CPU dequantize
+        the formats that it cannot multiply."""
         return target.capability is None or target.name in self.targets
 
     def formats(self, config: ModelConfig) -> dict[str, Choice]:
@@ -164,12 +165,12 @@ class Recipe:
             if name == TABLE and (choice.weights, choice.method) != ("per_tensor", "max"):
                 raise self._wrong(
                     f"{name} has scales: {choice.weights} and method: {choice.method}",
-                    "leave both out: it has one scale, because one of its two products sums over the tokens",
+                    "leave both out: the table has one scale, because one of its two products sums over the vocabulary",
                 )
             chosen[name] = choice
         if not chosen:
             raise self._wrong(
-                "quantizes nothing: everything that its rules match is excluded",
+                "quantizes nothing, because everything that its rules match is excluded",
                 "take something out of `excluded`, or build with --precision bf16",
             )
         return chosen
@@ -294,7 +295,7 @@ def _choice(item: Fields) -> Choice:
     item.allow("weights", "why")
     item.finish()
     if format.blocks and scales == "per_channel":
-        raise item.wrong("scales", f"left out: {format.name} has {format.blocks_text}", scales)
+        raise item.wrong("scales", f"left out ({format.name} has {format.blocks_text})", scales)
     return Choice(format.name, scales, method)
 
 
@@ -329,6 +330,6 @@ def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
             lacks = next(each for each in formats if each not in target.precisions)
             raise recipe._wrong(
                 f"targets lists {name}, which does not support {lacks}",
-                f"targets with {' and '.join(formats)}: {', '.join(able)}",
+                f"targets that support {' and '.join(formats)}: {', '.join(able)}",
             )
     return tuple(named or able)

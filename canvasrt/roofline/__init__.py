@@ -1,4 +1,4 @@
-"""Predicts pass times from engines' kernel lists, by the bytes that kernels move and the operations that they compute.
+"""Predicts how long passes take, from the bytes that the engines' kernels move and the operations that they compute.
 
 Nothing here runs on a GPU; all times are predictions.
 """

@@ -1,8 +1,8 @@
 """The bytes and operations of a kernel whose sizes are known. These are pure functions over the kernel list.
 
 Bytes: each byte that a kernel reads or writes counts once, as if nothing stayed in caches between kernels. For gathers
-and slices, only the elements that they read count. Operations: two per multiply-add in a product; in all other kernels,
-one per element and step that the kernel's name lists.
+and slices, only the elements that they read count. Operations: a product counts two per multiply-add. Every other
+kernel counts one per element for each step in its name.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
     "Half": "bf16",
     "Float": "fp32",
 }
-# Format → a part of the names of the tensor-core instructions that multiply it. Instructions without such a part
-# multiply 16-bit numbers.
+# Format → a substring of the names of the tensor-core instructions that multiply it. Instructions with no such
+# substring multiply 16-bit numbers.
 _INSTRUCTIONS = {"fp4": "mxf4nvf4", "fp8": ".e4m3."}
 # Kinds of our own kernels, which run between engines: they sort rows by expert, quantize rows, or multiply sorted rows.
-# The tactic of a sorted product is its tensor-core instruction.
+# A sorted product's `tactic` is its tensor-core instruction.
 ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT = "row sort", "row rounding", "sorted product"
 # Myelin, TensorRT's compiler, names fused kernels by their steps, such as `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
-# Entries that do not run on the GPU: shape arithmetic and memory bookkeeping.
+# Kinds that do not run on the GPU: shape arithmetic and memory bookkeeping.
 _HOST = ("shape_call", "allocate", "deallocate")
 
 
@@ -173,7 +173,7 @@ def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter writes only its updates. These are its largest input, apart from the tensor that it updates.
+            # A scatter writes only its updates, which are its largest input besides the tensor that it changes.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

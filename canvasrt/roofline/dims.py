@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 Dim = int | str
-# Stands for a size that the builder prints as −1, if no formula for it was found.
+# A size that the builder prints as −1 and for which no formula was found.
 UNKNOWN = "?"
 
 
 def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """Return the number that `dim` is at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
+    """Return the value of `dim` at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
     if isinstance(dim, int):
         return dim
     return sum(_product(term, sizes) for term in dim.split("+"))

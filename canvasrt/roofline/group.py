@@ -1,7 +1,7 @@
 """Assigns kernels to layers and parts of the network by the names of their graph nodes.
 
-The export names a node after its module, such as `layers.2.attention/node_mul_141`, and a quantized product after its
-weight, such as `layers.2.experts.gate_up/product`.
+The export names a node after its module, for example `layers.2.attention/node_mul_141`. It names a quantized product
+after its weight, for example `layers.2.experts.gate_up/product`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def place_of(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
         return Place(None, OTHER)
     product = is_product(kernel) or is_attention(kernel)
     if product or "Exp" in step_names(kernel):
-        # A layer's kernel remains that layer's even if masks, which belong to no layer, are fused into it.
+        # A layer's kernel still belongs to the layer if masks, which belong to no layer, are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
     # The place with the most nodes wins. In a tie, norms win over masks, and every other part wins over norms.
     losers = (MASKS, NORMS)

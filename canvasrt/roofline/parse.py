@@ -27,8 +27,8 @@ _OLD_DTYPES = {"FP32": "Float", "FP16": "Half", "BF16": "BFloat16"}
 _OLD_DTYPE = re.compile(r"\b(?:BF|FP|Int)\d+\b")
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Suffixes of names: the profile's number, except in the first profile, and the numbers that Myelin, TensorRT's
-# compiler, adds.
+# Suffixes of names: the profile's number, which the first profile omits; and numbers that TensorRT's compiler, Myelin,
+# adds.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 
@@ -99,7 +99,7 @@ def _program(kernel: Kernel) -> str | None:
 
 
 def _kernel(line: str) -> tuple[Kernel, int | None]:
-    """Return a line's kernel, and the number of the profile that the line states; None if it states none."""
+    """Return the kernel in a line, and the number of its profile, or None if the line states no profile."""
     profile = _PROFILE.search(line)
     found = _KERNEL.match(_PROFILE.sub("", line))
     if found is None:

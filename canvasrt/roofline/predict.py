@@ -48,8 +48,8 @@ class CallSizes:
         With `shared`, every expert's first product takes all tokens.
         """
         widths = (*passes.widths, max(passes.widths[-1], in_units(self.context)))
-        # The experts must compute one row per token and chosen expert. With even routing, every expert's last block of
-        # sorted rows is half empty on average.
+        # The experts must compute one row per token for each expert that the token is routed to. With even routing,
+        # every expert's last block of sorted rows is half empty on average.
         routed = self.batch * self.length * model.top_k_experts
         half_blocks = min(routed, model.num_experts) * BLOCK_ROWS // 2
         return {
@@ -138,7 +138,7 @@ class Predictor:
 
     def encode(self, gpu: GpuRates, context: int, length: int | None = None) -> PredictedPass:
         """Return a pass that encodes one request's finished canvas, or `length` tokens, through the body segments."""
-        # The narrowest width: in wider passes, the shortest lengths are padded.
+        # At the narrowest width, because wider passes pad the shortest lengths.
         shape = self.passes.encode(length or self.passes.canvas, self.passes.widths[0])
         sizes = CallSizes(1, shape.length, context, shape.capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
@@ -171,7 +171,7 @@ class Predictor:
         if most and not least <= capacity <= most:
             raise UsageError(
                 f"{capacity} slots per expert do not suit a pass of {tokens} tokens",
-                f"give at least {least}, which even routing fills, and at most {most}",
+                f"give at least {least} (enough for even routing), and at most {most}",
             )
 
     def _rows(self, batch: int) -> int:
@@ -207,9 +207,9 @@ class Predictor:
             if picked is not None:
                 return self.lists[segment][profiles[picked]["name"]], dims
         raise UsageError(
-            f"the engines take no pass of batch {sizes.batch} with {sizes.length} tokens and {sizes.context} cached ones"
-            f" per request, and {sizes.capacity} slots per expert",
-            f"they take up to batch {self.passes.batch}, and {self.passes.widths[-1]} cached tokens",
+            f"the engines accept no pass of batch {sizes.batch} with {sizes.length} tokens and {sizes.context} cached"
+            f" tokens per request, and {sizes.capacity} slots per expert",
+            f"they accept batches of up to {self.passes.batch}, and up to {self.passes.widths[-1]} cached tokens",
         )
 
     def _floor(self, made: PredictedPass, gpu: GpuRates) -> float:

@@ -1,4 +1,4 @@
-"""Each GPU's bandwidth and dense rates of matrix products, quoted from NVIDIA's documents but not measured."""
+"""Every GPU's bandwidth and dense matrix-product rates, as stated in NVIDIA's documents; they are not measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GpuRates:
     """`bandwidth` is in bytes per second, `rates` in dense operations per second by the operands' format.
 
     Products of bf16, fp8 and fp4 accumulate in fp32. Products in a format without a rate run in the next wider format.
-    `reached` and `arithmetic` are the shares of bandwidth and rates that kernels are assumed to reach.
+    Kernels are assumed to reach the share `reached` of the bandwidth and the share `arithmetic` of the rates.
     """
 
     name: str
@@ -56,7 +56,8 @@ class GpuRates:
         return max(moved / self.bytes_per_second(), computing) + self.launch
 
 
-# Format → the formats whose rate applies to its products: the format itself, then wider ones for GPUs without its rate.
+# Format → the formats in which its products can run: the format itself, then wider formats for GPUs that have no rate
+# for it.
 _WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if each.rates} | {
     "bf16": ("bf16",),
     "fp32": ("fp32",),
@@ -159,7 +160,7 @@ def named(device: str) -> str | None:
 
 
 def _model(name: str) -> set[str]:
-    """Return the words of a GPU's name that occur in every driver's name for it."""
+    """Return the words of a GPU's name that drivers also use."""
     model = re.sub(r"GeForce|Blackwell.*|SXM.*|\(.*", "", name)
     return set(model.lower().split())
 
@@ -168,9 +169,9 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench floor -o FILE` measured.
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a
-    matrix product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. If the file has
-    no time for a launch, the guessed time is used. Raises CanvasError for a file without rates, and UsageError for
-    rates of another GPU in the table. Rates of a GPU that is not in the table are accepted.
+    matrix product in bf16 or FP8, divided by its peak, is the share of the peak that every format is assumed to reach.
+    If the file has no time for a launch, the guessed time is used. Raises CanvasError for a file without rates, and
+    UsageError for rates of another GPU in the table. Rates of a GPU that is not in the table are accepted.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -16,8 +16,8 @@ from canvasrt.targets import find_target
 from canvasrt.types import Json
 
 _NOTE = (
-    "A prediction, not a measurement. Each kernel takes the longer of its bytes at the bandwidth and its operations at"
-    " their format's rate, plus a launch. Kernels run one after another, and caches are ignored."
+    "A prediction, not a measurement. A kernel takes as long as moving its bytes or computing its operations, whichever"
+    " is longer, plus a launch. Kernels run one after another, and caches are ignored."
 )
 BATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -63,7 +63,7 @@ def rows_text(experts: str, capacity: int) -> str:
 
 
 def _foreign(predictor: Predictor, gpu: GpuRates) -> str:
-    """Return a warning if the engines do not run on the predicted GPU; else an empty string."""
+    """Return a warning if the engines do not run on `gpu`; else an empty string."""
     own = predictor.capabilities
     there = find_target(name_of(gpu)).capability_text
     if not own or there in own.split(", "):

@@ -28,7 +28,7 @@ def resolve_sizes(
     for kernel in filter(is_attention, kernels):
         resolver.see_attention(kernel)
     found = [resolver.kernel(kernel) for kernel in kernels]
-    # Kernels are resolved twice, because some tensors are only recognised when a later kernel reads them.
+    # Kernels are resolved twice, because some tensors are recognized only when a later kernel reads them.
     return [resolver.kernel(kernel) for kernel in found]
 
 
@@ -106,8 +106,7 @@ class _Resolver:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return tensor name → how many of its elements a kernel's gathers and slices read, for each tensor that nothing
-    else in the kernel reads."""
+    """Return tensor name → number of elements read, for all tensors that a kernel reads only by gathers and slices."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}

@@ -33,7 +33,8 @@ def heading(data: Json) -> list[str]:
 
 
 def sections(data: Json, drawn: Mapping[str, str] = MappingProxyType({})) -> Iterator[Json]:
-    """Yield the sections about both passes and about how denoising times grow. `drawn` has the plots by name."""
+    """Yield the sections about both passes, and about how the time of a denoising pass grows. `drawn` maps names to
+    plots."""
     experts = data["sizes"]["experts"]
     for kind, made in data["passes"].items():
         note = _pass_note(made, experts)
@@ -90,7 +91,7 @@ def _groups(made: Json) -> Any:
 
 
 def _segments(made: Json) -> Any:
-    """Return the table of segments, followed by their sum."""
+    """Return the table of segments, with their sum in the last row."""
     sums = {name: sum(each[name] for each in made["segments"]) for name in _SUMMED}
     columns = {
         "segment": lambda each: each["segment"],

@@ -1,7 +1,7 @@
 """The shapes of a parsed network's tensors, as formulas of its dynamic dimensions.
 
-The builder prints sizes that depend on the call as −1. The network can compute them once its inputs have sizes, so it
-is evaluated at all combinations of two sizes per dimension. Every size is a sum of products of dimensions, so these
+The builder prints sizes that depend on the call as −1. TensorRT can compute them when the network's inputs have sizes,
+so two sizes per dimension are tried, in all combinations. Every size is a sum of products of dimensions, so these
 samples determine its formula.
 """
 
@@ -18,7 +18,7 @@ from canvasrt.roofline.dims import UNKNOWN, Dim, evaluate, from_terms, names_in
 Dims = tuple[Dim, ...]
 
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Two sizes to try for every dimension, which do not occur in real models, and a third size to check the formula.
+# Two sizes to try for every dimension, and a third size to check the formula. They do not occur in real models.
 _LOW, _HIGH, _CHECK = 3, 4, 7
 
 

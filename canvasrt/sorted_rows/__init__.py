@@ -1,1 +1,1 @@
-"""Computes experts by our own kernels, which run between a segment's engines, on rows sorted by expert."""
+"""Computes experts with our own kernels, which run between a segment's engines and take rows sorted by expert."""

@@ -48,7 +48,7 @@ class CompiledKernel:
 
 
 def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKernel:
-    """Compile one kernel. Raises CanvasError if Triton the language is not installed."""
+    """Compile one kernel. Raises CanvasError if the Triton language is not installed."""
     triton = require("triton", "sorted")
     compiler, backends = (
         require("triton.compiler", "sorted"),
@@ -87,7 +87,7 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     if count != len(types) + 2 or made.metadata.global_scratch_size:
         raise CanvasError(
             f"triton {triton.__version__} compiles kernels with {count} parameters, not {len(types) + 2}",
-            "install the version of constraints.txt: pip install -c constraints.txt triton",
+            "install the version in constraints.txt: pip install -c constraints.txt triton",
         )
     return CompiledKernel(
         made.asm["cubin"],

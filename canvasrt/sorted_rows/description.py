@@ -1,4 +1,4 @@
-"""Describes a segment in pieces: its engines, its experts' weights, and the kernels between the engines.
+"""Describes a segment that is cut into pieces: its engines, its experts' weights, and the kernels between the engines.
 
 The segment's file is JSON; see `SortedSegment`. It names the other files, which are in the same folder.
 """
@@ -19,7 +19,7 @@ from canvasrt.pass_shapes import BLOCK_ROWS
 SORTED_SUFFIX = ".sorted.json"
 # How many outputs of a product one program computes. A program is one block of a kernel's threads.
 PROGRAM_OUTPUTS = 64
-# Weight format → the number that selects it in kernels. None stands for unquantized weights, in the activations' dtype.
+# Weight format → the number that selects it in kernels. None means unquantized weights, in the activations' dtype.
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Formats whose products take quantized rows.
 ROUNDED = ("fp8", "nvfp4")
@@ -226,7 +226,8 @@ def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
 def inputs_per_step(form: KernelForm) -> int:
     """Return how many inputs a product takes per step. INT4 stores a step's first half in the low bits of bytes.
 
-    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows or blocks that no step divides.
+    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows or blocks that cannot be divided into
+    steps.
     """
     if form.format not in FORMS:
         raise CanvasError(

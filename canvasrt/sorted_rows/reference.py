@@ -1,4 +1,4 @@
-"""Computes experts in NumPy, and compares the results with our kernels' on the GPU that will run these kernels."""
+"""Computes experts in NumPy, to check our kernels' results on the GPU that will run the kernels."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class GraphExperts:
 def in_steps(codes: Bytes, width: int, step: int) -> Bytes:
     """Repack rows of `width` INT4 codes, so that a byte has one code from each half of a step, not two neighbours.
 
-    A step is the `step` inputs that the kernel multiplies at a time. The kernel finds the codes of their first half in
-    the low bits, and those of the second half in the high bits.
+    A step is the `step` inputs that the kernel multiplies at a time. The low bits of bytes hold the codes of a step's
+    first half, and the high bits the codes of its second half.
     """
     pairs = codes.reshape(-1, width // 2)
     each = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, width // step, 2, step // 2)

@@ -1,8 +1,8 @@
-"""Products over rows sorted by expert, in Triton the language (not the server of that name).
+"""Products over rows sorted by expert, in the Triton language (not Triton the server).
 
-A row is one token for one of its experts. An expert's rows fill blocks of `BLOCK` rows, in token order; the last block
-may be partly empty. A program computes some outputs for one block's rows, and always adds in the same order. So a row's
-result does not depend on other rows.
+A row holds one token for one of the experts that it is routed to. An expert's rows fill blocks of `BLOCK` rows, in
+token order; the last block may be partly empty. A program computes some outputs for one block's rows, and always adds
+in the same order. So a row's result does not depend on other rows.
 """
 
 # Arguments have no annotations, because kernels are compiled separately for each type.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 stands for unquantized weights.
+# The numbers of weight formats in `FORMS`; a kernel is compiled for one of them. 0 means unquantized weights.
 _INT4, _FP8, _NVFP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _LARGEST_E4M3, _LARGEST_E2M1 = tl.constexpr(448.0), tl.constexpr(6.0)
 # How many numbers share a scale in NVFP4.
@@ -207,8 +207,8 @@ def _store_nvfp4(
 
 @triton.jit
 def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr):
-    """Round `x` `[T, D]` to NVFP4; `scale` is the scale of all of `x`. Program (b, n) rounds OUT columns, from n · OUT
-    on, of BLOCK rows, from b · BLOCK on.
+    """Round `x` `[T, D]` to NVFP4; `scale` is the scale of all of `x`. Program (b, n) rounds BLOCK rows from row b ·
+    BLOCK, and of these, OUT columns from column n · OUT.
 
     codes: two per byte, `[T, D / 2]`, followed by the blocks' scales in E4M3, `[T, D / 16]`.
     """
@@ -225,7 +225,7 @@ def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OU
 def _gelu(x):
     """Return GELU in its tanh form, in float32."""
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    # tanh, written so that neither end overflows to NaN.
+    # A form of tanh that does not overflow to NaN at either end.
     return 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
 
 
@@ -247,13 +247,13 @@ def gate_up(
 ):  # fmt: skip
     """Compute the experts' inner states: `gelu(x · gateᵀ) * (x · upᵀ)`.
 
-    Program (b, n) computes OUT outputs, from n · OUT on, for block b's rows.
+    Program (b, n) computes OUT outputs from output n · OUT, for the rows of block b.
 
     x: `[T, D]`, in E4M3 if the weights are in FP8; for NVFP4, what `round_rows` writes.
     values: weights `[E, 2 · F, D]`, gates first. A byte has two INT4 codes as in `in_steps`, or two adjacent NVFP4
     codes.
     blocks: scales of the weights' blocks. INT4: `[E, 2 · F, D / SCALED]`. NVFP4: bits of E4M3, `[E, 2 · F, D / 16]`.
-    scales: for FP8 and NVFP4, float32 `[E, 2 · F]`, already multiplied by the input's scale.
+    scales: for FP8 and NVFP4, the weights' scales times the input's scale, float32 `[E, 2 · F]`.
     inner: the result `[blocks, BLOCK, F]`, in NEXT, the next product's format: for FP8, rounded with `inner_scale`; for
     NVFP4, rounded as by `round_rows`.
     UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.

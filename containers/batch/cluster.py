@@ -1,5 +1,4 @@
-"""Answers requests on a Ray cluster, with actors that each open the bundle. If an actor dies, the others take over
-its requests."""
+"""Answers requests on a Ray cluster. Every actor opens the bundle; if an actor dies, others take over its requests."""
 
 from __future__ import annotations
 
@@ -77,7 +76,9 @@ class _Actor:
     def __init__(self, path: Path, threads: int | None, digest: str) -> None:
         self._local = Local(path, threads)
         if self._local.digest != digest:
-            raise CanvasError(f"{path} differs between machines", "copy one bundle to all")
+            raise CanvasError(
+                f"{path} is not the same on all machines", "copy the same bundle to every machine"
+            )
         self._opened: asyncio.Task[Local] | None = None
 
     async def ask(self, line: Line) -> tuple[Any, ...]:

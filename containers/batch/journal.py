@@ -57,7 +57,7 @@ class Journal:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        # Without answers there is nothing to resume, and nothing should refuse other work.
+        # A journal without answers has nothing to resume, and would only block other batches.
         if self._is_alone and not self._places:
             self._outputs.journal.unlink(missing_ok=True)
         self._file.close()
@@ -180,7 +180,7 @@ class Journal:
 
     def _foreign(self) -> CanvasError:
         return CanvasError(
-            f"{self._outputs.journal} is damaged, or not a batch's",
+            f"{self._outputs.journal} is damaged, or is not the journal of a batch",
             "name another output, or remove the file to start over",
         )
 

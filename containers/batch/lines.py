@@ -62,7 +62,7 @@ class Lines(NamedTuple):
 def read_lines(file: Path, seed: int) -> Lines:
     """Return the requests of a file. A line without a seed gets one, derived from `seed` and the custom_id.
 
-    Raises CanvasError, which gives the line's number, if a line is wrong. Empty lines are skipped.
+    Skips empty lines. If a line is invalid, raises CanvasError with its line number.
     """
     data = file.read_bytes()
     found: list[Line] = []
@@ -73,7 +73,7 @@ def read_lines(file: Path, seed: int) -> Lines:
         line = _line(f"{file}, line {number}", number, text, seed)
         if (before := numbers.setdefault(line.custom_id, number)) != number:
             raise CanvasError(
-                f"{file}, line {number} has the custom_id {line.custom_id!r} of line {before}",
+                f"{file}, line {number} has the same custom_id as line {before}: {line.custom_id!r}",
                 "give every line a different custom_id",
             )
         found.append(line)
@@ -86,7 +86,9 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
     given = _parsed(where, text)
     custom_id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise CanvasError(f"{where} has no custom_id", "give every line a unique text as custom_id")
+        raise CanvasError(
+            f"{where} has no custom_id", "give every line a unique custom_id, as a string"
+        )
     if (method := given.get("method")) != "POST":
         raise CanvasError(f"{where}: method is {method!r}", "give POST")
     if url not in tuple(URLS):  # a tuple, because `url` may be unhashable
@@ -95,7 +97,7 @@ def _line(where: str, number: int, text: bytes, seed: int) -> Line:
         raise CanvasError(f"{where}: body is not an object", "give the request's JSON object")
     if body.get("stream"):
         raise CanvasError(
-            f"{where}: body.stream is set", "leave it out: a batch takes whole answers"
+            f"{where}: body.stream is set", "leave it out: a batch does not stream answers"
         )
     if URLS[url] and body.get("seed") in (None, -1):
         body = {**body, "seed": _seed(seed, custom_id)}

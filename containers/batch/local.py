@@ -1,4 +1,5 @@
-"""Answers requests by running a bundle in this process. Uses the front end's parsers and replies, but not Triton."""
+"""Answers requests by running a bundle in this process. Parses requests and builds replies with
+the front end's code, but without Triton."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ class Local:
                 raise self._lost
             if reply.status != 503:
                 return reply
-            await asyncio.sleep(_PAUSE)  # if the worker has failed, it calls `_lose` meanwhile
+            await asyncio.sleep(_PAUSE)  # meanwhile, a worker that has failed calls `_lose`
 
     async def _reply(self, line: Line) -> Reply:
         endpoint = _ENDPOINTS[line.url]
@@ -122,7 +123,7 @@ class Local:
                 submit()
             end = await ended.get()
             if isinstance(end, EngineError) and end.fatal:
-                self._lost = end  # perhaps the worker has not called `_lose` yet
+                self._lost = end  # the worker may not have called `_lose` yet
             if isinstance(end, BaseException):
                 raise end
         except asyncio.CancelledError:

@@ -15,13 +15,13 @@ from canvasrt.progress import report
 
 ATTEMPTS = 5  # maximum attempts at a request that fails because of the server
 _WHAT = "answering"
-# Times and cached tokens depend on when a request ran. In a batch's output they are 0.
+# These fields depend on when a request ran. In a batch's output they are 0.
 _WHEN = ("created", "created_at", "completed_at", "cached_tokens")
 _RANDOM_ID = re.compile(r"((?:chatcmpl|cmpl|resp|msg|rs|fc|call)[-_])[\w-]{16,}")
 
 
 class Reply(NamedTuple):
-    """An HTTP status and a body. If the status is None, there was no reply, and `body` is the reason."""
+    """An HTTP status and a body. Without a reply, the status is None, and `body` says why."""
 
     status: int | None
     body: Any

@@ -42,7 +42,7 @@ class _Server:
     has_told_busy: bool = False
 
     def up(self) -> None:
-        """Note that the server has answered."""
+        """Record that the server has answered."""
         self.down_since, self.rest = None, _FIRST_REST
 
     def down(self, now: float, least: float, why: str) -> None:
@@ -50,14 +50,22 @@ class _Server:
         if now >= self.rests_until:  # otherwise another request has already noted the failure
             if self.down_since is None:
                 self.down_since = now
-                _log.warning("%s is tried again later: %s", self.root, why.partition("\n")[0])
+                _log.warning(
+                    "%s is down; requests to it are retried later: %s",
+                    self.root,
+                    why.partition("\n")[0],
+                )
             self.rests_until = now + max(self.rest, least)
             self.rest = min(2 * self.rest, _LONGEST_REST)
 
     def busy(self, why: str) -> None:
-        """Tell, once, that the server refuses requests because it has too many."""
+        """Warn, only once, that the server has too many requests and refuses more."""
         if not self.has_told_busy:
-            _log.warning("%s is busy, and is asked again: %s", self.root, why.partition("\n")[0])
+            _log.warning(
+                "%s is busy; the requests that it refused are retried: %s",
+                self.root,
+                why.partition("\n")[0],
+            )
         self.has_told_busy = True
 
 
@@ -88,8 +96,8 @@ class Servers:
         """Send a line to the server that has the fewest requests, and return the reply. Retries while servers
         are down or busy.
 
-        Raises CanvasError if a server refuses the key, if Triton or a server of another protocol answers, or if all
-        servers are down for too long.
+        Raises CanvasError if a server refuses the key, if it is Triton or does not speak HTTP, or if all servers are
+        down for too long.
         """
         while True:
             server = await self._next()
@@ -99,8 +107,8 @@ class Servers:
             except (self._http.ClientSSLError, self._http.ClientResponseError) as error:
                 scheme = server.root.partition(":")[0].upper()
                 raise CanvasError(
-                    f"what answers at {server.root} does not speak {scheme} as expected: {error}",
-                    f"{PORT_HINT}, with http:// or https:// as it is served",
+                    f"the server at {server.root} does not speak {scheme}: {error}",
+                    f"{PORT_HINT}; begin the address with http:// or https://, whichever the server uses",
                 ) from error
             except self._http.ClientConnectorError as error:  # nothing was sent
                 server.down(time.monotonic(), 0.0, str(error))
@@ -130,7 +138,7 @@ class Servers:
                     f"set {KEY_VARIABLE} to one of the server's keys, and repeat the command",
                 )
             if reply.body in _TRITON_REPLIES:
-                raise CanvasError(f"what answers at {server.root} is Triton", PORT_HINT)
+                raise CanvasError(f"the server at {server.root} is Triton", PORT_HINT)
             return reply
 
     async def _next(self) -> _Server:
@@ -142,7 +150,7 @@ class Servers:
             await asyncio.sleep(min(each.rests_until for each in self._servers) - now)
 
     async def _post(self, server: _Server, line: Line) -> tuple[Reply, float]:
-        """Return a server's reply, and how many seconds its Retry-After header says to wait."""
+        """Return a server's reply, and the seconds to wait according to its Retry-After header."""
         async with self._session.post(
             server.root + line.url,
             data=line.body,
@@ -166,13 +174,13 @@ class Servers:
         begun = max((each for each in since if each is not None), default=0.0)
         if None not in since and time.monotonic() - begun > PATIENCE:
             raise CanvasError(
-                f"no server has taken a request for {PATIENCE:g} s: {why}",
-                "start one, and repeat the command: it continues from here",
+                f"all servers have been down for {PATIENCE:g} s: {why}",
+                "start a server, and repeat the command: it continues from here",
             )
 
 
 async def _read(reply: Any) -> str:
-    """Return a reply's text, decoded as UTF-8 whatever its headers say."""
+    """Return a reply's text, decoded as UTF-8 regardless of its headers."""
     data = bytearray()
     async for piece in reply.content.iter_chunked(1 << 16):
         data += piece

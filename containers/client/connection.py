@@ -12,7 +12,7 @@ from pathlib import Path
 def connection(
     secure: bool, host: str, port: int | None, timeout: float
 ) -> http.client.HTTPConnection:
-    """Return a connection, which the first request opens. SSL_CERT_FILE can name a private certificate authority."""
+    """Return a connection that the first request opens. SSL_CERT_FILE can name a private certificate authority."""
     if not secure:
         return http.client.HTTPConnection(host, port or 80, timeout=timeout)
     context = ssl.create_default_context()

@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 
 KEY_VARIABLE = "CANVASRT_API_KEY"
 _NAMES = {"max_new_tokens": "max_tokens"}
-_START = "start one with `canvasrt serve`, or give the address of one"
+_START = "start a server with `canvasrt serve`, or give the address of a running one"
 PORT_HINT = f"give the OpenAI API's port ({API_PORT} by default) with --url"
 
 
@@ -70,7 +70,7 @@ class OpenAIClient:
         end = time.monotonic() + self._timeout
         with self._reply("POST", path, body) as reply:
             for line in reply:
-                if time.monotonic() > end:  # the socket's timeout is for one line
+                if time.monotonic() > end:  # the socket's timeout limits only a single read
                     raise TimeoutError
                 data = line.decode().strip().removeprefix("data:").strip()
                 # Skip the lines of an event stream that hold no data. A reply that is not an event stream fails below.
@@ -127,15 +127,13 @@ class OpenAIClient:
                 raise self._unreachable(error) from error
             scheme = "HTTPS" if self._secure else "HTTP"
             raise CanvasError(
-                f"what answers at {self.url} does not speak {scheme}",
-                "give the OpenAI API's address with --url: http:// or https://, as it is served",
+                f"the server at {self.url} does not speak {scheme}",
+                "give the OpenAI API's address with --url; begin it with http:// or https://, whichever the server uses",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # not OpenAI's form
-            raise CanvasError(
-                f"what answers at {self.url} is not an OpenAI API", PORT_HINT
-            ) from error
+            raise CanvasError(f"the server at {self.url} has no OpenAI API", PORT_HINT) from error
         finally:
             connection.close()
 
@@ -162,7 +160,7 @@ def address(url: str | None) -> str:
 def _parts(url: str | None) -> tuple[str, str, int, str]:
     given = url or f"127.0.0.1:{API_PORT}"
     scheme, host, port = ports.split_url(given, ("http", "https"), "give http://host:port/v1")
-    # A gateway may serve the API under a path of its own.
+    # A gateway may serve the API under a longer path.
     path = urlsplit(given if "://" in given else f"//{given}").path.rstrip("/").removesuffix("/v1")
     return scheme, host, port or (443 if scheme == "https" else API_PORT), f"{path}/v1"
 

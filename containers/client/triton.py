@@ -34,7 +34,7 @@ _DIRECT = [
     ("grpc.max_send_message_length", 2**31 - 1),
     ("grpc.max_receive_message_length", 2**31 - 1),
 ]
-Replies = queue.SimpleQueue[tuple[Any, Any]]  # pairs of a result and an error, of which one is None
+Replies = queue.SimpleQueue[tuple[Any, Any]]  # pairs (result, error); one of the two is None
 
 
 class Client:
@@ -63,7 +63,7 @@ class Client:
             extra = {"channel_args": _DIRECT}
         self._client = self._module.InferenceServerClient(self.url, **extra)
         self._keep = keep_stream
-        # The open stream's queue of replies, while no request uses the stream.
+        # The queue of replies of an open stream that no request uses; otherwise None.
         self._idle: Replies | None = None
 
     def __enter__(self) -> Client:
@@ -173,8 +173,8 @@ class Client:
 
     def _foreign(self) -> CanvasError:
         return CanvasError(
-            f"what answers at {self.url} is not Triton's {self.protocol} API",
-            f"give that port ({getattr(Ports(), self.protocol)} by default) with --url, or --protocol openai for the OpenAI API's",
+            f"the server at {self.url} does not have Triton's {self.protocol} API",
+            f"give Triton's {self.protocol} port ({getattr(Ports(), self.protocol)} by default) with --url; for the OpenAI API, give --protocol openai",
         )
 
     def _unreachable(self, why: str) -> CanvasError:

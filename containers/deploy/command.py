@@ -38,7 +38,7 @@ def run_command(
         words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # also read by the health check
     for name, text in options.environment.items():
         words += ["--env", f"{name}={text}"]
-    # podman's hosts often have SELinux, under which a container reads only folders that are labelled for it.
+    # Hosts with podman often enforce SELinux, which lets a container read only folders labelled for containers.
     label = ",z" if engine.name == "podman" else ""
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}:rw{label}"]
     engines = options.engines or package.engines
@@ -79,8 +79,8 @@ def _hardening(options: DeployOptions) -> list[str]:
 def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
-        return words  # no ports can be published, because the container has no network of its own
-    # Engines take no host names here.
+        return words  # ports can only be published from a container's own network
+    # docker and podman do not accept host names in --publish.
     listen = options.listen.replace("localhost", LOOPBACK[0])
     listen = f"[{listen}]" if ":" in listen else listen
     for inside, outside in options.published.items():

@@ -63,12 +63,12 @@ class ContainerEngine:
         """Return the options that give a container GPUs. `gpus` is `all`, or numbers separated by commas."""
         if self.name == "podman":  # podman uses names of the Container Device Interface
             devices = [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
-            # Otherwise SELinux denies the devices, as NVIDIA's manual says.
+            # Without this option, SELinux denies access to the devices, according to NVIDIA's manual.
             return [*devices, "--security-opt", "label=disable"]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 
     def health_options(self) -> list[str]:
-        """Return the options that let the health check end a dead server.
+        """Return the options with which the health check ends a dead server.
 
         Killing a server that ignores SIGTERM requires an init process. podman has one only if catatonit is installed.
         """
@@ -88,7 +88,8 @@ def check_container_engine(name: str | None) -> None:
 
 
 def find_engine(name: str | None = None) -> ContainerEngine:
-    """Return the engine called `name`; if that is None, docker or else podman. Raises CanvasError if none answers."""
+    """Return the engine called `name`; by default docker, or podman if docker is unavailable. Raises CanvasError if no
+    engine answers."""
     check_container_engine(name)
     reasons = []
     for each in (name,) if name else CONTAINER_ENGINES:
@@ -103,7 +104,7 @@ def find_engine(name: str | None = None) -> ContainerEngine:
         reasons.append(f"{each} does not answer ({last_line(done.stderr + _errors(done.stdout))})")
     raise CanvasError(
         f"no container engine is available: {'; '.join(reasons)}",
-        "install docker or podman, start docker's daemon, or join its group;"
+        "install docker or podman, start docker's daemon, or join the group docker;"
         " --print shows the command to run on another machine",
     )
 

@@ -72,7 +72,7 @@ def deploy(
     chosen = find_engine(engine)
     found = open_package(package, chosen)
     check_architecture(found, chosen)
-    # The restart policy is only set once the container is ready, so that a failed container can be inspected.
+    # The restart policy is set only when the container is ready, so that a failed container can be inspected.
     words = run_command(found, options, chosen, restart=False)
     check_ports(options)
     report(f"loading {found.tag} into {chosen.name}")
@@ -85,7 +85,7 @@ def deploy(
         raise refusal(chosen, options.name, done.stderr)
     report("waiting until it is ready")
     wait_ready(chosen, options.name, limit)
-    # podman has this since 5.1.
+    # podman can set the restart policy of a running container since 5.1.
     restarts = chosen.run("update", "--restart", RESTART, options.name).returncode == 0
     return {
         "name": options.name,
@@ -144,8 +144,8 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
 
 
 def check_ports(options: DeployOptions) -> None:
-    """Raise CanvasError if a port is in use, and UsageError if two options have the same port. To be called
-    before anything is built or loaded."""
+    """Raise CanvasError if a port is in use, and UsageError if two options have the same port. Call this
+    before building or loading anything."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
         return
@@ -158,15 +158,15 @@ def check_ports(options: DeployOptions) -> None:
 
 
 def start_limit(engine: ContainerEngine, image: str) -> float:
-    """Return how many seconds a start may take: the longer of the health check's start period and DEPLOY_TIMEOUT."""
+    """Return the maximum seconds for a start: the health check's start period, but at least DEPLOY_TIMEOUT."""
     found = engine.inspect("image", image) or {}
     health = (found.get("Config") or {}).get("Healthcheck") or found.get("HealthCheck") or {}
     return max(DEPLOY_TIMEOUT, health.get("StartPeriod", 0) / 1e9)
 
 
 def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
-    """Wait until the container's health check passes. If it does not, or if the wait is interrupted, remove the
-    container."""
+    """Wait until the container's health check passes. Removes the container if the check fails or the wait is
+    interrupted."""
     deadline = time.monotonic() + timeout
     try:
         while (check := engine.run("exec", name, *PROBE)).returncode != 0:

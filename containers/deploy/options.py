@@ -73,7 +73,7 @@ class DeployOptions:
     )
     engines: Path | None = field(
         default=None,
-        metadata=option("The engines to mount, for an image without any.", metavar="DIR"),
+        metadata=option("The engines to mount, for an image without engines.", metavar="DIR"),
     )
     shm_size: str = field(
         default="1g",
@@ -87,7 +87,7 @@ class DeployOptions:
     variables: Sequence[str] = field(
         default=(),
         metadata=option(
-            "An environment variable; without a value, this shell's is passed on. May be given several times.",
+            "An environment variable; without =VALUE, its value in this shell. May be given several times.",
             flag="--env",
             metavar="NAME[=VALUE]",
         ),
@@ -120,8 +120,8 @@ class DeployOptions:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The server's environment variables: `server`, plus defaults if only this machine can call the server. These
-        would take precedence over `variables_file`, so those that the file sets are left out."""
+        """The server's environment variables: `server`, plus defaults if only this machine can call the server. Leaves
+        out defaults that `variables_file` sets, because they would override the file."""
         file = self.variables_file
         lines = file.read_text("utf-8", "replace").splitlines() if file and file.is_file() else ()
         given = {line.partition("=")[0].strip() for line in lines}

@@ -39,7 +39,7 @@ class Package:
 
 
 def open_package(package: str, engine: ContainerEngine | None) -> Package:
-    """Return the package at the path `package`. If there is none, return the image of this name in `engine`."""
+    """Return the package at the path `package`; if the path has no package, the image of this name in `engine`."""
     path = Path(package).expanduser()
     if (path / MANIFEST).is_file():
         return _context(path)

@@ -89,7 +89,7 @@ def check_attestation(image: Path, digest: str, key: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise CanvasError(
             f"{image} is not signed: {file} does not exist",
-            "sign images with `canvasrt package --sign KEY`, and copy that file with them",
+            "sign images with `canvasrt package --sign KEY`, and copy the attestation with the image",
         )
     try:
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -129,8 +129,8 @@ def _public(key: Path) -> Any:
 def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any]:
     """Return the statement about an image.
 
-    It contains no time, so equal images get equal statements. Its subjects are the manifest and the configuration. The
-    configuration's digest is docker's id of the image.
+    It contains no timestamp, so equal images get equal statements. Its subjects are the manifest and the configuration.
+    The configuration's digest is docker's id of the image.
     """
     from google.protobuf import json_format
     from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance

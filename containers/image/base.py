@@ -33,7 +33,7 @@ _PYTHON = re.compile(r"(?:\./)?usr/(?:local/)?bin/python3$")
 _HEX = re.compile(r"(?:^|/)([0-9a-f]{64})(?:\.json)?$")
 _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
-# Size limit of a manifest or configuration, as in registries, since they are read into memory.
+# Size limit of a manifest or configuration, since both are read into memory. Registries have the same limit.
 _DOCUMENT_LIMIT = 4 << 20
 # Limits on an archive whose signature is not checked yet: maximum bytes of a header, and maximum number of members.
 _HEADER_LIMIT, _MOST_MEMBERS = 1 << 16, 10_000
@@ -76,8 +76,8 @@ class BaseLayer:
     ) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
         """Yield pairs: a member of the layer's archive, and the archive.
 
-        Raises CanvasError for a damaged layer. After the last member, compares the stored bytes with the layer's
-        digest and, unless `diff_id` is None, the unpacked bytes with the digest `diff_id`.
+        Raises CanvasError for a damaged layer. After the last member, checks that the stored bytes have the
+        layer's digest. If `diff_id` is given, also checks that the unpacked bytes have the digest `diff_id`.
         """
         try:
             with self.opened() as (stored, content):
@@ -196,7 +196,7 @@ def _for_other(path: Path, found: str, wanted: str | None) -> CanvasError:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """Raise a CanvasError in place of any exception that a damaged image causes."""
+    """Convert any exception that a damaged image causes to a CanvasError."""
     try:
         yield
     except (
@@ -252,8 +252,8 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
 
 
 class _Header(tarfile.TarInfo):
-    """A tar header with a size limit, for archives whose signature is not checked yet: tarfile reads long names of any
-    size into memory."""
+    """A tar header with a size limit, because tarfile reads long names of any size into memory. For archives whose
+    signature is not checked yet."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
@@ -264,10 +264,10 @@ class _Header(tarfile.TarInfo):
 
 
 def signed_digest(path: Path, alone: bool = False) -> str:
-    """Return the digest by which a signature identifies the image at `path`: a layout by its manifest's digest, an
-    archive by its configuration's. Does not read layers.
+    """Return the digest by which a signature identifies the image at `path`: the digest of a layout's manifest, or of
+    an archive's configuration. Does not read layers.
 
-    With `alone`, raises CanvasError if there is anything else that another program might take for the image.
+    With `alone`, raises CanvasError if there is anything else that another program might load as the image.
     """
     with _readable(path, "image"):
         if (path / "index.json").is_file():
@@ -281,7 +281,8 @@ def signed_digest(path: Path, alone: bool = False) -> str:
                 (image,) = json.loads(_content(archive, members["manifest.json"]))
                 config = _content(archive, members[image["Config"]])
             own = {"manifest.json", image["Config"], *image["Layers"]}
-            # containerd and podman prefer an `index.json`; `./manifest.json` replaces `manifest.json`.
+            # Other members can change what is loaded: containerd and podman prefer an `index.json`, and a
+            # `./manifest.json` overwrites `manifest.json`.
             more = sorted(member.name for member in listed) != sorted(own)
             digest = "sha256:" + hashlib.sha256(config).hexdigest()
     if alone and more:
@@ -337,7 +338,7 @@ def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
         raise _for_other(path, names, architecture)
     raise CanvasError(
         f"{path} contains {len(fitting)} images",
-        "give a layout with one image, or one per platform",
+        "give a layout with one image, or with one image per platform",
     )
 
 

@@ -106,8 +106,7 @@ class Blobs:
     ) -> ImageLayer:
         """Write a layer. Do not `compress` weights: that saves little and makes loading slower.
 
-        Also adds the entries' parent folders, from the folder `above` down. The base image already has that folder's
-        parents.
+        Also adds the entries' parent folders down from `above`; the parents of `above` are in the base image.
         """
         return self._write(
             lambda file: write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -130,7 +129,7 @@ class Blobs:
         try:
             with partial.open("wb") as file:
                 blob = _Hashing(file)
-                # The gzip header contains no name and no time, because they would differ between runs.
+                # The gzip header omits the name and the time, because both would differ between runs.
                 packed = gzip.GzipFile("", "wb", _GZIP_LEVEL, blob, mtime=0) if compress else blob
                 with packed:
                     content = _Hashing(packed)
@@ -162,7 +161,7 @@ def entries_of(
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
     """Return the entries plus their parent folders, sorted by name, each once.
 
-    Adds parent folders from the folder `above` down. The base image already has that folder's parents.
+    Adds parent folders down from `above`; the parents of `above` are in the base image.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):

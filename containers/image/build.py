@@ -68,7 +68,7 @@ def write_image(
 
     With a private `key`, signed provenance is written next to the image.
 
-    Raises CanvasError, and writes nothing, if a wheel is missing, or if `package` or `read_base` raises it.
+    Raises CanvasError if a wheel is missing, or if `package` or `read_base` fails. In that case nothing is written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -130,7 +130,7 @@ def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> N
     """Raise CanvasError if the bindings need the base's TensorRT version, but that version is not known."""
     if "tensorrt" in backends_of(manifests, options.tensorrt) and options.tensorrt is None:
         raise CanvasError(
-            f"the TensorRT version of {options.base} is not known, but building the graphs needs it",
+            f"the TensorRT version of {options.base} is not known, but is needed to build engines from the graphs",
             "use an NVIDIA image, which sets TRT_VERSION, or --format context",
         )
 
@@ -160,7 +160,7 @@ def _layers(
     options: PackageOptions,
     fetched: Sequence[Path],
 ) -> list[ImageLayer]:
-    """Write our layers. Those that change least often come first."""
+    """Write our layers. The layers that change least often come first."""
     blobs = Blobs(layout)
     own = next((made.path / "wheels").glob("canvasrt-*.whl"))
     interpreter = _interpreter(base)[0]

@@ -18,7 +18,8 @@ _RELEASE = re.compile(r"(?:etc|usr/lib)/os-release$")
 _PYTHON = re.compile(
     r"(?:.*/)?(?:dist|site)-packages/(?P<name>[\w.]+)-(?P<version>[^-/]+)\.(?:dist|egg)-info/METADATA$"
 )
-# In a layer, a file `.wh.NAME` deletes NAME from the layers below, and `.wh..wh..opq` all that its folder has there.
+# Whiteouts. A file `.wh.NAME` deletes NAME from the layers below. A file `.wh..wh..opq` deletes the content that its
+# folder has in the layers below.
 _REMOVED, _EMPTIED = ".wh.", ".wh..wh..opq"
 
 
@@ -81,7 +82,7 @@ def _files(layer: BaseLayer) -> Iterator[tuple[str, bytes | None]]:
 def _debian(status: str, distribution: str) -> Iterator[Installed]:
     for paragraph in status.split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|Architecture|Status): (.*)$", paragraph, re.M))
-        # Entries in status.d have no status; their packages are installed.
+        # Entries in status.d have no Status field; their packages are installed.
         if {"Package", "Version"} <= fields.keys() and fields.get(
             "Status", "ok installed"
         ).endswith(" installed"):

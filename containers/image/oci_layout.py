@@ -27,7 +27,7 @@ _LAYOUT = {"imageLayoutVersion": "1.0.0"}
 
 @dataclass(frozen=True)
 class Image:
-    """A written image. `digest` is the digest of its manifest, and `image_id` that of its configuration."""
+    """A written image. `digest`: digest of its manifest. `image_id`: digest of its configuration."""
 
     path: Path
     tag: str

@@ -27,8 +27,8 @@ _MAX_DOCUMENT = 4 << 20
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a check. `digest` is that of the manifest or, for a docker archive, of the configuration.
-    `components` is the number of components in the bill of materials."""
+    """The result of a check. `digest`: digest of the manifest or, for a docker archive, of the configuration.
+    `components`: number of components in the bill of materials."""
 
     manifest: Manifest
     digest: str
@@ -124,7 +124,7 @@ def _note(
     if inside in (MANIFEST, SBOM):
         if member.size > _MAX_DOCUMENT:
             raise CanvasError(
-                f"{PACKAGE}/{inside} has {member.size} bytes; it may have {_MAX_DOCUMENT}", _AGAIN
+                f"{PACKAGE}/{inside} has {member.size} bytes; the limit is {_MAX_DOCUMENT}", _AGAIN
             )
         kept[inside] = file.read()
         found[inside] = hashlib.sha256(kept[inside]).hexdigest()

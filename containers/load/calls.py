@@ -115,7 +115,7 @@ class LoadConnection:
             made.error = f"HTTP {reply.status}: {said[:198]}" if said else f"HTTP {reply.status}"
             return
         for line in reply:
-            if time.monotonic() > end:  # the socket's timeout is for one line
+            if time.monotonic() > end:  # the socket's timeout limits only a single read
                 raise TimeoutError
             data = line.strip().removeprefix(b"data:").strip()
             if not line.startswith(b"data:") or data == b"[DONE]":

@@ -31,7 +31,7 @@ def sections(
     if ratios:
         yield section("Ratios", " over ".join(summaries), tables=[_ratios(ratios)])
     yield section("Throughput", "", drawn.get("throughput"), [_rates(summaries)])
-    note = "Milliseconds. First text and whole answer count from when a call was due."
+    note = "Milliseconds. First text and whole answer are measured from the call's scheduled start."
     tables = [_latencies(summaries)]
     yield section("Latency", note, drawn.get("latency"), tables, empty="No call succeeded.")
     if drawn:
@@ -161,7 +161,7 @@ def _timeline(rounds: Mapping[str, Sequence[Round]]) -> Any:
             color=_COLOURS[number],
             label=server,
         )
-    axes.set_xlabel("due, s after the server's first round began")
+    axes.set_xlabel("scheduled start, s after the server's first round began")
     axes.set_ylabel("whole answer, ms")
     axes.set_ylim(bottom=0)
     axes.grid()

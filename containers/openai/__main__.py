@@ -40,8 +40,8 @@ _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
 _BEAT_EVERY = 0.5
-# Maximum connections accepted per iteration of the event loop. They count towards the limit only some iterations later,
-# so a larger number could exhaust the file descriptors.
+# Maximum connections accepted per iteration of the event loop. A new connection counts towards the connection limit
+# only some iterations later, so a larger number could exhaust the file descriptors.
 _ACCEPT = 64
 # Seconds for which a thread that parses a long body may keep the interpreter's lock. The event loop releases the lock
 # at every system call, about ten times per request. With Python's default limit, the loop could wait 5 ms each time to

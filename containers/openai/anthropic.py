@@ -182,7 +182,9 @@ def _messages(body: MessagesRequest) -> list[Json]:
         else:
             raise _wrong(f"{where}.role", f"{role!r} is not user, assistant or system")
     if read[-1]["role"] == "assistant":
-        raise _wrong("messages", "the last one is the assistant's, and answers are not continued")
+        raise _wrong(
+            "messages", "the last one is the assistant's, but this server cannot continue an answer"
+        )
     return read
 
 
@@ -265,7 +267,7 @@ class MessageReply(Reply):
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
         super().__init__(body, asked, seed, served)
         self._content: list[Json] = []
-        # Kind of the pieces in the block that is being written; empty between blocks.
+        # The kind of piece that the open block holds; empty if no block is open.
         self._open = ""
         self._id = f"msg_{uuid.uuid4().hex}"
 

@@ -172,7 +172,7 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
     )
     origin, timeout = Origin(options), settings.request_timeout
     checked = Middleware(app, state, front.metrics, options.max_body, places, origin, timeout)
-    return with_cors(checked, options)  # outside, because a page must be able to read refusals, too
+    return with_cors(checked, options)  # outermost, so that web pages can also read refusals
 
 
 def make_health_app(settings: FrontSettings, state: ServerState) -> ASGIApp:

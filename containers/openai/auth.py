@@ -64,14 +64,14 @@ class Callers:
             others = self._count[caller] - counted
             if most is not None and counted + answers > most:
                 raise bad_request(
-                    f"The request asks for {counted + answers} answers; this server gives a key"
-                    f" {most} at once.",
+                    f"The request asks for {counted + answers} answers; this server allows"
+                    f" {most} at once per key.",
                     "n",
                     "invalid_value",
                 )
             if most is not None and self._count[caller] + answers > most:
                 raise too_many(
-                    f"This key may wait for {most} answers at once, and waits for {others}."
+                    f"This key may wait for {most} answers at once; it already waits for {others}."
                 )
             self._count[caller] += answers
             counted += answers

@@ -120,13 +120,13 @@ UNLIMITED = BeforeValidator(lambda tokens: None if tokens == -1 else tokens)  # 
 Budget = Annotated[
     Annotated[int, Field(ge=1, le=MAX_INT32), INTEGRAL] | None,
     UNLIMITED,
-    about("Most new tokens; -1 as if absent."),
+    about("Maximum number of new tokens; -1 means the default."),
 ]
 Seed = Annotated[
     Annotated[int, Field(ge=-(2**63), le=2**64 - 1), INTEGRAL] | None,
     # As in vLLM and Ollama, -1 means a random seed.
     AfterValidator(lambda seed: None if seed in (None, -1) else seed % 2**64),
-    about("Seed of the noise; the same seed gives the same answer, and -1 a random one."),
+    about("Seed of the noise. The same seed gives the same answer; -1 draws a random seed."),
 ]
 ImageTokens = Annotated[
     Literal[BUDGETS] | None,  # type: ignore[valid-type]
@@ -145,7 +145,8 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """The body of a request. Fields that the pydantic model lacks are looked up in `table`; others are unknown."""
+    """The body of a request. Fields that the pydantic model lacks are looked up in `table`. A field that is in neither
+    is unknown."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -274,7 +275,7 @@ class Sampling(_Own, Diffusion):
         about("Tokens to list with each log-probability, in place of the likeliest ones."),
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool | None, about("Spell tokens of log-probabilities as `token_id:17`.")
+        bool | None, about("Write tokens of log-probabilities as `token_id:17`.")
     ] = None
     ignore_eos: Annotated[bool | None, about("Generate until the token limit, for benchmarks.")] = (
         None

@@ -26,7 +26,7 @@ from canvasrt.containers.openai.tools import ChatRequest, schemas, template_inpu
 from canvasrt.containers.openai.vllm_fields import canvas_of, read_of, sampling_of
 from canvasrt.runtime.sampling_params import MAX_INT32
 
-# Refusals name it as `grammar.schema` or "the grammar".
+# The names that refusals use for the input `grammar`: a path such as `grammar.schema`, or "The grammar".
 _GRAMMAR = leading("grammar") + r"|(?<=^The )grammar\b"
 
 
@@ -60,7 +60,7 @@ class CompletionRequest(Sampling):
     max_tokens: Annotated[
         Annotated[int, Field(ge=0, le=MAX_INT32), INTEGRAL] | None,
         UNLIMITED,
-        about("Most new tokens; with `echo`, 0 returns the prompt alone."),
+        about("Maximum number of new tokens; with `echo`, 0 returns the prompt alone."),
     ] = None
     max_completion_tokens: Budget = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

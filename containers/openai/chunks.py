@@ -6,7 +6,6 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, ClassVar, NotRequired
 
 from typing_extensions import TypedDict
@@ -170,19 +169,22 @@ class CompletionReply(Reply):
         return [piece.text]
 
     def scores(self, text: str, index: int) -> Json | None:
-        """Return the log-probabilities in `text`, the model's JSON, in OpenAI's form. If `text` is empty, return None.
-        They continue those that the answer `index` already has.
+        """Convert the log-probabilities in `text`, which is JSON from the model, to OpenAI's form. They follow the
+        log-probabilities that the answer `index` already has. If `text` is empty, return None.
 
         The token that ends the answer is left out. With `echo`, that token is kept, because lm-eval then drops the last
         token itself.
         """
         if not text:
             return None
-        shown = json.loads(text) if getattr(self.body, "echo", None) else visible_scores(text)
-        lengths = [len(each["text"]) for each in shown]
-        scores = vllm_scores(self.body, shown)
-        ends = list(accumulate(lengths, initial=self._ends.get(index, 0)))
+        shown, prompt = visible_scores(text), ""
+        if getattr(self.body, "echo", None):
+            shown, prompt = json.loads(text), self.body.prompt[index // (self.body.n or 1)]
+        ends = [self._ends.get(index, 0)]
+        for each in shown:
+            ends.append(ends[-1] + _length(each, prompt, ends[-1]))
         self._ends[index] = ends[-1]
+        scores = vllm_scores(self.body, shown)
         return {
             "tokens": [each["text"] for each in scores],
             "token_logprobs": [each["logprob"] for each in scores],
@@ -277,6 +279,17 @@ def usage_json(usage: Usage) -> UsageJson:
 def visible_scores(text: str) -> list[Json]:
     """Return the log-probabilities in the model's JSON, without the token that ends the answer."""
     return [each for each in json.loads(text) if not each["end"]]
+
+
+def _length(score: Json, prompt: str | Sequence[int], begin: int) -> int:
+    """Return how many characters a token adds to the answer's text at `begin`. A special token adds none, unless an
+    echoed prompt spells it; a part of a character adds one if the character begins in it."""
+    if score.get("hidden"):
+        typed = isinstance(prompt, str) and prompt.startswith(score["text"], begin)
+        return len(score["text"]) if typed else 0
+    if "bytes" in score:
+        return sum(byte & 0xC0 != 0x80 for byte in score["bytes"])
+    return len(score["text"])
 
 
 def token_score(each: Json) -> Json:

@@ -38,7 +38,8 @@ _RESERVED_TIMEOUT = 2.0
 # may have `_PIECES` pieces, plus one per `_BYTES_PER_PIECE` bytes.
 _PIECES, _BYTES_PER_PIECE = 1024, 256
 _FREE_PIECES = 16  # pieces parsed without waiting for a turn; ordinary bodies have fewer
-_PROGRESS = 4096  # a connection counts as active again after every so many bytes of a body
+# Every time this many bytes of a body have arrived, the connection counts as active again.
+_PROGRESS = 4096
 # Maximum bytes of the bodies of all unfinished requests together. Above this limit, a connection that receives more of
 # a body is closed if that body has more than `_SHARE` bytes.
 _MOST_HELD, _SHARE = 512 * 2**20, 2**20
@@ -85,7 +86,7 @@ class Places:
         if self.open > self.limit:
             self.reserved.add(connection.client)
         if self.open > self.limit + RESERVED:
-            connection.drop("every place is taken")
+            connection.drop("the limit of connections is reached")
 
     def leave(self, connection: Connection) -> None:
         """Stop counting a connection."""

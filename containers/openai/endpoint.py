@@ -94,7 +94,8 @@ class Run:
         metrics: FrontMetrics,
         parameters: Mapping[str, int | str],
     ) -> None:
-        """`inputs` are the model's, one per answer; `parameters` are the request's, for the model."""
+        """`inputs` holds the model's inputs, one mapping per answer. `parameters` accompany every request to the
+        model."""
         self._begin = time.perf_counter()
         self._answers = events_of(upstream, inputs, parameters)
         self._count = len(inputs)

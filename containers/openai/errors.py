@@ -106,8 +106,8 @@ class ApiError(Exception):
 def in_anthropics_form(error: ApiError) -> AnthropicError:
     """Return the body of an error in Anthropic's form.
 
-    If the context is too short, the message begins as Anthropic's: Claude Code then asks for fewer tokens, or compacts
-    the conversation.
+    If the context is too short, the message begins like Anthropic's. Claude Code recognizes this beginning, and then
+    asks for fewer tokens or compacts the conversation.
     """
     kind, begin = "api_error" if error.status >= 500 else "invalid_request_error", ""
     if error.code == "context_length_exceeded":
@@ -173,8 +173,9 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def rename(error: ApiError, names: Mapping[str, str]) -> bool:
-    """Replace our parameter names in an error with those of the request's API; return whether there were any. `names` maps
-    patterns of the former to the latter. A pattern must match in `param`, because many names are also words."""
+    """Replace our parameter names in an error with those of the request's API; return whether there were any. `names`
+    maps patterns of our names to the API's names. A pattern applies only if it matches `param`, because many names are
+    also ordinary words."""
     found = False
     for pattern, own in names.items():
         if error.param and re.search(pattern, error.param):
@@ -185,8 +186,8 @@ def rename(error: ApiError, names: Mapping[str, str]) -> bool:
 
 
 def leading(name: str) -> str:
-    """Return the pattern of a parameter's path at the beginning of a text, where a variable named `a` is written `A`.
-    Elsewhere, `name` is an ordinary word."""
+    """Return a pattern that matches the path of the parameter `name`, but only at the beginning of a text, because
+    elsewhere `name` is an ordinary word. The case is ignored, because sentences begin with a capital letter."""
     return rf"^(?i:{re.escape(name)})\b[\w.\[\]]*"
 
 

@@ -212,9 +212,10 @@ def settle(path: str, value: Any, table: Table, ignored: Ignored | None) -> None
 def leave_out(
     data: Any, errors: Iterable[Mapping[str, Any]], table: Table, ignored: Ignored | None
 ) -> bool:
-    """Remove unknown fields from a JSON value, and pass them to `settle`. Return whether all of them were there.
+    """Remove unknown fields from a JSON value, and pass them to `settle`. Return whether the value contained all of
+    them.
 
-    `errors` are pydantic's. Validation stops at a list's first wrong element, so all elements lose the field.
+    `errors` are pydantic's. Validation stops at a list's first wrong element, so a field is removed from all elements.
     """
     objects: dict[tuple[int | str, ...], list[dict[str, Any]]] = {}
     for error in errors:

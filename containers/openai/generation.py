@@ -149,7 +149,8 @@ class Usage:
         """Count one answer. `prompt` is the index of the prompt that it answers."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
-        # The first answer encodes the prompt, and the others find it in the prefix cache. So the minimum is right.
+        # The first answer encodes the prompt, and the others find it in the prefix cache. So only the minimum tells how
+        # many tokens were cached before this request.
         known = self._cached.get(prompt, final.cached_tokens)
         self._cached[prompt] = min(known, final.cached_tokens)
         self.completion_tokens += len(final.token_ids)
@@ -177,7 +178,7 @@ class Reply(ABC):
     """Renders the answers to one request in an API's format: at once, or as the objects of a stream."""
 
     media_type = "text/event-stream"
-    # The body's field that holds the prompt. Errors about none of the body's fields name it.
+    # The body's field that holds the prompt. An error that concerns no field of the body names this field.
     text_field = "messages"
 
     def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
@@ -228,8 +229,8 @@ class Reply(ABC):
 
 
 def finish_reason(final: StreamEvent, calls: int = 0) -> str:
-    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`, so that
-    becomes `length`, and `own_parts` adds the true reason."""
+    """Return OpenAI's finish reason of an answer that has `calls` tool calls. OpenAI has no reason `grammar`. It is
+    reported as `length`, and `own_parts` adds the true reason."""
     if final.finish_reason == "grammar":
         return "length"
     return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason

@@ -32,8 +32,8 @@ QUIET = (*HEALTH, "/v1/metrics", "/metrics")
 
 @dataclass
 class ServerState:
-    """The server's phase, as the supervisor reports it. `detail` describes the phase's progress. All ports share
-    `callers`."""
+    """The server's phase, as the supervisor reports it. `detail` describes the phase's progress. `callers` limits the
+    answers per API key, over all ports."""
 
     phase: ServerPhase = "starting"
     detail: str = ""

@@ -59,10 +59,11 @@ def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = 
 
 
 def _in_order(message: dict[str, Any], is_past: bool) -> list[dict[str, Any]]:
-    """Return an answer with calls as two messages: its thought and text, which the model wrote first, and its calls. In
-    one message, the released template writes the text after the calls' results, and ends the model's turn.
+    """Return an answer with calls as two messages: its thought and text, which the model wrote first, and its calls.
+    From a single message, the released template would write the text after the calls' results, and end the model's
+    turn.
 
-    `is_past`: whether a later turn follows. There, the template keeps only thoughts of messages with calls.
+    `is_past`: whether a later turn follows. If so, the template keeps only the thoughts of messages with calls.
     """
     if not (message.get("tool_calls") and message["content"].strip()):
         return [message]
@@ -146,7 +147,9 @@ def _call(call: Any, where: str, found: _Found) -> dict[str, Any]:
 
 def _result(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message.get("tool_call_id"), str):
-        raise _wrong(f"{where}.tool_call_id", "a tool's message names the call that it answers")
+        raise _wrong(
+            f"{where}.tool_call_id", "a tool's message must have the id of the call that it answers"
+        )
     name = message.get("name")
     return {"tool_call_id": message["tool_call_id"]} | ({"name": name} if name else {})
 
@@ -196,7 +199,7 @@ def _image(image: dict[str, Any], where: str, found: _Found) -> tuple[bytes, str
     if is_remote(url):
         raise bad_request(
             f"{where}.url is remote, and this server fetches nothing: send a data URL, "
-            "or start it with --allow-remote-images.",
+            "or start the server with --allow-remote-images.",
             f"{where}.url",
             "unsupported_parameter",
         )

@@ -75,9 +75,14 @@ class FrontMetrics:
             *_metric("requests_in_flight", "gauge", "Requests being answered", {"": in_flight}),
             *_metric("tokens_total", "counter", "Tokens of answered requests", tokens),
             *_metric(
-                "denoising_steps_total", "counter", "Their denoising steps", {"": self._steps}
+                "denoising_steps_total",
+                "counter",
+                "Denoising steps of answered requests",
+                {"": self._steps},
             ),
-            *_metric("ignored_fields_total", "counter", "Fields left out", {"": self._ignored}),
+            *_metric(
+                "ignored_fields_total", "counter", "Ignored fields of requests", {"": self._ignored}
+            ),
             *_histograms("request_seconds", "Seconds of a whole request", self.seconds),
             *_histograms(
                 "first_piece_seconds",

@@ -54,7 +54,7 @@ class OllamaRequest(Body):
 
     stream: Annotated[
         bool | None,
-        AfterValidator(lambda stream: stream is not False),  # as in Ollama, null streams
+        AfterValidator(lambda stream: stream is not False),  # as in Ollama, null means true
         about("Stream lines of JSON as soon as text is final."),
     ] = True
     options: Annotated[dict[str, Any] | None, about("Settings of the sampler.")] = None
@@ -163,7 +163,7 @@ def _settings(body: OllamaRequest) -> Json:
                 )
     for name, least in (("max_tokens", 1), ("seed", 0)):
         value = fields.get(name)
-        # In Ollama, a value below `least` means no limit or, for the seed, a random one.
+        # In Ollama, a value below `least` means no limit; for the seed, it means a random seed.
         if isinstance(value, int) and value < least:
             del fields[name]
     if isinstance(body.think, str):
@@ -207,7 +207,7 @@ def _messages(messages: list[Json]) -> list[Json]:
 
 
 def _unlike(result: Json, call: Json) -> tuple[bool, bool]:
-    """Return whether a tool's result has another id than a call, and whether it has another name."""
+    """Return whether the id of a tool's result differs from the id of a call, and whether the names differ."""
     name = call["function"]["name"]
     return result.get("tool_call_id") != call["id"], result.get("tool_name") != name
 

@@ -232,7 +232,7 @@ def _body(reply: http.client.HTTPResponse, deadline: float, budget: ImageBudget)
         budget.take(len(chunk))
         if len(data) > MAX_IMAGE_BYTES:
             raise Refused(f"it is larger than {MAX_IMAGE_BYTES // 2**20} MiB")
-    # This raises if `watch` aborted the connection, which looks like the file's end.
+    # This raises if `watch` aborted the connection. To the reader, an abort looks like the end of the file.
     _left(deadline)
     return bytes(data)
 

@@ -89,7 +89,7 @@ class ResponsesRequest(Sampling):
             )
 
     def repeated(self) -> dict[str, Any]:
-        """Return what the response repeats: all fields but the input, without those that are null."""
+        """Return the fields that the response repeats: all except the input and fields that are null."""
         return self.model_dump(exclude={"input"}, exclude_none=True)
 
     @property

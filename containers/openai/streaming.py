@@ -16,7 +16,7 @@ from canvasrt.containers.openai.errors import ApiError
 log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT")
-# Seconds of silence after which a stream sends a comment. Proxies close what is silent for a minute.
+# Seconds of silence after which a stream sends a comment. Proxies close connections that are silent for a minute.
 _SILENCE = 30.0
 _COMMENT = b": still working\n\n"
 
@@ -51,8 +51,8 @@ async def _disconnected(receive: Receive) -> None:
 async def kept_alive(
     chunks: AsyncGenerator[bytes, None], failed: Callable[[ApiError], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the chunks of an event stream, and a comment after every `_SILENCE` seconds without one. After a comment,
-    an error can no longer set the HTTP status, so it becomes the chunk that `failed` returns."""
+    """Yield the chunks of an event stream, and a comment after every `_SILENCE` seconds without a chunk. After a
+    comment, an error can no longer set the HTTP status, so it becomes the chunk that `failed` returns."""
     begun = False
     async with aclosing(chunks):
         while True:

@@ -77,7 +77,7 @@ def tokenize(body: TokenizeRequest) -> Generation:
     messages = body.messages or []
     if has_images(messages):
         raise bad_request(
-            "messages have images, whose tokens depend on their sizes; send text.",
+            "messages have images, whose number of tokens depends on their size; send only text.",
             "messages",
             "unsupported_parameter",
         )

@@ -217,7 +217,7 @@ def tools_grammar(request: ChatRequest, wanted: Format | None = None) -> dict[st
     if begun == "nothing" and wanted is not None:
         if wanted.grammar["type"] not in ("json_schema", "json_object"):
             raise bad_request(
-                f"{wanted.path} is not supported with tools that may be called: leave out one of them.",
+                f"{wanted.path} is not supported with tools that may be called: leave out the tools or the format.",
                 wanted.path,
                 "unsupported_parameter",
             )

@@ -155,7 +155,7 @@ class _Exchange:
         except DecodeError as error:
             raise bad_request(f"The request cannot be read: {error}.") from None
         if any("classification" in each.parameters for each in request.outputs):
-            raise bad_request("The outputs have no classification.", "classification")
+            raise bad_request("The outputs cannot be classified.", "classification")
         if (refusal := self._state.refusal()) is not None:
             raise refusal
         with contextlib.ExitStack() as stack:

@@ -129,14 +129,16 @@ def _check(text: bytes, size: int) -> None:
     the body's `size` in bytes, for which Triton would allocate memory; or a classification, in which Triton would
     divide by the size of the text type, 0."""
 
-    # `json.loads` calls this with the members of every object. If a name occurs twice, Triton reads the first value, but a dict would only
-    # keep the last.
+    # `json.loads` calls this with the members of every object. If a name occurs twice, Triton reads the first value,
+    # but a dict would keep only the last one.
     def check(pairs: list[tuple[str, Any]]) -> None:
         for name, value in pairs:
             if name == "shape" and not (isinstance(value, list) and _count(value) <= size):
                 raise ValueError("it has a shape with more elements than the body has bytes")
             if name == "classification":
-                raise ValueError("it asks for a classification, which the outputs do not have")
+                raise ValueError(
+                    "it asks for a classification, but the outputs cannot be classified"
+                )
 
     check_json(text)
     if text.strip():

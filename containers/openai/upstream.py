@@ -178,7 +178,7 @@ async def events_of(
     requests: list[dict[str, Any]],
     parameters: Mapping[str, int | str] | None = None,
 ) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-    """Send several requests, and yield pairs of a request's index and an event, as the events arrive. Closing the iterator
+    """Send several requests, and yield pairs of a request's index and an event, as events arrive. Closing the iterator
     cancels the running requests."""
     given: dict[str, int | str] = {**(parameters or {}), ANSWERS: len(requests)}
     queue: asyncio.Queue[Any] = asyncio.Queue()

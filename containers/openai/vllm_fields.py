@@ -81,7 +81,7 @@ def vllm_scores(request: Any, scores: list[Json]) -> list[Json]:
     allowed = set(request.logprob_token_ids or ()) if _of(request, "diffusion_constrained") else ()
     for each in scores:
         shown = [each, *each["top"]]
-        read = each["token_id"] in allowed  # a pinned token is not
+        read = each["token_id"] in allowed  # false for a pinned token
         among = [other["logprob"] for other in each["top"] if read and other["token_id"] in allowed]
         total = math.log(sum(map(math.exp, among))) if among else 0.0
         for other in shown:

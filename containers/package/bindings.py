@@ -1,7 +1,7 @@
 """TensorRT's Python module for an image that already has TensorRT's libraries.
 
-NVIDIA's `tensorrt` on PyPI would download those libraries again, from NVIDIA's own index. The
-bindings alone are on PyPI under another name; this file writes a module `tensorrt` that imports them.
+NVIDIA's distribution `tensorrt` on PyPI would download the libraries again, from NVIDIA's own index. Another
+distribution on PyPI contains only the bindings; this file writes a module `tensorrt` that imports the bindings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(version: str) -> None:
     if not re.fullmatch(r"\d+(\.\d+){3}", version):
         raise CanvasError(
             f"TRT_VERSION of the base is {version!r}, which is not a version of TensorRT",
-            "give --base an image with TensorRT's version in TRT_VERSION, such as NVIDIA's",
+            "give --base an image that sets TRT_VERSION to TensorRT's version, as NVIDIA's images do",
         )
     site = Path(sysconfig.get_path("purelib"))
     for name, content in module_files(version).items():

@@ -33,8 +33,8 @@ def write_chart(
 
     `image` is `[REGISTRY/]NAME[:TAG]`. On a GPU the chart has a StatefulSet, whose volumes keep built engines and
     compiled kernels across restarts. `max_batch`, the number of canvases that are denoised together, determines the
-    autoscaler's threshold; `sizes` determines the resources. If either is None, the template's
-    values stay.
+    autoscaler's threshold; `sizes` determines the resources. If either is None, its values
+    stay as in the template.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")

@@ -66,8 +66,8 @@ def created() -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """The health check's settings, in seconds. A check makes at most two calls. The start period covers loading, and
-    building or compiling at the first start."""
+    """The health check's settings, in seconds. A check makes at most two calls. The start period covers loading
+    and, at the first start, building engines or compiling kernels."""
 
     interval: int = 10
     timeout: int = 2 * CHECK_TIMEOUT + 4
@@ -85,7 +85,7 @@ class ImageSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables. `$PATH` stands for the base image's PATH."""
+        """The environment variables. `$PATH` is replaced by the base image's PATH."""
         variables = {
             "PATH": f"{ROOT}/venv/bin:$PATH",
             "HOME": "/tmp",  # the only writable folder under a read-only root

@@ -21,7 +21,7 @@ class PackageOptions:
     engines: str = field(
         default="copy",
         metadata=option(
-            "Copy the engines into the image, or mount them when it runs.", metavar="copy|mount"
+            "Copy the engines into the image, or mount them at run time.", metavar="copy|mount"
         ),
     )
     # Without wheels, `docker build` needs a network.
@@ -35,7 +35,7 @@ class PackageOptions:
             "Maximum number of requests denoised together.",
             metavar="N",
             least=1,
-            shown="the engines'",
+            shown="the engines' limit",
         ),
     )
     base: str = releases.DEFAULT_BASE
@@ -44,7 +44,7 @@ class PackageOptions:
     # Download all wheels to determine their hashes.
     fetch: bool = False
     base_digest: str = ""  # the base image's SHA-256, if known
-    architecture: str = "amd64"  # the base image's, which matters if the engines run on any
+    architecture: str = "amd64"  # the base image's; used if the engines run on any architecture
     # The packages in the base image, if it was read.
     contents: Sequence[Installed] = ()
 

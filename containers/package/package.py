@@ -37,7 +37,7 @@ def package(
     out: Path | str,
     options: PackageOptions | None = None,
 ) -> Bundle:
-    """Write the package of one bundle, or of several for different targets, to `out`.
+    """Write the package of one bundle, or of several bundles for different targets, to `out`.
 
     A bundle holds engines, or graphs from which the container builds engines.
 
@@ -48,7 +48,7 @@ def package(
     options = options or PackageOptions().on(releases.DEFAULT_BASE)
     bundles = _load(source)
     manifests = [bundle.manifest for bundle in bundles.values()]
-    # A base on disk may have the default's name, but its own digest and versions.
+    # A base on disk may have the default base's name, but another digest and other versions.
     by_name = options.base_digest == releases.digest_of_name(options.base)
     if options.base == releases.DEFAULT_BASE and by_name:
         options = options.on(releases.base_for(each.target for each in manifests))
@@ -87,7 +87,7 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
     """Return the backends that run these bundles, mapped to their required versions. `tensorrt` is the version in the
     base image.
 
-    fp32 graphs run on ONNX Runtime; from other graphs, TensorRT builds engines on the GPU.
+    fp32 graphs run on ONNX Runtime. For other graphs, TensorRT builds engines on the GPU.
     """
     found: dict[str, str | None] = {}
     for manifest in manifests:
@@ -153,7 +153,7 @@ def _load(source: Path | str | Sequence[Path | str]) -> dict[str, Bundle]:
     for other in bundles[1:]:
         if other.manifest.model != first.manifest.model:
             raise CanvasError(
-                f"{other.path} and {first.path} are different models", "package them separately"
+                f"{other.path} and {first.path} contain different models", "package them separately"
             )
     hosts = {host for bundle in bundles if (host := architecture_of([bundle.manifest]))}
     if len(hosts) > 1:
@@ -174,7 +174,7 @@ def _open_to_all(folder: Path) -> None:
     """Make the files of an image readable for all users, whatever the umask.
 
     In an image, files belong to root, but the server runs as another user. The package's own folder keeps its mode. A
-    hard link to a file that other users cannot read is replaced by a copy, so that the other file keeps its mode.
+    hard link to a file that other users cannot read is replaced by a copy, so that the original keeps its mode.
     """
     for path in folder.rglob("*"):
         mode = path.stat().st_mode & 0o777
@@ -220,7 +220,7 @@ def _write_image_part(
     )
     known[SBOM] = _entry(folder, SBOM)
     (folder / IMAGE_FOLDER).mkdir()
-    # In the image, the files are next to this manifest. Here, temporary links take their place.
+    # In the image, the files are next to this manifest. Here, temporary links replace the files.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         linked = Path(scratch)
         for name in known:
@@ -283,9 +283,9 @@ def _write_manifest(
 ) -> Manifest:
     """Write the manifest of a package or its image: the engines' manifest with the files' new paths.
 
-    If there are several bundles, their manifests have the details. `placed`: the bundles whose files are listed.
-    `described`: the bundles to describe, by default `placed`; they differ if an image lacks its engines.
-    `known`: the entries of all files, by default those of `placed`.
+    With several bundles, only the bundles' own manifests have the details. `placed`: bundles whose files are listed.
+    `described`: the bundles to describe; None means `placed`, which is empty for an image without engines.
+    `known`: the entries of all files; None means the entries of the files of `placed`.
     """
     described = described or placed
     first = next(iter(described.values())).manifest

@@ -20,10 +20,10 @@ _DIGEST = re.compile(r"@sha256:([0-9a-f]{64})\Z")
 
 # Tag of nvcr.io/nvidia/tritonserver → its TensorRT version, for tags whose version is known.
 # -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
-# -py3: TRT_VERSION in the image's configuration, as published by users. NVIDIA's page for all of
-# them: https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
-# Not known: 26.08-py3 and 26.09-py3. The notes of 26.09 name CUDA 13.4.1, and leave TensorRT to that page, which could
-# not be read.
+# -py3: TRT_VERSION in the image's configuration, as published by users. NVIDIA lists all
+# versions at https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
+# Not known: 26.08-py3 and 26.09-py3. The release notes of 26.09 state CUDA 13.4.1, but refer to that page
+# for TensorRT, and the page could not be read.
 TENSORRT: Mapping[str, str] = {
     "26.07-py3": "11.1.0.106",
     "26.07-trtllm-python-py3": "10.14.1.48",
@@ -77,7 +77,7 @@ def tensorrt_of_name(name: str) -> str | None:
 
 
 def tensorrt_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> str | None:
-    """Return the TensorRT version of an image from NVIDIA's environment variables, else from its names."""
+    """Return the TensorRT version of an image from NVIDIA's environment variables or, without them, from its names."""
     version = environment.get("TRT_VERSION", "").partition("+")[0]
     return version or next((found for each in names if (found := tensorrt_of_name(each))), None)
 
@@ -107,7 +107,7 @@ def check_tensorrt(target: Mapping[str, Any] | None, tensorrt: str | None, image
     needed = target["builder_version"]
     fitting = [tag for tag, version in TENSORRT.items() if version == needed]
     hint = (
-        f"give --base with {' or '.join(fitting)}, or build the engines with the image's TensorRT"
+        f"give --base with the tag {' or '.join(fitting)}, or build the engines with the image's TensorRT"
         if fitting
         else "build the engines with the image's TensorRT, or package the graphs instead; the container then"
         " builds the engines on its GPU at the first start"

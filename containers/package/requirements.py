@@ -53,8 +53,8 @@ _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 @dataclass(frozen=True)
 class Pin:
-    """One version of a distribution. `sha256` is the hash of its wheel; empty if unknown. `others` are hashes of its wheels
-    for other architectures on which the package can be built, too."""
+    """One version of a distribution. `sha256`: the hash of its wheel; empty if unknown. `others`: hashes of its wheels
+    for the other architectures on which the package can be built."""
 
     name: str
     version: str
@@ -71,7 +71,7 @@ class Pin:
         misinterpret."""
         if not _PIN.fullmatch(f"{self} {self.sha256}"):
             raise CanvasError(
-                f"{str(self)!r} cannot be installed: it names no distribution and version",
+                f"{str(self)!r} cannot be installed: it is not a valid name, version and hash",
                 "build the engines again with this version of canvasrt",
             )
         hashes = (self.sha256, *self.others) if self.sha256 else ()
@@ -92,7 +92,7 @@ class Installed:
 
 
 def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
-    """Write pins with a hash and pins without one to two files, because pip does not allow both in one file."""
+    """Write pins with and without a hash to separate files, because pip does not allow both in one file."""
     pins = list(pins)
     for name, wanted in ((HASHED, True), (UNHASHED, False)):
         lines = [f"{pin.line}\n" for pin in pins if bool(pin.sha256) == wanted]
@@ -100,7 +100,7 @@ def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
 
 
 def read_requirements(folder: Path) -> list[Pin]:
-    """Return the pins that `write_requirements` wrote, without licences and hashes of other architectures."""
+    """Return the pins that `write_requirements` wrote, without licences and without hashes for other architectures."""
     lines = [
         line for name in (HASHED, UNHASHED) for line in (folder / name).read_text().split("\n")
     ]

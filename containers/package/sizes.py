@@ -18,8 +18,8 @@ MIB, GIB = 1 << 20, 1 << 30
 # Triton, its stubs, the front end and the supervisor took 0.19 GB together with the demo model,
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
-# With a vocabulary of 262,144 random tokens, tokenizer and grammar index took 0.63 GB in the model's process, and as
-# much in the sandbox. A fork of the sandbox can use 1 GiB.
+# With a vocabulary of 262,144 random tokens, tokenizer and grammar index took 0.63 GB in the model's process, and the
+# same in the sandbox. A fork of the sandbox can use 1 GiB.
 PER_TOKEN = 2 * 2500
 TRIAL = GIB
 # A server writes 2 MB below /tmp: the model repository and the Python backend's folder.
@@ -29,15 +29,15 @@ SHARED = GIB
 # Only servers that build engines or compile kernels write to the cache. Compiled kernels take an estimated 0.3 GB,
 # and twice as much while a new file replaces the old one.
 _UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
-# Seconds per shape and layer, a guess: TensorRT-RTX compiles kernels on the GPU at a shape's first use.
+# TensorRT-RTX compiles kernels on the GPU when a shape is first used. Seconds per shape and layer; a guess.
 _COMPILE_SECONDS = 0.5
-# Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest pass that is predicted, in
-# bf16 on a DGX Spark, takes 267 ms at 1,024 tokens and 588 at 262,144 (bench/results/predicted.json).
+# Seconds of a pass over one canvas: per layer, and per layer and cached token. The slowest predicted pass, in bf16 on
+# a DGX Spark, takes 267 ms at 1,024 tokens and 588 ms at 262,144 (bench/results/predicted.json).
 _LAYER_SECONDS, _CACHED_SECONDS = 0.009, 45e-9
 # Runs of each shape at the start: one compiles it, one captures it, and four are timed.
 _RUNS = 6
 _OTHER_CACHE = 5 * GIB
-# A slow network disk, from which engines are read twice: to hash and to load them.
+# The rate of a slow network disk. Engines are read from it twice: to hash them, and to load them.
 _READ = 100 * 10**6  # bytes per second
 _START = 300
 # TensorRT-RTX built 20.1 GB in 118 s on 4 cores (docs/benchmarks.md): 6 s per GB. TensorRT also times kernels on the
@@ -67,7 +67,7 @@ class ReplicaSizes:
 def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
     """Return the resources for serving a bundle on a target, for up to `max_batch` canvases at a time.
 
-    If a bundle of graphs is served on a GPU, the first start also builds engines. So it takes longer, and needs the
+    If a bundle of graphs is served on a GPU, the first start also builds engines. This takes longer, and needs the
     builder's memory.
     """
     on_cpu = target.capability is None
@@ -75,8 +75,8 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     weights = _weights(manifest, on_cpu)
     total = sum(weights.segments().values())
     need = _serving_memory(manifest, on_cpu, max_batch)
-    # Each further GPU loads the engines, which are hashed only once, and warms up. It finds compiled kernels and built
-    # engines in the cache, since all GPUs have the same name.
+    # Each further GPU loads the engines and warms up, but does not hash the engines again. It finds compiled kernels
+    # and built engines in the cache, since all GPUs have the same name.
     plan, layers = _passes(manifest, max_batch).sharing(), len(manifest.model.layers)
     further = 0.0 if on_cpu else total / _READ + layers * _warm_up(plan)
     startup = _START + (2 * total / _READ if on_cpu else total / _READ + further)
@@ -102,11 +102,11 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
 
 
 def _warm_up(plan: PassPlan) -> float:
-    """Return the seconds per layer in which a GPU runs every shape and finds out whether requests may share passes.
+    """Return the seconds per layer for running every shape on a GPU and testing whether requests may share passes.
 
-    The trial (runtime/gpu/sharing.py) compares, for each place in the batch, four canvases with different expert loads;
-    and for each width, one canvas after a prompt of that length. Each canvas runs alone, alongside others, and in its
-    own pass of every width. With four canvases at 262,144 tokens, the trial takes
+    The trial (runtime/gpu/sharing.py) runs every test canvas alone, alongside others, and in its own pass of every
+    width. There are four test canvases, with different expert loads, for every place in the batch; and one for every
+    width, after a prompt of that length. With four canvases at 262,144 tokens, the trial takes
     (4 × 4 + 5) × (2 × 0.083 + 0.065 + 4 × 0.009) = 5.6 s, and running every shape takes 2.9 s.
     """
     seconds = sum(_RUNS * _pass(each) for each in plan)

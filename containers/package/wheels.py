@@ -79,8 +79,8 @@ def with_hashes(
     architecture: str,
     others: Iterable[str] = (),
 ) -> list[Pin]:
-    """Return the pins with the hashes of the fetched wheels. For other pins, the hash is from the table of hashes; so are
-    those of `others`, architectures on which the package can be built, too."""
+    """Return the pins with their wheels' hashes. Fetched wheels are hashed here; for other pins, the hash comes from
+    the table of hashes. `others`: further architectures, whose hashes are added from the table."""
     found = []
     for pin in pins:
         known = locked(pin, python, architecture)
@@ -124,7 +124,8 @@ def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str)
 
 
 def _build(pin: Pin, folder: Path) -> None:
-    """Build the wheel of a distribution that only has sources. It must be pure Python to suit another machine."""
+    """Build the wheel of a distribution that is published only as source. The wheel must be pure Python, to run on
+    another machine."""
     command = ["wheel", "--no-deps", "--wheel-dir"]
     if failed := _pip_into(folder, command, [pin], "*-none-any.whl"):
         raise CanvasError(
@@ -138,7 +139,7 @@ def _pip_into(
     folder: Path, command: Sequence[str], pins: Sequence[Pin], wanted: str = "*.whl"
 ) -> str:
     """Run pip, and move the `wanted` wheels to `folder` once they are complete; return pip's error, or an empty
-    string. The command's last option takes the folder to which pip writes."""
+    string. `command` ends with the option for pip's output folder."""
     with scratch(folder / "pip") as made:
         failed = _pip([*command, str(made)], [str(pin) for pin in pins])
         for wheel in () if failed else made.glob(wanted):

@@ -1,9 +1,9 @@
 """Builds engines in a child process, so that a build's memory is returned to the system, and a crash does not end the
 server.
 
-The process gets a job as JSON in its first argument. Lines of its output that are JSON objects are reports: `{"doing":
-WHAT, "done": N, "total": M}` at every percent of progress, and finally `{"error": MESSAGE, "hint": HINT}` if it failed.
-Other lines are the builder's log.
+The process gets a job as JSON in its first argument. It writes reports as lines of JSON: `{"doing": WHAT, "done": N,
+"total": M}` at every percent of progress, and `{"error": MESSAGE, "hint": HINT}` if the build fails. All other lines of
+its output are the builder's log.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EngineBuild:
 
 @dataclass(frozen=True)
 class Wait:
-    """Says how to wait for engines: `stop` ends the wait, `notify` is called with a line about the reason to wait, and
+    """Says how to wait for engines. `stop` ends the wait. `notify` is called with a line about the reason to wait.
     `meanwhile` is called repeatedly."""
 
     stop: threading.Event = field(default_factory=threading.Event)

@@ -23,7 +23,9 @@ def check_settings(settings: Settings) -> None:
     _check_tls_options(settings)
     check_distinct(_ports(settings))
     if settings.front.json_logs and settings.log_file is not None:
-        raise UsageError("--json-logs writes to stderr, but --log names a file", "leave out one")
+        raise UsageError(
+            "--json-logs writes to stderr, but --log names a file", "leave out one of them"
+        )
     if settings.log and not Path(settings.log).parent.is_dir():
         raise UsageError(f"the folder for --log {settings.log} does not exist", "create it first")
     if settings.tls is not None:
@@ -58,8 +60,8 @@ def _check_triton_host(settings: Settings) -> None:
         return
     raise UsageError(
         f"--triton-host is {settings.triton_host}, but Triton's ports have no TLS",
-        "leave out --triton-host; or put a proxy that has TLS and checks callers in front of ports"
-        f" {settings.ports.http} and {settings.ports.grpc}, and say so with --triton-behind-proxy",
+        "leave out --triton-host; or add --triton-behind-proxy, and put a proxy with TLS that authenticates callers"
+        f" in front of ports {settings.ports.http} and {settings.ports.grpc}",
     )
 
 
@@ -81,13 +83,13 @@ def _check_tls_options(settings: Settings) -> None:
             raise UsageError(f"--ssl-mode {mode} needs {option}", f"give {option} FILE")
     if mode == "tls" and "--ssl-ca" in given:
         raise UsageError(
-            "--ssl-ca has no effect with --ssl-mode tls, which asks callers for no certificate",
+            "--ssl-ca has no effect with --ssl-mode tls, which does not ask callers for a certificate",
             "give --ssl-mode mtls, or leave out --ssl-ca",
         )
 
 
 def _check_tls_files(certificate: str, key: str, ca: str | None = None) -> None:
-    """Load the TLS files as the front end will. If a file is wrong, raises CanvasError, which names its option."""
+    """Load the TLS files as the front end will. Raises CanvasError with the option of an invalid file."""
     options = {"--ssl-cert": certificate, "--ssl-key": key} | ({"--ssl-ca": ca} if ca else {})
     for option, file in options.items():
         if not os.access(file, os.R_OK) or not Path(file).is_file():
@@ -106,7 +108,7 @@ def _check_tls_files(certificate: str, key: str, ca: str | None = None) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise CanvasError(
                 f"--ssl-key: {key} is not the key of the certificate {certificate}",
-                "give the key that the certificate was made with",
+                "give the key for which the certificate was made",
             ) from error
         raise CanvasError(
             f"--ssl-cert and --ssl-key: OpenSSL cannot use {certificate} with {key}:"

@@ -1,7 +1,7 @@
 """Chooses a server's GPUs: the first GPU that fits, or the GPU that `--device` names. With `--devices all`, all
 fitting GPUs with the name of the first one are chosen.
 
-CUDA_VISIBLE_DEVICES lists the UUIDs of the chosen GPUs, because CUDA has its own numbers for GPUs: the fastest is 0.
+CUDA_VISIBLE_DEVICES lists the UUIDs of the chosen GPUs, because CUDA numbers GPUs in another order: the fastest is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_gpus(settings: Settings) -> None:
             "give --devices all, or choose one GPU with --device",
         )
     if settings.devices and settings.device:
-        raise UsageError("--device names one GPU, and --devices all takes every one", "give one")
+        raise UsageError("--device and --devices are both set", "give only one of them")
 
 
 def use_gpu(name: str) -> None:
@@ -54,7 +54,7 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
     if len(same) < len(fitting):
         left = sorted({gpu.name for gpu in fitting} - {same[0].name})
         log.warning(
-            "every %s serves; left out, because their bits may differ: %s",
+            "serving on every %s, but not on GPUs that may compute different bits: %s",
             same[0].name,
             ", ".join(left),
         )
@@ -63,7 +63,7 @@ def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
 
 def environment_of(uuids: Sequence[str]) -> dict[str, str]:
     """Return the variables that restrict Triton's processes to these GPUs. Returns no variables if there are no
-    GPUs, or if this process is already restricted to a MIG instance, since the UUIDs are those of whole GPUs."""
+    GPUs, or if this process is already restricted to a MIG instance, since `uuids` identify whole GPUs."""
     if not uuids or "MIG-" in os.environ.get(VISIBLE, ""):
         return {}
     return {VISIBLE: ",".join(uuids), GPUS_VARIABLE: str(len(uuids))}

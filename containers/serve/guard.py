@@ -31,7 +31,7 @@ class Guard:
     """The guard of one server, as seen from the process that it watches."""
 
     def __init__(self, run_name: str) -> None:
-        """Start the guard. It waits until its standard input closes, which happens in any case when this process
+        """Start the guard. It waits until its standard input closes, which happens at the latest when this process
         exits."""
         self._run_name = run_name
         self._process = self._start()
@@ -51,7 +51,7 @@ class Guard:
         if self._process.poll() is None and not is_stopped(self._process.pid):
             return
         log.warning(
-            "the process that cleans up after this one has ended or was stopped: replacing it"
+            "the guard, which cleans up after this process, has ended or was stopped; replacing it"
         )
         self._process.kill()
         self.dismiss()

@@ -18,7 +18,7 @@ from canvasrt.containers.processes import CALLER_SECRET, child_environment
 from canvasrt.errors import CanvasError
 
 VARIABLE = "CANVASRT_TRITONSERVER"
-# First safe release. In earlier ones, a single HTTP request can crash the server (CVE-2025-23310 and later).
+# First safe release. In earlier releases, a single HTTP request can crash the server (CVE-2025-23310 and later).
 SAFE_RELEASE = (26, 7)
 _RELEASES = {"0.7.0": (24, 10)}  # nvidia-pytriton's version → Triton's release
 _STUB = "triton_python_backend_stub"
@@ -54,7 +54,7 @@ class Installation:
         """Raise CanvasError if other machines can call `host`, and one request can crash this release."""
         if not self.is_safe and host not in LOOPBACK:
             raise CanvasError(
-                f"{self.binary} is {self.release_text}, and a single request from {host} can crash it",
+                f"{self.binary} is {self.release_text}, and a single request to {host} can crash it",
                 "let Triton listen on 127.0.0.1, or use a tritonserver of 26.07 or later",
             )
 
@@ -77,8 +77,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return tritonserver's environment: that of this process without secrets, plus variables that let models run
-        in this interpreter's virtual environment."""
+        """Return tritonserver's environment: this process's environment without secrets, plus variables that let models
+        run in this interpreter's virtual environment."""
         env = child_environment() | {CALLER_SECRET_VARIABLE: CALLER_SECRET}
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -95,7 +95,7 @@ class Installation:
 
 
 def find_installation() -> Installation:
-    """Return the tritonserver that CANVASRT_TRITONSERVER names, else the one on PATH, else nvidia-pytriton's.
+    """Return the tritonserver in CANVASRT_TRITONSERVER, or else on PATH, or else in nvidia-pytriton.
 
     Raises CanvasError if there is none, or if it cannot run here.
     """
@@ -114,7 +114,7 @@ def find_installation() -> Installation:
     if bundled is None:
         raise CanvasError(
             "no tritonserver was found",
-            'run `pip install "canvasrt[serve]"`, which includes one, or put one on PATH',
+            'run `pip install "canvasrt[serve]"`, which includes tritonserver, or put a tritonserver on PATH',
         )
     return _installation(bundled / "bin" / "tritonserver")
 

@@ -50,15 +50,15 @@ def plan_local(name: Path, cache: Path | None = None) -> Local:
 
 
 def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
-    """Return the target of the largest GPU that has a usable one, and an empty string. If no GPU has one, return `cpu`
-    and the reasons."""
+    """Return the target of the largest GPU that has a usable target, and an empty string. If no GPU has a usable
+    target, return `cpu` and the reasons."""
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else [machine.why_no_gpu()]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
         # Skip targets with several capabilities: they are limited to the formats of their oldest GPU.
         alike = [each for each in TARGETS if each.capabilities == (gpu.capability,)]
         if not alike:
-            reasons.append(f"no target is for {gpu.name}")
+            reasons.append(f"there is no target for {gpu.name}")
             continue
         target = min(alike, key=lambda each: _distance(each, gpu))
         reason = machine.builds_here(target) or machine.runs_here(target)
@@ -90,8 +90,8 @@ def build_local(local: Local, say: Say) -> None:
 
 
 def _memory_for(target: Target) -> int | None:
-    """Return how many bytes engines can use: for the CPU target, this machine's memory; otherwise, the memory of the
-    largest GPU that has the target's capability. Return None if there is no such GPU."""
+    """Return the memory that engines can use, in bytes: for the CPU target, the memory of this machine; for other
+    targets, the memory of the largest GPU with the target's capability, or None if there is no such GPU."""
     if target.capability is None:
         return machine.memory_bytes()
     alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]

@@ -21,7 +21,7 @@ _LOOK_EVERY = 0.2
 _KEPT = 1000
 LOG_BYTES = 64 * 2**20  # size at which a log is copied to FILE.1 and emptied
 _GLOG = re.compile(r"([IWEF])\d{4} ")
-# A line of our own, from a model's process, in the form that `configure` sets.
+# A line of canvasrt's own log in a model's process, in the format that `configure` sets.
 _OURS = re.compile(r"\d{4}-\d\d-\d\d \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)")
 _TAIL = 2**20  # bytes to read from a log's end
 _CAUSES = (
@@ -56,7 +56,7 @@ class ServerOutput:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            # An earlier server's log. Folders, devices and links, such as /dev/stdout, are not renamed.
+            # Rename an earlier server's log, but not a folder, a device or a link such as /dev/stdout.
             if self.log.is_file() and not self.log.is_symlink():
                 self.log.replace(_older(self.log))
             with self.log.open("ab"):
@@ -113,7 +113,7 @@ class ServerOutput:
         self._shown += len(whole)
 
     def _pass_on(self, reader: int) -> None:
-        """Copy tritonserver's lines to the stream, and keep the last ones. JSON output omits Triton's tables."""
+        """Copy tritonserver's lines to the stream, and keep the last lines. JSON output omits Triton's tables."""
         with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 text = line.rstrip()
@@ -144,7 +144,7 @@ def _rotate(log: Path) -> None:
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log; empty if it cannot be read, such as a pipe."""
+    """Return the last lines of a log; empty if the log cannot be read, for example because it is a pipe."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL))

@@ -80,7 +80,7 @@ def _build(profile: ServingProfile, out: Path, wait: Wait) -> None:
 def set_aside_damaged(out: Path, wait: Wait) -> bool:
     """Return whether the engines that `prepare` returned are damaged. If so, move them aside, so that `prepare` builds
     them again."""
-    # Intact engines need no lock, which a read-only cache lacks.
+    # Check without the lock first, because a read-only cache cannot have a lock.
     with contextlib.suppress(CanvasError):
         load_bundle(out, kind="engines")
         return False
@@ -94,7 +94,7 @@ def set_aside_damaged(out: Path, wait: Wait) -> bool:
             os.rename(out, aside)
             size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
             if shutil.disk_usage(out.parent).free < _SPARE * size:
-                log.warning("deleting %s: the disk has no room for both", aside)
+                log.warning("deleting %s: the disk has no room for it and the new engines", aside)
                 shutil.rmtree(aside, ignore_errors=True)
             return True
         return False
@@ -108,8 +108,8 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
 
 
 def versions_for(target: Target) -> dict[str, Any]:
-    """Return what determines engines besides their source: canvasrt's and the builder's versions, and the kind of GPU on
-    which they are built."""
+    """Return what determines engines, apart from their source: the versions of canvasrt and of the builder, and the
+    kind of GPU on which they are built."""
     versions = {"canvasrt": canvasrt.__version__, target.builder: extras.version(target.builder)}
     if gpu := building_gpu(target):
         versions["gpu"] = gpu.name
@@ -137,7 +137,7 @@ def alone(out: Path, wait: Wait) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not told:
-                    wait.notify("Another server is building them into the same cache.")
+                    wait.notify("Another server is building the engines into the same cache.")
                 told = True
                 wait.look()
             except OSError as error:

@@ -1,8 +1,8 @@
 """The health check of a container: `python -m canvasrt.containers.serve.probe` exits with 0 if the server is ready.
 
 It calls the port that NIM's variables name. It imports little, because it runs often. Docker does not restart unhealthy
-containers. So with CANVASRT_END_UNHEALTHY, the check kills an unresponsive server, and the container's restart
-policy applies.
+containers. With CANVASRT_END_UNHEALTHY, the check therefore kills an unresponsive server; the container then exits, and
+its restart policy applies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
         connection.request("GET", path)
         return connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        # This presents the server's own certificate, which may be for servers only.
+        # With mtls, the check presents the server's own certificate, which may not be valid for clients.
         way_out = "; with mtls, set NIM_HEALTH_PORT" if mode == "mtls" and not health else ""
         print(f"{host}:{port}: {error}{way_out}", file=sys.stderr)
         return None

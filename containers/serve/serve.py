@@ -1,7 +1,7 @@
 """Runs `canvasrt serve`: chooses the engines, starts, reports the addresses, waits, stops.
 
-Three processes run: this one, which supervises, the front end (`frontend.py`), and Triton
-(`server.py`) with a process for each of its models.
+Three processes run: this process, which supervises the others; the front end (`frontend.py`); and Triton
+(`server.py`), which starts another process for each of its models.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _DEMO_TOKENIZER = "0a6d272284ee7af0c13002879d9d1331901cd2ab8a6826fc6d1aff3be1429
 def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     """Serve a bundle until a signal arrives. The settings must have passed `check_settings`.
 
-    `ready` is called with the addresses. `stream` receives the servers' output unless it goes to a file. Raises
-    CanvasError if a server exits or cannot start.
+    `ready` is called with the addresses. `stream` receives the servers' output, unless the output goes to a file.
+    Raises CanvasError if a server exits or cannot start.
     """
     configure(settings.front.log_level, settings.front.json_logs)
     source = open_source(settings.bundle)

@@ -71,10 +71,10 @@ class Server:
     ) -> None:
         """Prepare a server; nothing is started yet.
 
-        output: takes the server's output if the settings name no log file; by default, that goes to stderr. gpus: UUIDs
-        of the GPUs, which all run an instance of the model; if empty, only CUDA's first GPU does. With the settings'
-        `sockets`, Triton's HTTP and gRPC servers listen on Unix sockets in that folder, and the front end listens on
-        their ports instead.
+        output: takes the server's output if the settings name no log file; None means stderr. gpus: UUIDs of the GPUs;
+        every GPU runs an instance of the model. Without UUIDs, only CUDA's first GPU runs one. If the settings have a
+        folder `sockets`, Triton's HTTP and gRPC servers listen on Unix sockets in that folder, and the front end
+        listens on their ports.
         """
         settings = settings or Settings()
         self.repository = repository
@@ -172,8 +172,8 @@ class Server:
             raise
 
     def _check_hosts(self, installation: Installation) -> None:
-        """Keep other machines from reaching a release that one request can crash. If `host` would let them, raise
-        CanvasError; if only `metrics_host` would, serve the metrics on `host` instead."""
+        """Keep other machines from reaching a release that one request can crash. If they can call `host`, raise
+        CanvasError; if they can call only `metrics_host`, serve the metrics on `host` instead."""
         installation.check_reach(self.host)
         if not installation.is_safe and self.metrics_host not in LOOPBACK:
             self.metrics_host = self.host
@@ -206,7 +206,7 @@ class Server:
         code = self._process.poll()
         if code is None:
             return bool(children(self._process.pid)[1])
-        # Triton itself sees that a model's process is gone if that process had already answered once.
+        # If a model's process had answered before it died, Triton logs that the process is not healthy.
         lost = any("is not healthy" in line for line in self.log_tail(40))
         return code == -signal.SIGABRT or lost
 
@@ -266,7 +266,7 @@ class Server:
         if self._stall is None or self._process is None:
             return
         if how := self._stall.stalled({*self._models, self._process.pid}, limit):
-            hint = "allow more time for a pass with --stall-timeout, or see what holds it up"
+            hint = "allow more time for a pass with --stall-timeout, or find out what holds it up"
             raise self._failure(f"the server {how}", hint, kind=StalledError)
 
     def stop(self, force: threading.Event | None = None) -> bool:
@@ -380,7 +380,7 @@ class Server:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
-    """Wait for the process to exit. Return whether it exited in time and without an error; then its models have
+    """Wait for the process to exit. Return whether it exited in time and without an error; if so, its models have
     ended, too."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:

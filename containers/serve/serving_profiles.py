@@ -1,4 +1,4 @@
-"""Serving profiles: the engines that a package contains or can build. Chooses one that this machine can run."""
+"""Serving profiles: the engines that a package contains or can build. Chooses a profile that this machine can run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def open_source(path: Path | None) -> Bundle:
         path = Path(PACKAGE)
         if not (path / MANIFEST).exists():
             raise UsageError(
-                f"no bundle was given, and {path} holds none",
+                f"no bundle was given, and {path} holds no bundle",
                 "give BUNDLE, or set NIM_MODEL_PATH to its folder",
             )
     # The hashes are checked later, when the model loads the engines.
@@ -161,7 +161,7 @@ def choose_profile(
         raise CanvasError(
             f"no serving profile of {source.path} runs on this machine: {reasons}",
             "build and package engines for this machine's GPU; `canvasrt targets` lists the names."
-            " Give a container its GPU with --gpus all",
+            " A container gets its GPUs with --gpus all",
         )
     names = [gpu.name for gpu in gpus]
     exact = [each for each in fitting if any(each.target.gpu in name for name in names)]

@@ -22,7 +22,7 @@ PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = API_KEYS, "CANVASRT_API_KEYS_FILE"
 TLS_MODES = ("disabled", "tls", "mtls")
 # Endings of the variables that Kubernetes sets for a service. A service whose name begins with nim gets NIM_ variables.
-# NAME_PORT is a service's address, such as tcp://10.0.0.1:80; as a number, it is a port that a user set.
+# Kubernetes sets NAME_PORT to a service's address, such as tcp://10.0.0.1:80; users set it to a number.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP)\w*)=|_PORT=\w+://")
 
 
@@ -58,13 +58,14 @@ class Settings:
     triton_host: str = field(
         default="127.0.0.1",
         metadata=option(
-            "The address for Triton's HTTP and gRPC, which have no TLS.", metavar="ADDRESS"
+            "The address on which Triton's HTTP and gRPC APIs listen, without TLS.",
+            metavar="ADDRESS",
         ),
     )
     triton_behind_proxy: bool = field(
         default=False,
         metadata=option(
-            "A proxy authenticates access to Triton's ports, so Triton itself listens on them; required for"
+            "Let Triton itself listen on its ports, because a proxy authenticates access to them; required for"
             " --triton-host with TLS."
         ),
     )
@@ -73,7 +74,7 @@ class Settings:
         metadata=option(
             "The id or name of a serving profile; see `list-model-profiles`.",
             metavar="ID",
-            shown="the GPU's",
+            shown="the best for this machine",
             variable="NIM_MODEL_PROFILE",
             read=str,
         ),
@@ -89,9 +90,9 @@ class Settings:
     devices: str | None = field(
         default=None,
         metadata=option(
-            "`all`: an instance of the model on every GPU that fits and has the first one's name.",
+            "`all`: run an instance of the model on every fitting GPU that has the same name as the first.",
             metavar="all",
-            shown="one",
+            shown="one GPU",
         ),
     )
     cache: Path | None = field(
@@ -143,7 +144,7 @@ class Settings:
             metavar="SECONDS",
             least=0,
             most=MAX_SECONDS,
-            shown="by their size",
+            shown="depends on their size",
         ),
     )
     exit_timeout: int = field(
@@ -153,7 +154,7 @@ class Settings:
     stall_timeout: float = field(
         default=STALL_TIMEOUT,
         metadata=_seconds(
-            "How long one pass may take, or preparing one request; after that, the server ends with exit"
+            "Time limit for one pass, and for preparing one request; a server that exceeds it ends with exit"
             " code 4.",
             1,
         ),

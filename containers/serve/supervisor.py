@@ -1,5 +1,5 @@
-"""Starts and stops Triton and the front end in the right order, and watches them in between. Converts Ctrl-C and SIGTERM
-to a request to stop, instead of exceptions that could occur anywhere in the code."""
+"""Starts and stops Triton and the front end in the right order, and watches them in between. Ctrl-C and SIGTERM become
+a request to stop, instead of exceptions that could occur anywhere in the code."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def stop_request() -> Iterator[StopRequest]:
         # Set the events on another thread, because the interrupted code could hold an event's lock.
         _thread.start_new_thread(noted.set, ())
 
-    # Keep ignoring SIGHUP under nohup. But handle SIGINT even if it is ignored: a shell makes the background jobs of a
-    # script ignore SIGINT, although scripts stop such jobs with SIGINT.
+    # Keep ignoring SIGHUP under nohup. But handle SIGINT even if it is ignored: shells make background jobs of scripts
+    # ignore SIGINT, although scripts stop such jobs with SIGINT.
     taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in taken}
     try:

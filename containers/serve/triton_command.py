@@ -64,7 +64,7 @@ def triton_command(
         # Triton never copies to or from GPUs; the models do that themselves.
         "--pinned-memory-pool-byte-size=0",
     ]
-    # Do not count the files /dev/nvidia*: WSL has GPUs without them. Triton numbers its GPUs from 0.
+    # `gpus` does not count the files /dev/nvidia*, because WSL has GPUs without such files. Triton numbers GPUs from 0.
     command += [f"--cuda-memory-pool-byte-size={gpu}:0" for gpu in range(gpus)]
     for name, (host, port) in addresses.items():
         command += [f"--{name}-address={_address(name, host)}", f"--{name}-port={port}"]
@@ -76,8 +76,8 @@ def triton_command(
 
 
 def _address(server: str, host: str) -> str:
-    """Return an address in the form that one of Triton's servers takes. Its HTTP and metrics servers take no host
-    names, and listen nowhere if they are given one."""
+    """Return an address in the form that one of Triton's servers takes. Its HTTP and metrics servers do not
+    accept host names: given a host name, they listen nowhere."""
     if host.startswith("unix:"):
         return host
     if ":" in host:

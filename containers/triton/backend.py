@@ -85,8 +85,8 @@ class StreamModel:
         max_batch = int(parameters.get("max_batch") or built or MAX_BATCH)
 
         sys.setswitchinterval(_SWITCH)
-        # Slow requests are prepared on threads, so that other requests need not wait. Those that only tokenize share a
-        # separate thread.
+        # Slow requests are prepared on threads, so that other requests need not wait. Requests that only
+        # tokenize share a separate thread.
         self._preparing, self._tokenizing = Preparing(), Preparing(threads=1)
         self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)

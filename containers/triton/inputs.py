@@ -66,7 +66,7 @@ def caller_of(parameters: Mapping[str, Any]) -> tuple[str, str]:
     if not given:
         return "", ""
     if not secret or not hmac.compare_digest(given[: len(secret)].encode(), secret.encode()):
-        raise CanvasError(f"only the front end gives {OWNER}", f"leave out {OWNER}")
+        raise CanvasError(f"only the front end may set {OWNER}", f"leave out {OWNER}")
     owner, _, call = given[len(secret) :].partition("/")
     return owner, call
 
@@ -82,7 +82,7 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int, canvas: 
     if (count := sizes.get("prompt_ids", 0)) > max_context:
         raise CanvasError(
             f"the prompt ({count} tokens) plus the new tokens exceed the context of {max_context}",
-            f"shorten the prompt to {max_context - canvas} tokens, for {canvas} new ones",
+            f"shorten the prompt to {max_context - canvas} tokens, to leave room for {canvas} new tokens",
         )
     _check_stop_count(sizes.get("stop", 0))
     most = {
@@ -210,9 +210,8 @@ def read_bias(text: str) -> tuple[tuple[int, float], ...]:
             raise CanvasError(f"logit_bias names {token!r}, which is not a token id", example)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise CanvasError(f"logit_bias of token {token} is {value!r}", example)
-    # Sorted, because the order in which numbers are added changes a sum's last bits.
-    # Through text, which turns an integer that is too large for a float into infinity.
-    return tuple(sorted((int(token), float(str(value))) for token, value in found.items()))
+    # Converted through text, so that an integer that is too large for a float becomes infinity.
+    return tuple((int(token), float(str(value))) for token, value in found.items())
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:

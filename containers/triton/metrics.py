@@ -18,7 +18,7 @@ GAUGES = {
 }
 _COUNTED = {
     "encode_tokens": "Tokens encoded into the KV cache",
-    "cached_tokens": "Prompt tokens taken from the prefix cache instead",
+    "cached_tokens": "Prompt tokens taken from the prefix cache instead of encoded",
     "encode_seconds": "Seconds in encoding passes",
     "denoise_passes": "Denoising passes; each serves every canvas in its batch",
     "denoise_seconds": "Seconds in denoising passes",

@@ -26,7 +26,7 @@ class ModelOptions:
             "Maximum tokens per request, prompt plus answer.",
             metavar="TOKENS",
             least=1,
-            shown="the engines'",
+            shown="the engines' limit",
             variable="NIM_MAX_MODEL_LEN",
             read=read_count,
         ),
@@ -34,8 +34,8 @@ class ModelOptions:
     share_passes: str = field(
         default="auto",
         metadata=option(
-            "On a GPU, let requests share passes: higher throughput. With auto, they do if a trial on this GPU shows"
-            " that no request's bits depend on others.",
+            "On a GPU, let requests share passes, for higher throughput. With auto, they do if a trial on this GPU shows"
+            " that sharing changes no bits of a request's results.",
             metavar="auto|on|off",
         ),
     )
@@ -60,7 +60,7 @@ class ModelOptions:
     max_queue_tokens: int = field(
         default=1 << 22,
         metadata=limit_option(
-            "Maximum number of tokens of running and queued requests together.", shown=None
+            "Maximum number of tokens in all running and queued requests together.", shown=None
         ),
     )
     request_timeout: int | None = field(

@@ -31,7 +31,7 @@ _KEPT_TOKENS = 1 << 22
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt's token ids, int32 `[n]`, and `opening`: the part of the answer with which the prompt ends, as text."""
+    """A prompt's token ids, int32 `[n]`. `opening`: the text at the end of the prompt that belongs to the answer."""
 
     ids: np.ndarray
     opening: str
@@ -192,6 +192,6 @@ def _no_chat(values: Mapping[str, Any], why: str) -> None:
     for name in ("template", "prefix"):
         if name in values:
             raise CanvasError(
-                f"{name} has no effect with {why}, which takes no chat template",
+                f"{name} has no effect with {why}, which uses no chat template",
                 f"leave out {name}, or send messages",
             )

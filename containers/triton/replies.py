@@ -34,7 +34,7 @@ class JsonReply:
         self.ended = False
 
     def replies(self, event: Event) -> list[Reply]:
-        """Return the reply to the last event. Earlier events get none."""
+        """Return the reply to the last event. Earlier events get no reply."""
         self.ended = isinstance(event, Finished)
         if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
             return []
@@ -268,8 +268,8 @@ class ReplyBuilder:
         return made
 
     def _show(self, score: TokenScore) -> str:
-        """Return a log-probability as JSON: token_id, text, bytes if the token is a part of a character, logprob, step, end, and
-        top, the likeliest tokens."""
+        """Return a log-probability as JSON with the fields token_id, text, bytes (if the token is a part of a
+        character), hidden (if answers leave the token out), logprob, step, end, and top (the likeliest tokens)."""
         top = ", ".join([f"{self._name(token)}{logprob!r}}}" for token, logprob in score.top])
         end = json.dumps(score.step > 0 and score.token in self._ends)
         own = "null" if score.logprob is None else repr(score.logprob)
@@ -283,6 +283,8 @@ class ReplyBuilder:
             text, raw = self._spell(token), ""
             if REPLACEMENT in text and self._tokenizer:  # perhaps a part of a character
                 raw = f'"bytes": {list(self._tokenizer.token_bytes(token))}, '
+            elif not self._text([token]):  # such as a special token
+                raw = '"hidden": true, '
             text = json.dumps(text, ensure_ascii=False)
             self._named[token] = f'{{"token_id": {token}, "text": {text}, {raw}"logprob": '
         return self._named[token]

@@ -66,8 +66,8 @@ def read_request(
     answers: int = 1,
     only_final: bool = False,
 ) -> ServedRequest:
-    """Convert tensors to a request. Raises CanvasError for a wrong tensor, which the error names, and for a
-    request beyond the operator's limits.
+    """Convert tensors to a request. Raises CanvasError with the name of an invalid tensor, and for a request beyond
+    the operator's limits.
 
     `answers`: total number of answers that the caller requested. `only_final`: only the result is sent.
     """
@@ -142,14 +142,15 @@ class _Reader:
             call = str(self.values.get("prefix", "")).startswith(CALL)
             if call and params.max_new_tokens <= start.least:
                 raise CanvasError(
-                    f"max_new_tokens is {params.max_new_tokens}, too few for a complete call",
+                    f"max_new_tokens is {params.max_new_tokens}, too few for a complete tool call",
                     f"give at least {start.least + 1}",
                 )
             end = end_of_answer(self.model, tokenizer)
             request = ConstrainedRequest(prompt, params, pictures, self.owner, start=start, end=end)
         control = bool(self.values.get("control"))
         if echo and tokenizer is not None:
-            request.validate(self.model.config, self.model.max_context)  # decoding fails on others
+            # Decoding fails on invalid tokens.
+            request.validate(self.model.config, self.model.max_context)
             opening = str(self.values.get("prompt") or tokenizer.decode(list(map(int, prompt))))
         replies = ReplyBuilder(
             tokenizer,
@@ -184,7 +185,9 @@ class _Reader:
         self._stops()
         prompt, pictures, _ = self._prompt()
         if tokenizer is None:
-            raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
+            raise CanvasError(
+                "the model has no tokenizer, so it cannot fill gaps", "leave out infill"
+            )
         text = self.values["infill"]
         request = infill_request(text, prompt, params, self.model, tokenizer, pictures)
         ways = len(request.canvases)
@@ -251,7 +254,7 @@ class _Reader:
         if len(budgets) not in (1, len(files)):
             raise CanvasError(
                 f"image_tokens has {len(budgets)} numbers, but the request has {len(files)} images",
-                "send one for all of them, or one for each",
+                "send one number for all images, or one per image",
             )
         budgets = budgets * len(files) if len(budgets) == 1 else budgets
         # Images usually take nearly all of their budget. The exact sum is checked after preprocessing.
@@ -276,8 +279,8 @@ def _after_thought(
     start: GrammarState,
     tokenizer: Tokenizer | None,
 ) -> tuple[Sequence[int] | np.ndarray, str]:
-    """Return a prompt and its `opening`. If the template has begun a thought that the grammar has no token to end, end
-    it, or the whole answer would be a thought."""
+    """Return a prompt and its `opening`. If the template has begun a thought, and the grammar has no token to end
+    it, this ends the thought; otherwise the whole answer would be a thought."""
     end = tokenizer.control_id(THOUGHT_END) if tokenizer and opening else None
     if end is None or THOUGHT_END in opening or not opening.startswith(THOUGHT):
         return prompt, opening
@@ -291,7 +294,7 @@ def _check_echo(tokens: int, params: SamplingParams, answers: int) -> None:
     each = 1 + (len(params.logprob_token_ids) or params.top_logprobs)
     if (count := tokens * each * answers) > MAX_ECHOED:
         raise CanvasError(
-            f"echo of {tokens} tokens with {each} log-probabilities each in {answers} answers makes {count}",
+            f"echo of {tokens} tokens in {answers} answers, with {each} log-probabilities per token, gives {count} in total",
             f"at most {MAX_ECHOED} are allowed: ask for fewer per token or for fewer answers, or shorten the prompt",
         )
 

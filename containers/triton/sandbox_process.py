@@ -95,7 +95,9 @@ def verdict_of(status: int) -> dict[str, str]:
     """Return the verdict on a grammar whose process exited with this status."""
     why = f"takes more than {TRIAL_SECONDS:g} s of CPU time to compile"
     if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGPROF:
-        why = f"takes more than {TRIAL_BYTES >> 30} GiB of memory to compile, or ends the compiler"
+        why = (
+            f"takes more than {TRIAL_BYTES >> 30} GiB of memory to compile, or crashes the compiler"
+        )
     return {"message": f"grammar {why}", "hint": "simplify it"}
 
 

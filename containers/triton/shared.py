@@ -21,8 +21,8 @@ class Shared(Generic[Value]):
         self._known: OrderedDict[bytes, Future[Value]] = OrderedDict()
 
     def get(self, key: bytes, work: Callable[[], Value]) -> Value:
-        """Return the result cached for `key`. If there is none, run `work`, once for all concurrent callers. An
-        exception is raised to all of them, and not cached."""
+        """Return the result cached for `key`. If there is none, run `work`, once for all concurrent callers. If `work`
+        raises an exception, all these callers get it, and nothing is cached."""
         with self._lock:
             future = self._known.get(key)
             mine = future is None

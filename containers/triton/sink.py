@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 # Exists only inside Triton's Python backend.
@@ -40,18 +40,19 @@ class ResponseSink:
         assert self.replies is not None
         if self._ended:  # a stop string ended the answer before the generator did
             return
-        replies = self.replies.replies(event)
-        if self.replies.ended and not self._end():
-            return
-        for number, reply in enumerate(replies, 1):
-            self._send(reply, final=self._ended and number == len(replies))
-        if self._ended and not replies:
-            self._sender.send(flags=FINAL)
+        try:
+            replies = self.replies.replies(event)
+        except BaseException as error:  # otherwise the caller would wait forever
+            self.fail(error)
+            raise
+        last = self.replies.ended
+        if not last or self._end():
+            self._send(replies, last)
 
     def answer(self, reply: Reply) -> None:
         """Send the single reply of a request that needs no pass."""
         if self._end():
-            self._send(reply, final=True)
+            self._send([reply], last=True)
 
     def fail(self, error: BaseException) -> None:
         """Send an error, unless the request has ended."""
@@ -62,7 +63,7 @@ class ResponseSink:
         code, message = describe(error)
         if self._error_events:
             failure = json.dumps({"code": code, "message": message})
-            self._send({"event": ERROR_EVENT, "text": failure}, final=True)
+            self._sender.send(_response({"event": ERROR_EVENT, "text": failure}), flags=FINAL)
         else:
             self._sender.send(error_response(code, message), flags=FINAL)
 
@@ -71,19 +72,18 @@ class ResponseSink:
         told = self.cancel is not None and self.cancel.is_set()
         return self._ended or self._sender.is_cancelled() or told
 
-    def _send(self, reply: Reply, final: bool) -> None:
-        tensors = [
-            pb_utils.Tensor(name, OUTPUTS[name].encode(value)) for name, value in reply.items()
-        ]
+    def _send(self, replies: Sequence[Reply], last: bool) -> None:
+        """Send replies; if they are the `last`, also send the end. That end is sent alone, because trying to send a
+        reply with it closes the sender, even if shared memory is full."""
         try:
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
-        except Exception as error:
-            # Shared memory may be full. Without an error, the caller would wait forever. Trying to send the last reply
-            # has closed the sender, even if it failed.
-            if not final:
-                self._end()
+            for reply in replies:
+                self._sender.send(_response(reply), flags=0)
+        except BaseException as error:
+            if last or self._end():
                 self._tell(error)
             raise
+        if last:
+            self._sender.send(flags=FINAL)
 
     def _end(self) -> bool:
         """End the request unless it has ended. Return whether this call ended it: a timeout on another thread may
@@ -94,6 +94,11 @@ class ResponseSink:
             self._ended = True
         self.on_end()
         return True
+
+
+def _response(reply: Reply) -> Any:
+    tensors = [pb_utils.Tensor(name, OUTPUTS[name].encode(value)) for name, value in reply.items()]
+    return pb_utils.InferenceResponse(tensors)
 
 
 def error_response(code: str, message: str) -> Any:

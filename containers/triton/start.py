@@ -71,7 +71,8 @@ def _alike(models: list[Any]) -> list[Model]:
     for number, each in enumerate(others, 1):
         if each != first:
             log.warning(
-                "GPU %d takes no requests: its results are not bit for bit those of GPU 0", number
+                "GPU %d gets no requests: some bits of its results differ from those of GPU 0",
+                number,
             )
     return [
         models[0],

@@ -16,7 +16,8 @@ class StopCutter:
 
     The first complete stop string ends the text; if several end at the same character, the longest one counts. A
     possible beginning of a stop string is held back until more text decides, so the result does not depend on how the
-    text is split. With `control`, pieces hold whole control tokens, and thoughts and calls hold no stop strings.
+    text is split. With `control`, no control token is split between pieces, and stop strings in thoughts and calls do
+    not count.
     """
 
     def __init__(self, stops: Sequence[str], control: bool = False, opening: str = "") -> None:

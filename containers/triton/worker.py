@@ -41,12 +41,12 @@ class Worker:
     """Runs a generator on a separate thread.
 
     `make` creates the generator. After a failed pass, all requests that have been in a pass get an EngineError, and
-    `make` is called again. Then a probe, a short request of the worker's own, tests the engines. If they work, the
-    failure is counted against callers, as `_replace_generator` describes. `observe` is called around every step with
-    the generator and the number of requests in flight; `beat` is called whenever there is progress, and regularly
+    `make` is called again. Then the worker tests the engines with a short request of its own, the probe. If they work,
+    the failure is counted against callers, as `_replace_generator` describes. `observe` is called around every step
+    with the generator and the number of requests in flight; `beat` is called whenever there is progress, and regularly
     while idle.
 
-    If no pass can succeed any more, all requests fail, new ones are refused, and `lost` is called with the reason.
+    If no pass can succeed any more, all requests fail, new requests are refused, and `lost` is called with the reason.
     """
 
     def __init__(
@@ -253,11 +253,11 @@ class Worker:
         known.begun = True
         if isinstance(event, Finished):
             self._forget(event.id)
-        if known.ticket.is_late:  # its sink has the error
+        if known.ticket.is_late:  # its sink already has the error
             return
         try:
             known.ticket.sink.event(event)
-        except Exception:  # the sink no longer accepts events
+        except BaseException:  # a sink's failure, even a library's panic, must not end the worker
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
 
@@ -303,7 +303,7 @@ class Worker:
 
     def _replace_generator(self, suspects: list[_Known]) -> None:
         """Create a new generator. If the engines work, count the failure against the callers of the `suspects` that
-        have had no event yet or, if all have had events, against the callers of all `suspects`."""
+        have had no event yet. If all have had events, count it against the callers of all `suspects`."""
         self._generator.abandon()
         self._generator = self._make()
         if self._probe():
@@ -364,7 +364,8 @@ def _load(worker: Worker) -> int:
 
 def _refused() -> Busy:
     return Busy(
-        f"requests of this key failed {MOST} passes within {WINDOW:g} seconds", "try again later"
+        f"requests with this API key made {MOST} passes fail within {WINDOW:g} seconds",
+        "try again later",
     )
 
 

@@ -1,8 +1,8 @@
 """Calibration: the model generates from real prompts while the largest activations are recorded.
 
-Prefill, the encoding of finished canvases, and denoising at every noise level run as in serving, with self-conditioning
-and the runtime's generator. One layer is in memory at a time, so memory depends neither on the model's depth nor on the
-number of prompts.
+The runtime's generator runs prefill, the encoding of finished canvases, and denoising at every noise level as in
+serving, including self-conditioning. One layer is in memory at a time, so memory depends neither on the model's depth
+nor on the number of prompts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Calibration:
 
     Attributes:
         amax: global name of a weight → the largest magnitude of its input. The experts of a layer share one value.
-        cache: per `layers.<i>.key` and `layers.<i>.value`, the cached numbers' largest magnitude; empty if the cache is
+        cache: `layers.<i>.key` or `layers.<i>.value` → the largest magnitude of a cached number; empty if the cache is
         not FP8.
-        routed: per layer, how many tokens each expert got.
-        steps: per step of the schedule, from the noisiest on, the number of denoising passes.
+        routed: layer → how many tokens each expert got.
+        steps: the number of denoising passes at each step of the schedule, noisiest step first.
         prompts: the number of prompts.
         sha256: the SHA-256 of the prompts' file.
     """
@@ -85,7 +85,8 @@ class Calibration:
 def calibrate(
     weights: WeightSource, recipe: Recipe, prompts: CalibrationPrompts, room: Path
 ) -> Calibration:
-    """Generate from `prompts` and record the inputs of the recipe's weights. Products are computed in fp32.
+    """Generate from `prompts` and record the largest inputs of the weights that the recipe quantizes. Products are
+    computed in fp32.
 
     room: the folder for the result, and for the progress of an interrupted calibration.
 
@@ -118,7 +119,7 @@ def _observe(
     formats = recipe.formats(config)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
     work = prompts.work
-    # The network has all that the generator needs of a `Model` for requests without images.
+    # The generator accepts this network in place of a `Model`, because no request has images.
     saved = SavedSweeps(room / "sweeps", device_here())
     network: Any = StreamedNetwork(weights, work.together, saved)
     steps = _generate(network, prompts, work)
@@ -140,9 +141,7 @@ def _generate(network: Any, prompts: Iterable[Request], work: Workload) -> list[
     generator = Generator(network, work.together)
     steps: list[int] = []
     waiting = iter(prompts)
-    left: dict[
-        int, int
-    ] = {}  # how many passes each running request still has, if it does not stop early
+    left: dict[int, int] = {}  # running request → how many more passes it has at most
     done = 0
     while True:
         while len(left) < generator.max_batch and (request := next(waiting, None)) is not None:

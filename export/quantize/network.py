@@ -29,8 +29,8 @@ from canvasrt.export.quantize.stored_weights import WeightSource
 from canvasrt.export.segments import segments
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
-# How many tokens run through a layer together: enough for every expert to get many, but at most a few hundred MB of
-# activations.
+# How many tokens run through a layer together: enough that every expert gets many, but so few that activations take at
+# most a few hundred MB.
 _TOGETHER = 4096
 
 
@@ -40,7 +40,7 @@ class StreamedNetwork:
     Encoding is delayed until the next denoising step, so that one sweep does both.
     """
 
-    quantum = sys.maxsize  # requests are never parked
+    quantum = sys.maxsize  # no request is ever suspended to let others run
     chunk_steps = 1
 
     def __init__(
@@ -68,7 +68,7 @@ class StreamedNetwork:
         )
         self._encoding: list[Call] = []
         self._saved = saved
-        # The outputs of all sweeps so far, including those before an interruption. Hidden states are left out.
+        # The outputs of all sweeps so far, including sweeps before an interruption. Hidden states are left out.
         self._outputs: list[list[dict[str, Tensor]]] = []
         self._earlier: list[Any] = saved.state.get("outputs", [])
         self._rows: dict[int, CachedRow] = {}
@@ -219,17 +219,17 @@ def gpu_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise CanvasError(
             f"calibration ran out of GPU memory: {str(error).partition('. GPU')[0]}",
-            "end other programs on the GPU (nvidia-smi lists them) and repeat the command, which continues after the last"
-            " saved sweep; or set CUDA_VISIBLE_DEVICES to an empty string to calibrate on the CPU, from the first sweep. If the"
-            " engines can only be built on this GPU, set it only for `canvasrt export` and `canvasrt quantize`, and build"
-            " from their graphs",
+            "end other programs on the GPU (nvidia-smi lists them) and repeat the command, which continues after the"
+            " last saved sweep; or set CUDA_VISIBLE_DEVICES to an empty string to calibrate on the CPU, from the first"
+            " sweep. If the engines can only be built on this GPU, set it only for `canvasrt export` or"
+            " `canvasrt quantize`, and build from the graphs that this command writes",
         ) from error
     finally:
         torch.cuda.empty_cache()
 
 
 def _groups(calls: Sequence[Call]) -> Iterator[list[Call]]:
-    """Divide the calls, in order, into groups of at most `_TOGETHER` tokens. A longer call is a group of its own."""
+    """Divide the calls, in order, into groups of at most `_TOGETHER` tokens. A longer call forms a group alone."""
     group: list[Call] = []
     for call in calls:
         if group and sum(each.length for each in group) + call.length > _TOGETHER:

@@ -25,8 +25,8 @@ from canvasrt.export.segments import SegmentModule
 
 @dataclass
 class Observed:
-    """What has been recorded so far. `amax`: the largest magnitude of inputs, by the weight's name, and of cached
-    numbers, by `layers.<i>.key` or `layers.<i>.value`. `routed`: for each layer, the number of tokens per expert."""
+    """What has been recorded so far. `amax`: a weight's name → the largest magnitude of its inputs; `layers.<i>.key` or
+    `layers.<i>.value` → the largest magnitude of a cached number. `routed`: layer → the number of tokens per expert."""
 
     amax: dict[str, Tensor] = field(default_factory=dict)
     routed: dict[int, Tensor] = field(default_factory=dict)

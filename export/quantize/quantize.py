@@ -191,8 +191,8 @@ def quantized_items(
     pack: Callable[[Any], Packed],
     cache_scales: Mapping[str, float] | None = None,
 ) -> Iterator[Weight | Stored]:
-    """Rewrite `model` when iteration starts. Yield the weights to write: unquantized ones, the parts of quantized ones,
-    and the cache's scales.
+    """Rewrite `model` when iteration starts. Yield the weights to write: unquantized weights, the parts of
+    quantized weights, and the cache's scales.
 
     Args:
         forms: the quantized weights' forms by initializer name.
@@ -271,8 +271,8 @@ def read_calibration(bundle: Bundle) -> dict[str, Any]:
 
 
 def _load_modelopt() -> None:
-    """Import ModelOpt, without warnings that do not matter here: ModelOpt warns about transformers' version, which only
-    matters for loading models; torch warns about CUDA without a GPU, which only matters for compiling kernels.
+    """Import ModelOpt, and hide two warnings: ModelOpt's about the version of transformers, which matters only for
+    loading models; and torch's about a missing GPU, which matters only for compiling kernels.
     """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -325,8 +325,8 @@ def counted(items: Iterable[Any], advance: Callable[[int], None]) -> Iterator[An
 
 
 def _matrices(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
-    """Yield a weight in float32, piece by piece. A piece is one expert's matrix `[out, in]`, or some rows if the weight
-    is not an expert's."""
+    """Yield a weight in float32, piece by piece. A piece is one expert's matrix `[out, in]`. If the weight has no
+    experts, a piece is some of its rows."""
     *_, width = shape = item.shape
     size = width * (shape[-2] if len(shape) == 3 else min(shape[0], _ROWS))
     rest = np.empty(0, np.float32)

@@ -1,4 +1,4 @@
-"""Quantizes weights to the formats of `canvasrt.formats`. ModelOpt is imported when something is quantized."""
+"""Quantizes weights to the formats of `canvasrt.formats`. ModelOpt is imported only when needed."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def quantize_weight(
     Args:
         parts: float32 matrices `[out, in]`, read one at a time. If `experts` is true, each matrix is one expert's;
         otherwise matrices are stacked along the first axis.
-        input_amax: the input's largest magnitude. Formats that quantize only weights ignore it.
+        input_amax: the input's largest magnitude. Weight-only formats ignore it.
         method: how scales are chosen: with `max`, nothing saturates; with `mse`, the squared error is smallest.
         weights: with `per_channel`, FP8 has one scale per output. Formats with blocks ignore it.
         name: the weight's name, for errors.
 
-    Raises `CanvasError` for numbers that are not finite, an `input_amax` that is not positive and finite, and rows that
-    the format's blocks do not divide.
+    Raises `CanvasError` for numbers that are not finite, an `input_amax` that is not positive and finite, and a row
+    length that is not a multiple of the format's block length.
     """
     if not FORMATS[format].rounds_inputs:
         return _quantize_weights(parts, format, method, experts, name)
@@ -69,7 +69,7 @@ def quantize_weight(
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
-    # All dtypes of the product represent both exactly: the scale is a power of two, and factors are exact in bfloat16.
+    # The scale is a power of two, and factors are exact in bfloat16, so every dtype of the product represents both.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = (scales / scale).reshape(len(quantized), 1, -1)
     return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)
@@ -121,7 +121,7 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """Quantize a weight to a format in which only weights are quantized, not the inputs of products."""
+    """Quantize a weight to a weight-only format, which leaves the inputs of products unquantized."""
     encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
     # Every row has its own scales, so parts of a matrix can be quantized one by one.
     made = [encode(_checked(part, format, name), method == "mse") for part in parts]
@@ -259,5 +259,5 @@ _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
 }
-# The encoders of formats that quantize only weights. The second argument says whether to search for the best scales.
+# The encoders of weight-only formats. The second argument says whether to search for the best scales.
 _WEIGHTS_ALONE = {"int4": _int4, "int8": _int8}

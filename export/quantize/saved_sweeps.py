@@ -1,4 +1,5 @@
-"""A calibration's progress on disk. After an interruption, the calibration continues there, with the same result."""
+"""A calibration's progress on disk. After an interruption, the calibration continues from there, with the same
+result."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class SavedSweeps:
     """One calibration's state in a folder: tensors of every sweep, and a file of keys and values per request."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Read the state of an interrupted calibration. `state` is empty if nothing was saved, if a file is missing or
-        cut off, or if it was saved on another device, because sums then differ in their last bits."""
+        """Read the state of an interrupted calibration. `state` is empty if nothing was saved, or if a file is missing
+        or cut off. It is also empty if another device saved it, because the devices' sums differ in their last bits."""
         self._folder, self._device = folder, device
         folder.mkdir(exist_ok=True)
         self._saved = time.monotonic()
@@ -68,7 +69,7 @@ class SavedSweeps:
             if not is_full:
                 raise
             raise CanvasError(
-                f"no space left in {self._folder}, which keeps what the calibration has done",
+                f"no space left in {self._folder}, which keeps the calibration's progress",
                 "free space there, or name another disk with CANVASRT_CACHE, then repeat the command; it"
                 " continues after the last sweep that was saved",
             ) from error

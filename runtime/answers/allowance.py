@@ -22,7 +22,7 @@ class Allowance:
     """A limit on the CPU time of the thread that calls `check`. The limit is also reached when `stopped` returns True.
 
     Waiting does not count, so a busy machine refuses no more work than an idle one. A thread that used up `eager`
-    seconds gives way to other threads: from then on it runs a quarter of the time.
+    seconds gives way to other threads: from then on it runs only a quarter of the time.
     """
 
     def __init__(

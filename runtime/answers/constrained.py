@@ -122,7 +122,7 @@ class ConstrainedState(RequestState):
         logits = biased(head.logits(hidden), params)
         logits /= params.temperature_at(self._step)
         logs = log_softmax(logits)
-        # The answer ends with `end`, whichever token the model would end it with.
+        # Only `end` can end the answer, so it gets the probabilities of all tokens that end the sequence.
         logs[:, self._end] = np.logaddexp.reduce(logs[:, self._ends], axis=1)
         most = min(length, self._room)
         seconds = self._left if slow else QUICK_SECONDS
@@ -154,7 +154,7 @@ class ConstrainedState(RequestState):
         found, self._state = self._found, self._found.state
         reason: FinishReason | None = None
         if found.ended:
-            # A grammar that allows an empty answer allows free text, which the token limit can cut anywhere.
+            # A grammar that allows an empty answer is treated as free text, which the token limit can cut anywhere.
             reason = "length" if found.cut and not self._start.least else "stop"
         block = Block(self.id, len(self._steps), self._step, found.tokens, reason)
         return self._commit_block(block, canvas)

@@ -98,7 +98,8 @@ class Template:
 def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
     """Pad labels to equal length. If the lengths differ, append `end` to every label, then fill up with `filler`.
 
-    Raises CanvasError for an empty label, or for two labels with the same tokens. `path` is their path in the message.
+    Raises CanvasError for an empty label, or for two labels with the same tokens. The error names `path`, the labels'
+    path in the request.
     """
     seen: dict[TokenIds, int] = {}
     for number, label in enumerate(map(tuple, labels)):
@@ -120,7 +121,7 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRequest(Request):
-    """A prompt, and the templates whose labels are read after it.
+    """A prompt, and the templates whose labels are read after the prompt.
 
     samples: number of noise samples; every sample reads all templates. Of `params`, only the seed, the temperatures,
     the entropy bound and `max_denoising_steps` (here the number of steps per canvas) apply.

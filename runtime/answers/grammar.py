@@ -59,7 +59,7 @@ class Vocabulary:
         if not ends:
             raise CanvasError(
                 "the model has no token that ends an answer, so it cannot follow grammars",
-                "leave it out",
+                "leave out the grammar",
             )
         self.size, self.ends = size, ends
         found = [tokenizer.token_bytes(token) for token in range(size)]
@@ -75,7 +75,7 @@ class Vocabulary:
         self._allow(control)
 
     def with_control(self, control: frozenset[int]) -> Vocabulary:
-        """Return the same vocabulary for grammars that can contain these special tokens."""
+        """Return a copy of the vocabulary for grammars that can contain the special tokens `control`."""
         other = copy.copy(self)
         other._allow(control)
         return other
@@ -153,17 +153,17 @@ class GrammarState:
     def ends_after(self, tokens: Sequence[int], allowance: Allowance) -> bool:
         """Return whether these tokens can follow and end the answer."""
         matcher = self._matcher.deep_copy()
-        for token in tokens:  # a single call for all tokens would hold the interpreter lock
+        for token in tokens:  # one call for all tokens would hold the interpreter's lock too long
             allowance.check()
             if not matcher.try_consume_tokens([token]):
                 return False
         return bool(matcher.is_accepting())
 
     def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
-        """Return at most `most` tokens after which the answer can end, or None if the search finds none.
+        """Return at most `most` tokens after which the answer can end, or None if the search finds no such ending.
 
-        The ending is not always the shortest: the search tries only a few tokens, first those that close something,
-        then the least used. Raises SlowGrammarError if the search takes too long.
+        The ending is not always the shortest, because the search tries only a few tokens: first tokens that close
+        something, then the least used ones. Raises SlowGrammarError if the search takes too long.
         """
         # Tokens that led to dead ends, keyed by the tokens before them.
         wrong: dict[tuple[int, ...], set[int]] = {}
@@ -272,7 +272,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     if shortest is None:
         raise CanvasError(
             f"{path} allows no answer of at most {MAX_SHORTEST} tokens",
-            "give one that this model's tokens can satisfy with a finite answer",
+            "give a grammar that has a shorter answer in this model's tokens",
         )
     return GrammarState(matcher, vocabulary, len(shortest))
 
@@ -308,8 +308,8 @@ def _check_size(source: Any, path: str, kind: str) -> None:
 
 
 def _check_schemas(source: Any, path: str) -> None:
-    """Raise CanvasError for too many patterns or too large divisors, which are slow to compile even in a short
-    schema."""
+    """Raise CanvasError for too many patterns or too large `multipleOf` values. Both are slow to compile, even in a
+    short schema."""
     patterns = keys = 0
     multiple = 1
     left: list[Any] = [source] if isinstance(source, dict) else _schemas_in(source)
@@ -333,8 +333,8 @@ def _check_schemas(source: Any, path: str) -> None:
             raise CanvasError(f"{path} has {size} {what}", f"give at most {most}")
     if multiple > MAX_MULTIPLE:
         raise CanvasError(
-            f"{path} has multipleOf whose least common multiple exceeds {MAX_MULTIPLE}",
-            "give smaller ones",
+            f"{path} has multipleOf values whose least common multiple exceeds {MAX_MULTIPLE}",
+            "give smaller values",
         )
 
 
@@ -348,7 +348,8 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point. For any other value, which llguidance refuses anyway, return 1."""
+    """Return a number without its decimal point, such as 25 for 2.5. Return 1 for any other value, because llguidance
+    refuses it anyway."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

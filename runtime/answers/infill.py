@@ -39,7 +39,7 @@ class Gap:
 
 
 def read_gaps(text: str) -> list[str | Gap]:
-    """Return the texts and gaps of `The cat {4} on the {2-3} mat`.
+    """Split a text such as `The cat {4} on the {2-3} mat` into fixed texts and gaps.
 
     Raises CanvasError for a text without gaps, and for a gap whose length or range is invalid.
     """
@@ -73,7 +73,7 @@ def default_prompt(text: str) -> str:
 class InfillRequest(Request):
     """A prompt, and the canvases to fill: one per combination of gap lengths.
 
-    canvases: tokens; −n stands for a token of the n-th gap. words: the tokens that gaps can contain, int64.
+    canvases: token ids; −n marks a position of the n-th gap. words: the tokens that gaps can contain, int64.
     """
 
     canvases: tuple[tuple[int, ...], ...]
@@ -168,8 +168,8 @@ def filled(result: InfillResult, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class InfillState(RequestState):
-    """The state of one infill request between passes. Fills one canvas after another, and keeps the one whose
-    gaps' tokens have the highest mean log-probability."""
+    """The state of one infill request between passes. Fills one canvas after another. The result is the canvas whose
+    gaps have the highest mean log-probability."""
 
     shows_drafts = False
 

@@ -44,7 +44,7 @@ class Ask:
         """Read the fields of a request. Raises CanvasError, which names the path of a wrong field."""
         if not isinstance(data, Mapping):
             raise CanvasError(
-                "questions is not an object", "give one whose field questions is a list"
+                "questions is not an object", "give an object with a list named questions"
             )
         for name in data:
             if name not in _FIELDS:
@@ -81,7 +81,8 @@ class Ask:
         return DecisionRequest(ids, params, pictures, templates=templates, samples=self.samples)
 
     def answers(self, draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-        """Return the questions' answers in order. `draws` are each question's probabilities, `[samples, options]`."""
+        """Return the questions' answers in order. `draws`: for every question, its options' probabilities in every sample,
+        `[samples, options]`."""
         return [
             question.answer(tempered(each, self.temperatures.get(question.type, 1.0)))
             for question, each in zip(self.questions, draws, strict=True)
@@ -112,7 +113,7 @@ def _temperatures(data: Any) -> dict[str, float]:
     if data is None:
         return {}
     if not isinstance(data, Mapping):
-        raise CanvasError("temperatures is not an object", 'give {"choice": 1.5} and the like')
+        raise CanvasError("temperatures is not an object", 'give an object like {"choice": 1.5}')
     for name, value in data.items():
         if name not in TYPES:
             raise CanvasError(f"temperatures.{name} is unknown", f"give {', '.join(TYPES)}")

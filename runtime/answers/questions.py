@@ -144,7 +144,7 @@ def _part(part: Any, path: str) -> str:
         return str(part["refusal"])
     if kind in ("input_image", "image_url"):
         raise CanvasError(f"{path} is an image; only input may have images", "send text")
-    raise CanvasError(f"{path} is not a part of a text", "give input_text or input_json")
+    raise CanvasError(f"{path} is neither text nor JSON", "give input_text or input_json")
 
 
 def _error(draws: np.ndarray) -> float | None:

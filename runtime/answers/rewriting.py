@@ -25,13 +25,13 @@ def lark_of(text: str, path: str) -> str:
 
     try:
         return any_to_lark(text)
-    except Exception as error:  # of many types, such as IndexError and RecursionError
+    except Exception as error:  # errors have many types, such as IndexError and RecursionError
         raise CanvasError(f"{path} is not a grammar: {error}"[:300], "correct it") from None
 
 
 def without_unique(schema: Any, path: str, root: Any = None, names: bool = False) -> Any:
-    """Return a schema in which every array with `uniqueItems` is replaced by an enum of all possible arrays. Arrays of
-    at most one element only lose the keyword.
+    """Return a schema in which every array with `uniqueItems` is replaced by an enum of all possible arrays. If an
+    array has at most one element, only the keyword is removed.
 
     names: whether the keys of `schema` are names of properties or definitions, not keywords. Raises CanvasError, whose
     message begins with `path`, if the possible arrays are too many or unknown.
@@ -54,7 +54,7 @@ def without_unique(schema: Any, path: str, root: Any = None, names: bool = False
 
 
 def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
-    """Return the arrays that satisfy a schema, and null if its type allows that."""
+    """Return the arrays that satisfy a schema, and null if the schema's type allows null."""
     wanted = schema.get("type")
     kinds = wanted if isinstance(wanted, list) else [wanted]
     if "array" not in kinds or any(each not in ("array", "null") for each in kinds):
@@ -76,7 +76,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
         values = [False, True]
     if not isinstance(values, list):
         raise CanvasError(
-            f"{path} has uniqueItems whose items are not a list of values",
+            f"{path} has uniqueItems, but its items have no enum",
             "give items an enum, or leave out uniqueItems",
         )
     values = [json.loads(each) for each in dict.fromkeys(map(json.dumps, values))]
@@ -93,7 +93,7 @@ def _arrays(schema: Mapping[str, Any], path: str, root: Any) -> list[Any]:
         shown = count if count <= MAX_ARRAYS else f"more than {MAX_ARRAYS}"
         raise CanvasError(
             f"{path}: {shown} arrays satisfy its uniqueItems",
-            f"allow 1 to {MAX_ARRAYS} short arrays, by its enum and maxItems, or leave out uniqueItems",
+            f"limit enum or maxItems to allow 1 to {MAX_ARRAYS} short arrays, or leave out uniqueItems",
         )
     arrays = [list(each) for size in sizes for each in permutations(values, size)]
     return [*arrays, None] if "null" in kinds else arrays

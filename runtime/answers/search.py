@@ -15,7 +15,7 @@ BEAM, CHOICES = 4, 4
 # vocabulary of 262,144 tokens.
 TOKEN_SECONDS = 0.01
 _TOP = 64  # number of likeliest tokens per position that are tried first
-# Once at most `near` tokens are left, the search checks that the answer can still end. The limits of `near`:
+# Limits of `near`. Once at most `near` tokens are left, the search checks that the answer can still end.
 _NEAR, _FARTHEST = 32, 192
 
 
@@ -23,8 +23,8 @@ _NEAR, _FARTHEST = 32, 192
 class Found:
     """The best string: its tokens, the allowed tokens at every position, and the grammar's state after the string.
 
-    `ended`: whether the last token ends the answer. `cut`: whether it does so only because no room is left, as another
-    token is likelier. `tokens` contains no padding.
+    `ended`: whether the last token ends the answer. `cut`: whether the answer ends only because no room is left,
+    although another token is likelier. `tokens` contains no padding.
     """
 
     tokens: list[int]

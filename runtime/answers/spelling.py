@@ -1,4 +1,4 @@
-"""A small set of tokens that can spell any text, in the order in which a search for an ending tries them."""
+"""A small set of tokens that can spell any text, sorted in the order in which they are tried to end an answer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-TURNS = 2.0  # ranks from here up take turns: each time one is chosen, it moves back in the order
+TURNS = 2.0  # ranks from here up take turns: a rank moves back in the order whenever it is chosen
 _QUOTE = 0.5
 _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
-# These characters come first, because formats such as dates, addresses and URLs need them.
+# These characters come first within their rank, because formats such as dates, addresses and URLs need them.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
 _PATIENCE = 0.5  # every closing token chosen in a row raises the rank of closing tokens by this

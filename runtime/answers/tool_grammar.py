@@ -24,8 +24,8 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     - `tools`: schemas, keyed by the tools' names;
     - `begun`: how the prompt ends: `name` after `<|tool_call>call:name`, `call` after `<|tool_call>call:`, or
     `nothing` if text and thoughts can come first;
-    - `answer`: the JSON schema of an answer without calls, if it has one;
-    - `parallel`: whether more calls can follow;
+    - `answer`: the JSON schema that an answer without calls must follow, or None if it can be any text;
+    - `parallel`: whether one answer can have several calls;
     - `strict`: if false, keywords that cannot be enforced are ignored.
     """
     tools, begun, answer = spec.get("tools"), spec.get("begun"), spec.get("answer")
@@ -40,7 +40,10 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     end, rules = token[CALL_END], []
     for number, (name, schema) in enumerate(tools.items()):
         if not _NAME.fullmatch(name) or not isinstance(schema, dict):
-            raise CanvasError(f"grammar has the tool {name!r}", "give schemas by name")
+            raise CanvasError(
+                f"grammar.tools.{name[:200]} has an invalid name or schema",
+                "give a name of at most 128 letters, digits and _.:- and a JSON schema",
+            )
         strict = bool(spec.get("strict"))
         if strict:
             schema = without_unique(schema, "grammar")

@@ -12,8 +12,8 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial-"
-# A file is removed when it was last written or used this many seconds ago: LEFT for partial files, which another
-# server may still be writing; UNUSED for all other files.
+# A file is removed once this many seconds have passed since its last write or use. LEFT applies to partial files, which
+# another server may still be writing. UNUSED applies to all other files.
 LEFT, UNUSED = 600, 30 * 86400
 
 

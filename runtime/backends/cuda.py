@@ -21,7 +21,7 @@ _GIB = 1 << 30
 _FATAL = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 722), 805, 807, 911, 999})
 # Maximum shared memory of a kernel in bytes, unless an attribute of the kernel raises it.
 _SHARED = 48 << 10
-_NO_GPU = f"see `nvidia-smi`, whose driver must be {OLDEST_DRIVER} or newer; in a container, start it with --gpus all"
+_NO_GPU = f"check that `nvidia-smi` shows driver {OLDEST_DRIVER} or newer; start a container with --gpus all"
 
 
 # The number of each thread's current device; 0 by default.
@@ -32,8 +32,8 @@ class CudaDevice:
     """One GPU, through CUDA's runtime API."""
 
     def __init__(self, extra: str = "gpu", number: int = 0) -> None:
-        """Open a device by its number among those that CUDA_VISIBLE_DEVICES names. `extra` is the extra of canvasrt
-        that installs CUDA's Python bindings.
+        """Open a device. `number` is its index among the devices that CUDA_VISIBLE_DEVICES lists. `extra` is the extra
+        of canvasrt that installs CUDA's Python bindings.
 
         Raises CanvasError if there is no GPU, or if the driver is too old.
         """
@@ -64,7 +64,7 @@ class CudaDevice:
         except CanvasError as error:
             free, total = self._call("cudaMemGetInfo")
             raise CanvasError(
-                f"{self.name} has no {size / _GIB:.2f} GiB left ({free / _GIB:.2f} of "
+                f"{self.name} cannot allocate {size / _GIB:.2f} GiB ({free / _GIB:.2f} of "
                 f"{total / _GIB:.2f} GiB are free): {error}",
                 "build with a smaller --max-context or --max-batch, or stop other programs on the GPU",
             ) from None
@@ -117,8 +117,8 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            # End the capture, or it would record all further calls. If ending it fails too, the error of `work` says
-            # more.
+            # End the capture, or it would record all further calls. If that fails, too, the error of `work` is the more
+            # useful one.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:
                 self._runtime.cudaGraphDestroy(graph)
@@ -184,12 +184,12 @@ class CudaDevice:
         status, *values = result
         if int(status) != 0:
             try:
-                # The driver's errors have the runtime's numbers, except for a few that the runtime lacks.
+                # Driver errors have the same numbers as runtime errors, except for a few that the runtime lacks.
                 known = self._runtime.cudaError_t(int(status))
                 _, words = self._runtime.cudaGetErrorString(known)
                 text = words.decode()
             except ValueError:
-                text = f"the driver's error {int(status)}"
+                text = f"driver error {int(status)}"
             raise EngineError(
                 f"CUDA: {text} ({name})",
                 "check the GPU with `nvidia-smi`",

@@ -32,8 +32,8 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# Operators on large tensors, which every pass would copy if the operators ran on the CPU. Operators on shapes can stay
-# on the CPU.
+# Operators on large tensors. If such an operator ran on the CPU, every pass would copy its tensors. Operators on shapes
+# can run on the CPU.
 HEAVY = {
     "ArgMax",
     "Attention",
@@ -51,7 +51,7 @@ HEAVY = {
 CALLS = 256
 _INSTALL = (
     "pip uninstall onnxruntime && pip install 'canvasrt[gpu]'; the provider needs CUDA 13 and "
-    "cuDNN 9 (pip install nvidia-cudnn-cu13 nvidia-cublas nvidia-cuda-runtime brings them)"
+    "cuDNN 9 (pip install nvidia-cudnn-cu13 nvidia-cublas nvidia-cuda-runtime)"
 )
 
 

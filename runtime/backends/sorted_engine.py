@@ -176,7 +176,7 @@ class SortedEngine:
         return self._between.kernel(self._folder / image.file, image), image
 
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
-        """Yield a call's launches: those of the pieces and, between two pieces, those of a layer's kernels."""
+        """Yield a call's launches: the pieces and, between two pieces, a layer's kernels."""
         batch, length, _ = call.shapes["hidden"]
         # Expert slots are left out of `dims`, so that calls that differ only in slots have the same key.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}

@@ -61,8 +61,8 @@ def check_target(
             f"{target['compute_capability']}, but the GPU here has {here}",
             "build for this GPU: `canvasrt targets` lists the names",
         )
-    # NVIDIA does not document whether engines run on other CPU architectures. TensorRT-RTX's engines
-    # are accepted on any: they are built without their GPU, and compiled where they run.
+    # NVIDIA does not document whether an engine runs on a CPU architecture that differs from the builder's. Engines of
+    # TensorRT-RTX are accepted on any architecture, because their kernels are compiled on the machine that runs them.
     built_on = target.get("built_on", machine)
     if target["backend"] == "tensorrt" and built_on != machine:
         raise CanvasError(
@@ -139,8 +139,8 @@ class TensorRTBackend:
 
 
 class TensorRTEngine:
-    """One engine. Per profile, calls without a `place` share an execution context. Every place in the batch has its own
-    context, which replays the place's latest call as a CUDA graph. TensorRT-RTX captures the graphs itself.
+    """One engine. For every profile, calls without a `place` share an execution context, and every place in the batch
+    has its own context. A place's context replays the latest call as a CUDA graph. TensorRT-RTX captures graphs itself.
     """
 
     def __init__(

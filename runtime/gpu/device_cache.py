@@ -30,19 +30,19 @@ class DeviceRow:
     width: int = 0  # current capacity of the request's caches in full layers, in tokens
     # Serial number of the newest hidden states, from 1. None if the device has no hidden states of the request.
     hidden: int | None = None
-    # Rows per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
+    # Slots per expert that a block needs after an overload. Keys: the number of tokens cached before the block, and the
     # number of the body segment.
     needs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def need(self, segment: int) -> int:
-        """Return the rows per expert that a segment needs in the current block; 0 if no expert was overloaded so
+        """Return the slots per expert that a segment needs in the current block; 0 if no expert was overloaded so
         far."""
         return self.needs.get((self.length, segment), 0)
 
-    def overload(self, segment: int, rows: int) -> None:
-        """Set the rows per expert that a segment needs until the block ends, even if the request is parked
+    def overload(self, segment: int, slots: int) -> None:
+        """Set the slots per expert that a segment needs until the block ends, even if the request is parked
         meanwhile."""
-        self.needs[self.length, segment] = rows
+        self.needs[self.length, segment] = slots
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,10 @@ class DeviceCache:
         first: int,
         span: tuple[int, int],
     ) -> Iterator[tuple[Pitched, Pitched, int, int]]:
-        """Yield the copies that transfer the tokens between two positions, `span`: the memory in the cache, the other
-        memory, the size in bytes per head, and the heads. Each copy is contiguous in the cache. The other memory, at
-        the addresses `others`, has the layout of `append`, and begins with the token at position `first`."""
+        """Yield the copies between the cache and other memory for the tokens in `span`, the first position and the
+        end. Each copy has the address in the cache, the address in the other memory, the bytes per head, and the number
+        of heads. A copy's tokens are contiguous in the cache. The other memory, at the addresses `others`, has the
+        layout of `append`, and begins with the token at position `first`."""
         cache, (begin, end) = self._layers[layer], span
         # A sliding layer's ring can be shorter than the layer's width, which is a multiple of 8.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
@@ -263,7 +264,7 @@ class DeviceCache:
         return cache.values + slot * self._stride(cache)
 
     def positions(self, kind: str, slot: int) -> int:
-        """Return the address of the positions of a slot's tokens in layers of a kind."""
+        """Return the address of a slot's token positions for layers of a kind."""
         past = self.past[kind]
         return past.positions + 8 * slot * past.most
 

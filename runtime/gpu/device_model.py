@@ -27,7 +27,7 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hi
 from canvasrt.runtime.pictures import Picture
 
 _log = logging.getLogger(__name__)
-# How often a call must run to be captured as a graph: the first run is not captured.
+# The number of runs that it takes to capture a call as a CUDA graph: the first run cannot be captured.
 _UNTIL_CAPTURED = 2
 
 
@@ -220,7 +220,7 @@ class DeviceModel(Model):
             place(space, this, [item], hidden)
         self.device.upload(space.hidden[0], self._as_hidden(hidden))
         if self._run(this, [shape.capacity] * len(self.segments[:-1])) is not None:
-            if shape.capacity == this.length:  # every expert already has a row for every token
+            if shape.capacity == this.length:  # every expert already has a slot for every token
                 raise too_full()
             return False
         if not item.keep or item.keep(space.last_hidden(1, this.length)[0, :count]):
@@ -268,8 +268,8 @@ class DeviceModel(Model):
     def _denoise_alone(self, item: DenoiseInput) -> DenoiseOutput:
         """Denoise one request's canvas.
 
-        If an expert of a segment is overloaded, that segment and all later ones run again with more rows per expert.
-        They keep this number of rows until the block ends, so their shapes depend on this request alone.
+        If an expert of a segment is overloaded, this segment and all later segments run again with more slots per
+        expert. They keep this number of slots until the block ends, so their shapes depend only on this request.
         """
         row: DeviceRow = item.row
         this = self._begin(self.shapes.alone(len(item.noise), self.own_passes.width(row)), [item])
@@ -285,10 +285,11 @@ class DeviceModel(Model):
             if capacities[over] == this.length:
                 raise too_full()
             self.counters.overflows += 1
-            begin, rows = over, int(self.workspace.fullest(over).max())
-            # Padding is routed alike in all segments, so the segments after this one would overflow, too.
+            begin, needed = over, int(self.workspace.fullest(over).max())
+            # Equal tokens, such as padding, crowd the same experts in every segment, so later segments would overflow,
+            # too.
             for number in range(begin, len(capacities)):
-                row.overload(number, max(rows, row.need(number)))
+                row.overload(number, max(needed, row.need(number)))
 
     def _begin(self, shape: PassShape, batch: Sequence[DenoiseInput]) -> Pass:
         """Prepare a denoising pass and upload its inputs."""

@@ -47,9 +47,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class OwnPasses:
-    """Chooses between own passes (of one request) and shared passes. `widths`: all possible widths of a past.
-    `seconds`: durations of own passes, keyed by ascending width. It lacks widths whose results differ in any bit from
-    those of a shared pass. `shared`: a shared pass's duration."""
+    """Chooses between own passes (of one request) and shared passes.
+
+    `widths`: all possible widths. `seconds`: durations of own passes, keyed by ascending width; a width is left out if
+    its results differ from a shared pass's results in any bit. `shared`: a shared pass's duration.
+    """
 
     widths: tuple[int, ...]
     seconds: Mapping[int, float] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Launches:
         self._calls: dict[tuple[Any, ...], EngineCall] = {}
 
     def body(self, number: int, this: Pass, capacity: int) -> None:
-        """Launch a body segment with `capacity` rows per expert."""
+        """Launch a body segment with `capacity` slots per expert."""
         where = (this.phase, this.pictured, this.first, this.batch, this.length)
         key = (number, *where, capacity, this.width)
         engine = self._space.segments[number].engine
@@ -204,8 +206,8 @@ def _call(
 
 
 def too_full() -> EngineError:
-    """Return the error for a request that overloads an expert even if it runs alone with the most rows per expert."""
+    """Return the error for a request that overloads an expert even if it runs alone with the most slots per expert."""
     return EngineError(
-        "one request routed more tokens to an expert than the engines have rows for",
+        "one request routed more tokens to an expert than the expert has slots",
         "build the bundle again with this version",
     )

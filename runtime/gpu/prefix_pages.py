@@ -17,7 +17,7 @@ class Pages:
     """Pages, each of which holds every layer's keys and values, both `[kv_heads, PAGE, head_dim]`."""
 
     def __init__(self, device: Device, cache: DeviceCache, limit: int) -> None:
-        """Allocate at most `limit` bytes, or fewer if the device has less free memory."""
+        """Allocate as many pages as fit `limit` bytes, or fewer if the device has less free memory."""
         self._cache = cache
         self._offsets: list[tuple[int, int]] = []
         end = 0

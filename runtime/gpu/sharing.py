@@ -39,9 +39,11 @@ class Evidence:
 def prove(model: DeviceModel) -> Evidence:
     """Let requests share passes if sharing changes no bits of a request's results.
 
-    Runs a request in own passes of every width and in shared passes, alone and together with random requests, at every
-    place and under several loads of experts. Every step may use the faster kind of pass only if all results have the same
-    bits. Otherwise tokens would depend on timing. Also warms up all shapes of the resulting plan. Call this only while no request is running."""
+    Runs a request in own passes of every width, and in shared passes: alone, with random requests, in every kv slot,
+    and with several loads of experts. If all results have the same bits, every step may use the faster kind of pass. If
+    bits differ, requests do not share passes, because tokens would then depend on timing. Also warms up all shapes of
+    the resulting plan. Call this only while no request is running.
+    """
     if model.max_context <= model.canvas_length:
         model.warm_up()
         return Evidence(False, 0, "the context has no room for a whole canvas", 0.0, {})
@@ -51,7 +53,7 @@ def prove(model: DeviceModel) -> Evidence:
     trial = _Trial(model)
     for distinct in _DISTINCT:
         trial.compare(distinct, min(_PROMPT, trial.longest), range(model.max_batch))
-    # Kernels may split the past differently for every width, so every width is also tested with a full past.
+    # Kernels may split the cached tokens differently for every width, so every width is also tested with a full cache.
     for number, width in enumerate(widths):
         length = min(width, model.max_context - model.canvas_length)
         trial.compare(_DISTINCT[0], length, [number % model.max_batch])
@@ -63,8 +65,8 @@ def prove(model: DeviceModel) -> Evidence:
             model.own_passes = OwnPasses(widths, own, shared)
             return Evidence(True, trial.compared, "", *times)
         why = (
-            f"{next(iter(trial.differs.values()))}; shared passes agree, so `--share-passes on` is exact, too: "
-            f"every pass then takes {times[0]} ms, where a request's own takes {min(times[1].values())} ms"
+            f"{next(iter(trial.differs.values()))}; shared passes agree with each other, so `--share-passes on` is "
+            f"exact, too; a shared pass takes {times[0]} ms, and a request's own pass {min(times[1].values())} ms"
         )
     model.share_passes(False)
     model.warm_up()
@@ -90,23 +92,23 @@ class _Trial:
     def __init__(self, model: DeviceModel) -> None:
         self._model, self._random = model, np.random.default_rng(0)
         self.compared, self.differs = 0, dict[int, str]()
-        # The longest prompt, in tokens, at every width.
+        # The length of the longest prompt, in tokens. Such a prompt fits every width.
         self.longest = max(
             1, min(99, model.shapes.widths[0], model.max_context - model.canvas_length)
         )
 
     def compare(self, distinct: int, length: int, places: Sequence[int]) -> None:
-        """For each place in `places`, compare one request's results: by itself in a shared pass, with random requests in
-        a shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most `distinct`
-        distinct tokens."""
+        """In every kv slot in `places`, compare one request's results: alone in a shared pass, with random requests in
+        a shared pass, and in own passes. The request has a prompt of `length` tokens and a canvas of at most
+        `distinct` distinct tokens."""
         model, wanted = self._model, b""
         prompt, canvas = self._tokens(length), self._tokens(model.canvas_length, distinct)
         for place in places:
             given = self.requests({place: (prompt, canvas)})
             one = [given[place]]
-            ways = [(0, "alone", one), (0, "in company", given)]
+            ways = [(0, "alone", one), (0, "with other requests", given)]
             ways += [
-                (width, f"in a pass of its own over {width} cached tokens", one)
+                (width, f"in the request's own pass over {width} cached tokens", one)
                 for width in model.shapes.widths
                 if width >= length
             ]
@@ -116,12 +118,12 @@ class _Trial:
                 self.compared += 1
                 if found != wanted:
                     tokens = min(distinct, model.canvas_length)
-                    what = f"bits differ {how}, at place {place}, with {tokens} different tokens"
+                    what = f"bits differ {how}, in kv slot {place}, with {tokens} distinct tokens"
                     self.differs.setdefault(width, what)
             self.release(given)
 
     def seconds(self) -> tuple[dict[int, float], float]:
-        """Return, in seconds, the durations of own passes, keyed by width, and that of a full shared pass."""
+        """Return the durations of own passes, keyed by width, and the duration of a full shared pass, in seconds."""
         given = self.requests({})
         own = {width: self._fastest(width, given[:1]) for width in self._model.shapes.widths}
         shared = self._fastest(0, given)
@@ -137,7 +139,8 @@ class _Trial:
         return min(taken)
 
     def requests(self, chosen: dict[int, tuple[np.ndarray, np.ndarray]]) -> list[DenoiseInput]:
-        """Return a request for every place. `chosen` maps places to prompts and canvases; other requests are random."""
+        """Return a request for every kv slot. `chosen` maps slots to prompts and canvases; other requests are
+        random."""
         model, random, given = self._model, self._random, []
         for place in range(model.max_batch):
             few = int(random.choice(_DISTINCT)) if chosen else _DISTINCT[0]
@@ -174,8 +177,8 @@ class _Trial:
 
 def _fill(model: DeviceModel, row: DeviceRow, prompt: np.ndarray) -> None:
     """Fill a request's caches to the length of `prompt`. Only the beginning of the prompt, which cannot overflow an
-    expert, is encoded; the resulting keys and values are appended again and again. Encoding 262,144 tokens at every
-    start would take minutes."""
+    expert, is encoded; the resulting keys and values are appended repeatedly. Encoding 262,144 tokens at every start
+    would take minutes."""
     first = prompt[: min(ROOMY, model.prefill_chunk)]
     model.encode([EncodeInput(row, first)])
     length = model.shapes.encode(len(first), model.shapes.widths[0]).length

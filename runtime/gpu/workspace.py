@@ -134,7 +134,7 @@ class Workspace:
             },
         )
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
-        # Numbers of queues of tokens: every expert has a queue, and the last queue contains all tokens.
+        # The numbers of the queues of tokens: one queue per expert, and a last queue of all tokens.
         self.queues = constant(device, np.arange(config.num_experts, dtype=np.int64))
         self.all_tokens = constant(device, np.array([config.num_experts], np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
@@ -174,8 +174,8 @@ class Workspace:
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
         """Return the offsets of new keys and values, and their total size in bytes.
 
-        At the end of an encoding pass, the new keys and values of all layers are needed. A denoising pass keeps none,
-        so its segments share memory.
+        At the end of an encoding pass, the new keys and values of all layers are needed. A denoising pass needs none of
+        them, so its segments share memory.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
@@ -205,7 +205,7 @@ def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype
     dtypes |= {head.engine.inputs["hidden"], head.engine.outputs["next_hidden"]}
     if len(dtypes) > 1:
         raise CanvasError(
-            f"the bundle's engines disagree on hidden states: {', '.join(map(str, dtypes))}",
+            f"the bundle's engines have different dtypes of hidden states: {', '.join(map(str, dtypes))}",
             "build the bundle again, from one set of graphs",
         )
     return dtypes.pop()

@@ -1,4 +1,4 @@
-"""The measurement of a whole build, on one narrow segment."""
+"""Measures a whole build of one small segment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "build.json"
-    # In a process of its own, since the build's peak would include the memory of this one.
+    # In a separate process; otherwise, the measured peak would include this process's memory.
     words = ["build", "--shape", "narrow", "--layers", "2", "-o", str(out)]
     subprocess.run([sys.executable, "-m", "bench", *words], check=True, cwd=ROOT)
     data = json.loads(out.read_text())["figures"]
@@ -31,7 +31,7 @@ def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
         assert row["seconds"] > 0.1
         assert row["peak bytes"] > row["not file-backed"] > 10**7
         assert row["bytes written"] > 10**7
-    # The 134 MB table is in the head's engine, the experts' 4-bit weights in the body's.
+    # The head's engine holds the table of 134 MB, and the body's engine the experts' 4-bit weights.
     assert rows["head for rtx-5090"]["bytes written"] > 134e6
     (memory,) = data["device memory"]
     assert 0 < memory["largest_activations"] < memory["workspace"] < memory["total"]

@@ -1,4 +1,4 @@
-"""The rate of a pass compared with the machine's."""
+"""The measurement of a pass's rate relative to the machine's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_bundle_s_share_is_printed(
 
 
 def test_work_is_what_the_network_multiplies(demo: Pair) -> None:
-    """Counted by hand for the demo: a canvas of 32 after 64 cached tokens."""
+    """The expected number was counted by hand: the demo with a canvas of 32 after 64 cached tokens."""
     config = describe(demo.checkpoint).model
     sliding = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128
     full = 128 * (4 + 1) * 64 + 4 * 64 * 128

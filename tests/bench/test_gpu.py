@@ -1,4 +1,4 @@
-"""The benchmark on a GPU, on a fake one: passes at a reduced shape, with our side checked against transformers."""
+"""The GPU benchmark on a fake GPU: passes of a reduced shape, checked against transformers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def prepared(folder: Path) -> Iterator[shape.Prepared]:
 def test_the_measurement_says_what_it_left_out(
     prepared: shape.Prepared, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A side that fails, or a pass of it, ends no other. Rows are saved as they are measured."""
+    """If a side or one of its passes fails, the others are still measured. Rows are saved as they are measured."""
     monkeypatch.setattr(gpu, "_provider", lambda max_batch: FakeBackend())
     one = DeviceRunner.pass_ms
 
@@ -84,7 +84,7 @@ def test_the_measurement_says_what_it_left_out(
         *(("onnxruntime", 1), ("transformers", 1), ("transformers", 2))
     ]
     assert all(row["min"] <= row["even"] <= row["max"] for row in passes)
-    # transformers draws its own canvases.
+    # transformers draws the canvases itself, so it is measured with even routing only.
     assert [row["side"] for row in passes if "padded" in row] == ["onnxruntime"]
     assert figures["engines"]["precision"] == "fp8"
     left_out = {row["side"]: row["skipped"] for row in figures["not measured"]}
@@ -162,7 +162,7 @@ def test_sides_that_cannot_run_are_refused_before_gigabytes_are_written(
 
 
 def test_engines_over_sorted_rows_are_measured(prepared: shape.Prepared, tmp_path: Path) -> None:
-    """Of a fake TensorRT, and our kernels by Triton's interpreter."""
+    """The engines run on a fake TensorRT, and canvasrt's kernels in Triton's interpreter."""
     bundle = build_sorted(prepared.graphs.path, tmp_path / "engines")
     backend, device = sorted_backend(bundle)
     runner = DeviceRunner(prepared, backend, SWEEP.max_context, bundle)
@@ -172,7 +172,7 @@ def test_engines_over_sorted_rows_are_measured(prepared: shape.Prepared, tmp_pat
 
 
 def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) -> None:
-    """Both sides have the same weights, repeated layers included."""
+    """Both sides have the same weights, including the repeated layers."""
     import torch
     from transformers import DynamicCache
 
@@ -203,7 +203,7 @@ def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) 
 
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4"])
 def test_engines_may_be_quantized(precision: str, prepared: shape.Prepared, folder: Path) -> None:
-    """Quantize by one of our recipes. The bundle itself says that its calibration is made up."""
+    """Engines are quantized by one of canvasrt's recipes. The bundle records that its calibration is made up."""
     served = shape.quantized(prepared, precision, folder)
     assert served.config == prepared.config
     assert served.weight_bytes < prepared.weight_bytes

@@ -1,4 +1,4 @@
-"""The hour on a GPU: finished steps are kept, and a step that was cut off runs again."""
+"""`bench hour`: results of finished steps are kept, and a step that was cut off runs again."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ended["first"] == "done"
     assert ended["fails"] == "failed: exit code 3: why"
     assert ended["slow"].startswith("cut off")
-    assert (tmp_path / "first.json").read_text() == "x"  # once
+    assert (tmp_path / "first.json").read_text() == "x"  # the step ran once
     assert "said" in (tmp_path / "first.log").read_text()
 
 
 def test_a_start_ends_in_time_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start's first step may take all of its time; the others wait for a start in which their minutes are left."""
+    """The first step of a start may use all of its time. A later step begins only if its whole time limit is left."""
     slow = ("sh", "-c", "echo began; printf x >> $0; sleep 600", "{out}")
     steps = {
         "slow": (slow, 20),
@@ -69,14 +69,14 @@ def test_a_start_ends_in_time_and_the_next_goes_on(
     assert started(9) == cut
     assert started(9) == cut | {"long": "done"}
     assert (tmp_path / "slow.log").read_text().count("began") == 2
-    # The results of both tries.
+    # The results of both tries are kept.
     assert [(tmp_path / f"slow{n}.json").read_text() for n in (".0", "")] == ["x", "x"]
 
 
 def test_what_failed_runs_again_after_what_never_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The failed step may have lacked a package that has been installed since."""
+    """A failed step may have lacked a package that has been installed in the meantime."""
     here = tmp_path / "installed"
     fails = (sys.executable, "-c", f"import pathlib; pathlib.Path({str(here)!r}).read_text()")
     quick = (sys.executable, "-c", "pass")
@@ -95,7 +95,7 @@ def test_what_failed_runs_again_after_what_never_ran(
 def test_a_damaged_state_repeats_steps(
     damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine lost its power, or was lent for less time than unpacking took."""
+    """The file is damaged if the machine loses power or is taken away during a write."""
     monkeypatch.setattr(hour, "STEPS", {"quick": ((sys.executable, "-c", "pass"), 1)})
     (tmp_path / "hour.json").write_text(damaged)
     hour.measure(tmp_path, tmp_path, "quick")
@@ -105,7 +105,7 @@ def test_a_damaged_state_repeats_steps(
 def test_what_lacks_a_package_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By itself, pytest would succeed."""
+    """pytest succeeds if tests are skipped for want of a package; the step must fail."""
     skips = "print('1 passed, 1 skipped in 0.02s')"
     monkeypatch.setattr(hour, "STEPS", {"parity": ((sys.executable, "-c", skips), 1)})
     hour.measure(tmp_path, tmp_path, "parity")
@@ -116,7 +116,7 @@ def test_what_lacks_a_package_has_failed(
 
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe's tries and the builder are processes of their own, and could keep the GPU busy during the next step."""
+    """Steps start child processes, such as builders. A survivor could keep the GPU busy during the next step."""
     file = tmp_path / "child"
     command = ("sh", "-c", "sleep 600 & echo $! > $0; wait", str(file))
     monkeypatch.setattr(hour, "STEPS", {"slow": (command, 0.03)})
@@ -136,7 +136,7 @@ def test_its_steps_are_measurements_that_there_are() -> None:
     for command, _ in hour.STEPS.values():
         if "bench" in command:
             assert command[3] in MEASUREMENTS
-            assert main([*command[3:], "--help"]) == 0  # every option is there
+            assert main([*command[3:], "--help"]) == 0  # fails if an option does not exist
     assert main(["hour", "--help"]) == 0
     assert main(["hour", "--steps", "doctor,prob"]) == 1
     files = (hour.ROOT / "tests" / "runtime").rglob("test_*.py")

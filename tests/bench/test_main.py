@@ -1,4 +1,4 @@
-"""The runner of measurements, and the measurements that need no engine of their own."""
+"""The command `python -m bench`, and measurements that build no engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_figures_are_shown_as_tables() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_the_tables_of_their_files(page: Path) -> None:
-    """If not: `.venv/bin/python -m bench tables`."""
+    """If this fails, run `.venv/bin/python -m bench tables`."""
     text = page.read_text("utf-8")
     assert text == filled(text)
     comments = [line for line in text.splitlines() if line.startswith("<!-- bench/results/")]

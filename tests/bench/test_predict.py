@@ -1,4 +1,4 @@
-"""The table of predictions marks what a build's plan says fits a GPU's memory."""
+"""The table of predictions agrees with build plans on what fits a GPU's memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TABLE = Path("bench/results/predicted.json")
 
 
 def predicted(*keys: str) -> list[dict[str, Any]]:
-    """The rows of the table under these keys."""
+    """Return the values of these keys in every row of the table."""
     table = json.loads(TABLE.read_text())
     return [dict(zip(table["columns"], row, strict=True)) for key in keys for row in table[key]]
 
 
 def test_the_page_has_the_predicted_passes() -> None:
-    """docs/performance.md compares recipes, and both kinds of experts, at one context."""
+    """docs/performance.md compares recipes and both forms of experts at one context."""
     cells: dict[tuple[str, str, int], str] = {}
     for row in predicted("rows"):
         if row["context"] == 1024:
@@ -74,6 +74,6 @@ def test_engines_over_sorted_rows_are_predicted_too(
     assert (out.name, options.experts) == ("engines-int4-4-sorted", "sorted")
     assert predict.engines("int4", tmp_path, 4)[0] != out
     predictor: Any = MagicMock(experts="sorted")
-    # No expert can overflow, so padded canvases share their pass.
+    # With sorted rows, no expert can overflow, so padded canvases share a pass.
     found = predict.padded_seconds(predictor, find_gpu("h100"), 4, 1024)
     assert found is predictor.denoise.return_value.seconds

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints have the shapes they claim."""
+"""Synthetic checkpoints: their shapes, their layout, and the magnitude of their weights."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_the_reference_loads_it_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
-    # The checkpoint lacks a vision tower, so the reference's is initialized at random.
+    # The checkpoint has no vision tower, so transformers initializes its own at random.
     assert all("vision" in name for name in report["missing_keys"])
     assert empty.config.text_config.layer_types[-1] == "full_attention"
 
 
 def test_the_released_shape_has_its_parameters() -> None:
-    """25.2B in total. About 0.55B belong to the vision tower; self-conditioning is part of the head."""
+    """The model has 25.2B parameters, of which about 0.55B are the vision tower. Self-conditioning is in the head."""
     text = {"model_type": "diffusion_gemma_text", **synthetic.SHAPES["released"]}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
     model, _ = read_config(config, None)
@@ -66,7 +66,7 @@ def test_the_released_shape_has_its_parameters() -> None:
 def test_nvfp4_is_laid_out_as_modelopt_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare the names and shapes of all tensors, the dtypes of the experts' tensors, and the quantization keys."""
+    """Compares the names and shapes of all tensors, the dtypes of the experts' tensors, and the quantization keys."""
     save_modelopt(modelopt_quantized(NVFP4_EXPERTS), tmp_path / "theirs")
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
     synthetic.write_random_checkpoint(tmp_path / "ours", "small", layers=2, format="nvfp4")
@@ -93,7 +93,7 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
     how = describe(tmp_path / "ours").quantization
     assert how is not None
     assert (how.precision, how.static) == ("int4", True)
-    # Weights of variance 1 / inputs keep the activations' magnitude.
+    # With a variance of 1 / inputs, weights keep the magnitude of activations.
     held = Checkpoint(tmp_path / "ours")
     name = "model.decoder.layers.0.experts.3.gate_proj"
     codes = held.read(f"{name}.weight_packed").view(torch.uint8).numpy() ^ lowbits.INT4_OFFSET
@@ -105,7 +105,7 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
 
 def _layout(folder: Path) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
     return {
-        # ModelOpt leaves the rest in the model's dtype.
+        # ModelOpt leaves all other tensors in the model's dtype, so their dtype is not compared.
         name: (entry.dtype if ".experts." in name else None, entry.shape)
         for file in folder.glob("*.safetensors")
         for name, entry in Shard(file).tensors.items()
@@ -124,7 +124,7 @@ def test_packed_experts_keep_the_size_of_activations(
     )
     weight = lowbits.dequantize("nvfp4", codes.numpy(), scale, blocks.view(torch.uint8).numpy())
     assert np.isfinite(weight).all()
-    # Experts differ by up to a quarter.
+    # The scales of experts differ by up to a quarter.
     assert 0.7 < weight.std() * 256**0.5 < 1.3
 
 

@@ -45,12 +45,12 @@ def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
     folder = tmp_path / "first/checkpoint-vision"
     model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(folder)
     table = model.model.encoder.vision_tower.patch_embedder.position_embedding_table
-    assert table[:, :24].abs().max() > 0  # rows of the pictures' patches have been trained
+    assert table[:, :24].abs().max() > 0  # rows for positions of patches are trained
     assert (folder / "preprocessor_config.json").is_file()
 
 
 def test_a_picture_in_training_is_the_stock_one():
-    """Soft tokens see each other; prefixes with pictures are padded like others."""
+    """Training computes the same logits as transformers. Soft tokens see each other, and prefixes are padded."""
     torch.manual_seed(0)
     model = add_sight(build_model()).eval()
     forward = FastForward(model)
@@ -109,7 +109,7 @@ def test_orthogonalized_matrices_have_even_singular_values():
 
 
 def test_the_fast_forward_pass_is_the_stock_one():
-    """The pass used for training: past the sliding window, with padding, and self-conditioned."""
+    """The prefix is longer than the sliding window and has padding, and the second step is self-conditioned."""
     model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(
         demo_checkpoint(), dtype="float32"
     ).eval()

@@ -1,4 +1,4 @@
-"""Refusals before a build starts, and whether the suggested alternatives work."""
+"""What is refused before a build starts, and whether the suggested alternatives work."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def check_space(plans: list[Plan]) -> None:
 def test_a_dry_run_says_what_would_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal for a GPU names the way out. Anything may be built for a CPU; the message names the precisions that this
-    machine can run."""
+    """For a GPU, `not_here` gives the reason and `hint` an alternative. A build for a CPU is never refused for its
+    size."""
     monkeypatch.setattr(checks, "memory_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     monkeypatch.setattr(checks, "check_disk", lambda needed: None)
@@ -75,7 +75,7 @@ def test_a_dry_run_looks_at_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CANVASRT_CACHE" in str(hint)
 
 
-# The released model as an FP8 checkpoint, which cannot be built in another precision.
+# The released model as an FP8 checkpoint, which cannot be built in any other precision.
 QUANTIZED = Source(Path("fp8"), RELEASED, {"kind": "checkpoint"}, None, "fp8")
 
 
@@ -106,7 +106,7 @@ def test_what_is_quantized_already_is_built_as_it_is() -> None:
     check_source(target, Precision("nvfp4"), source)
     with pytest.raises(CanvasError, match="checkpoint's weights are already quantized to nvfp4"):
         check_source(target, parse_precision("fp8"), source)
-    with pytest.raises(CanvasError, match="cannot become nvfp4-experts engines") as raised:
+    with pytest.raises(CanvasError, match="in nvfp4-experts cannot be built") as raised:
         check_source(target, parse_precision("nvfp4-experts"), source)
     assert "rtx-5090, rtx-pro-6000, dgx-spark" in raised.value.hint
 
@@ -154,7 +154,7 @@ def test_a_precision_that_not_all_targets_have() -> None:
     assert "nvfp4-experts" in raised.value.hint
 
 
-# The options, what the refusal says, and what its hint suggests.
+# The options, the error's text, and the text of its hint.
 @pytest.mark.parametrize(
     ("wanted", "said", "fits"),
     [
@@ -189,7 +189,7 @@ def test_the_build_s_own_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     need = builder_memory("body_0", 2_760_000_000, ["nvfp4"])
     assert 6.4e9 < need < 7.1e9  # 6.4 GB were measured
     turned = builder_memory("body_0", 2_650_000_000, ["int4"])
-    assert 11.9e9 < turned < 12.5e9  # 11.9 GB were
+    assert 11.9e9 < turned < 12.5e9  # 11.9 GB were measured
     assert builder_memory("head", 10**9, ["int8"]) == builder_memory("head", 10**9)
     with pytest.raises(CanvasError, match=r"body_0 takes about 6\.9 GB .* 3\.0 GB are") as raised:
         check_memory_here("body_0", need)
@@ -222,13 +222,13 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
     asked = plan(usual.source, "rtx-5090", "out", BuildOptions("nvfp4", layers_per_segment=2))
     assert asked.needs.segments["body_0"] < usual.needs.segments["body_0"]
     asked = plan(usual.source, "rtx-3090", "out", BuildOptions("int4", layers_per_segment=6))
-    assert asked.layers_per_segment == 6  # not shortened
+    assert asked.layers_per_segment == 6  # as requested, not shortened
 
 
 def test_sorted_rows_are_checked_before_anything_is_built() -> None:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
     options = BuildOptions("int4", experts="sorted")
-    # No engine holds the experts, so long segments take little memory to build.
+    # Engines do not contain the experts, so building long segments takes little memory.
     made = plan(source, "rtx-4090", "out", options)
     assert (made.layers_per_segment, made.needs.memory < 8e9) == (6, True)
     odd = replace(source, model=replace(RELEASED, moe_intermediate_size=720))
@@ -238,7 +238,7 @@ def test_sorted_rows_are_checked_before_anything_is_built() -> None:
 
 @pytest.mark.parametrize("targets", ["rtx-4090,rtx-4080,cpu", "rtx-4080,cpu,rtx-4090"])
 def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -> None:
-    """If one card has room only for long segments, all targets get these."""
+    """If one target has room only for long segments, all targets get long segments."""
     plans = [released(name, "int4", 8192, 1) for name in targets.split(",")]
     assert {each.target.name: each.layers_per_segment for each in plans} == {
         "rtx-4090": 3,
@@ -253,7 +253,7 @@ def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -
 def test_what_is_served_here_must_fit_this_machine() -> None:
     made = released("cpu", "fp32")
     with pytest.raises(
-        CanvasError, match=r"take 110\.\d GB, but there are 25\.0 GB here"
+        CanvasError, match=r"take 110\.\d GB, but this machine has 25\.0 GB"
     ) as raised:
         checks.check_memory_to_serve(made, 25 * 10**9)
     assert "canvasrt serve DIR" in raised.value.hint
@@ -270,8 +270,8 @@ def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both targets share quantized graphs, and each capability gets an engine; nothing is written in bf16. The graphs
-    of one target are removed early."""
+    """Targets share the quantized graphs, every capability needs its own engines, and nothing is written in bf16. With
+    one target, graphs are removed during the build."""
     needed: dict[Path, int] = {}
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)
@@ -285,7 +285,7 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
     (more,) = needed.values()
     assert more - total == pytest.approx(16.1e9, rel=0.03)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: False)
-    check_space([released("cpu", "fp32")])  # links to another disk are copies
+    check_space([released("cpu", "fp32")])  # files on another disk are copied, not linked
     assert needed[Path("out").resolve()] == pytest.approx(101e9, rel=0.03)
 
 
@@ -298,12 +298,12 @@ def test_a_calibration_that_nothing_uses_is_refused(
     graphs: Any = SimpleNamespace(manifest=SimpleNamespace(options={}, segments=[]))
     quantized = Source(Path("fp8"), RELEASED, {}, graphs, "fp8")
     monkeypatch.setattr("canvasrt.pipeline.find_source", lambda source: quantized)
-    with pytest.raises(UsageError, match="what is already quantized needs no calibration"):
+    with pytest.raises(UsageError, match="already quantized needs no calibration"):
         plan_all("fp8", parse_targets("h200"), tmp_path / "out", replace(options, precision="fp8"))
 
 
 def test_a_shell_that_leaves_a_tilde_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bash does in `--calibration=~/prompts.jsonl`."""
+    """bash does not expand the tilde of `--calibration=~/prompts.jsonl`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
     options = BuildOptions("fp8", calibration=Path("~/prompts.jsonl"))

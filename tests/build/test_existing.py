@@ -1,4 +1,4 @@
-"""An earlier build's bundle is reused only if this build would write the same one."""
+"""A build reuses an existing bundle only if it would write the same one."""
 
 from __future__ import annotations
 

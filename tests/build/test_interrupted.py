@@ -1,4 +1,4 @@
-"""A build that is interrupted, killed or out of disk leaves no process and nothing half-written."""
+"""A build that is interrupted, killed or out of disk space leaves no process and no unfinished file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def builders(cache: Path) -> list[int]:
 def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -> None:
     library.graphs("demo", "bf16")
     cache = library.empty_cache(tmp_path / "cache")
-    # The graphs come from the library; only the engines are new.
+    # The graphs come from the tests' library, so only engines are built.
     (cache / "graphs").symlink_to(cache_folder() / "graphs")
     arguments = ["build", "demo", "-t", "dgx-spark", "-p", "bf16", "-o", str(tmp_path / "out")]
     build = subprocess.Popen(
@@ -59,12 +59,12 @@ def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -
         build.wait()
         if build.stderr:
             build.stderr.close()
-    if number != signal.SIGKILL:  # the next build cleans these up
+    if number != signal.SIGKILL:  # after SIGKILL, the next build removes unfinished files
         assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
 
 
 def test_a_disk_that_fills_up_under_an_engine_is_an_error(tmp_path: Path) -> None:
-    """TensorRT's bindings ignore exceptions of the writer."""
+    """TensorRT's bindings ignore exceptions of the stream writer, so the builder must keep the error."""
     graph = small_graphs().file("head.onnx")
     sizes = {"all": {"batch": Range(1, 1, 1), "length": Range(256, 256, 256)}}
     job = Job("tensorrt_rtx", graph, tmp_path / "head.engine", ((12, 0),), sizes)
@@ -75,4 +75,4 @@ def test_a_disk_that_fills_up_under_an_engine_is_an_error(tmp_path: Path) -> Non
     job.kernels.symlink_to("/dev/full")
     compile_graph(job)
     assert job.engine.is_file()
-    assert not job.kernels.is_symlink()  # no cut-off list of kernels is left behind
+    assert not job.kernels.is_symlink()  # no truncated list of kernels is left

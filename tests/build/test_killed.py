@@ -1,4 +1,4 @@
-"""A build that is killed while it calibrates and quantizes goes on, and ends in the same bytes."""
+"""A build that is killed while it calibrates or quantizes is continued by the next, and the result is identical."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import library
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(1200)]
 
-# Every sweep is saved.
+# This build saves every sweep.
 BUILD = """
 import sys
 from canvasrt.cli.app import run
@@ -29,7 +29,7 @@ sys.exit(run(["build", "demo", "-t", "cpu", "-p", "nvfp4-mixed", *sys.argv[1:]])
 
 
 def state_of(cache: Path) -> tuple[int, ...]:
-    """Return what identifies the last saved sweep."""
+    """Return the modification time of the last saved sweep, which identifies it."""
     try:
         return tuple(
             each.stat().st_mtime_ns for each in cache.glob("calibrations/*/sweeps/state.pt")
@@ -42,7 +42,7 @@ def has(pattern: str) -> Callable[[Path, tuple[int, ...]], bool]:
     return lambda cache, before: any(cache.glob(pattern))
 
 
-# The point at which each start is killed. "Later sweep" means one that this start saved.
+# When each start of the build is killed. A "later sweep" is one that the same start has saved.
 PLACES: dict[str, Callable[[Path, tuple[int, ...]], bool]] = {
     "first sweep": lambda cache, before: bool(state_of(cache)),
     "later sweep": lambda cache, before: state_of(cache) not in ((), before),
@@ -95,7 +95,7 @@ def test_five_kills_change_no_byte(prompts: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Two prompts: a dozen sweeps."""
+    """A file of two prompts. They take a dozen sweeps."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "12+34="}\n{"prompt": "56-7="}\n')
     return file

@@ -1,4 +1,4 @@
-"""The memory estimate, against known figures of the released model, and what `canvasrt targets` says of it."""
+"""The memory estimate, compared with known figures of the released model, and its output in `canvasrt targets`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_target_of_the_table_runs_it() -> None:
         fit = released_fit(target)
         assert fit is not None, target.name
         if target.memory is not None:
-            # The released model fits in the default precision.
+            # The released model fits in the target's default precision.
             assert fit.precision == target.default, target.name
             assert fit.memory.total <= target.memory
     assert released_fit(replace(find_target("rtx-4080"), memory=15 * GB)) is None
@@ -53,7 +53,7 @@ def test_every_target_of_the_table_runs_it() -> None:
     ("names", "least", "most"),
     [
         (("rtx-3090", "rtx-4090", "l4"), 17e9, 18e9),
-        (("rtx-4080", "rtx-5080"), 15.5e9, 16e9),  # without images
+        (("rtx-4080", "rtx-5080"), 15.5e9, 16e9),  # these fit only without images
         (("cpu",), 18e9, 19e9),
     ],
 )
@@ -66,11 +66,11 @@ def test_small_targets_run_it_in_int4(names: tuple[str, ...], least: float, most
 
 
 def test_16_gb_have_no_room_for_images_and_24_gb_have_room_for_short_segments() -> None:
-    # The vision tower would not fit, even if prompts were read a canvas at a time.
+    # With the vision tower, the model does not fit even if prompts are read in chunks of one canvas.
     assert estimate(SEEING, "int4", 8192, 1, prefill_chunk=256).total > 16 * GB
     wide = released_fit(find_target("rtx-4090"))
     assert wide is not None
-    # Segments of three layers, whose builders take 6 GB instead of 12.
+    # Segments have three layers; building one takes 6 GB instead of 12.
     assert wide.memory == estimate(SEEING, "int4", 8192, 1, layers_per_segment=3)
 
 
@@ -85,7 +85,7 @@ def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
     assert seeing.code - blind.code == ENGINE_CODE
     on_cpu = [estimate(each, "int4", 8192, 1, on_cpu=True) for each in (SEEING, blind_model)]
     assert on_cpu[0].weights == on_cpu[1].weights
-    # Experts have a slot for each token of a pass with images.
+    # In a pass with images, experts have one slot per token.
     assert seeing.workspace > blind.workspace
 
 
@@ -133,24 +133,24 @@ def test_segments_are_the_weights_cut_up() -> None:
     packed = cut("nvfp4")
     assert list(packed) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
     assert sum(packed.values()) == sum(cut("nvfp4", layers_per_segment=30).values())
-    assert packed["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as measured
+    assert packed["body_0"] == pytest.approx(2.76e9, rel=0.02)  # measured
     assert sum(cut("bf16").values()) == 2 * sum(parameters(RELEASED).values())
-    # On a CPU, INT4 stays packed. Unquantized weights and those in other formats are widened to float32.
+    # On a CPU, INT4 weights stay packed. All other weights are widened to float32.
     table = RELEASED.vocab_size * RELEASED.hidden_size
     assert 12.9e9 < sum(cut("int4").values()) - 2 * table < 13.2e9
     assert 15.2e9 < sum(cut("int4", on_cpu=True).values()) - table < 15.6e9
-    # The head's products have a table of their own, besides the table for lookups.
+    # The head holds a second table for its products, in addition to the table for lookups.
     widened = sum(cut("nvfp4", on_cpu=True).values())
     assert widened == sum(cut("fp32").values()) + 4 * table
 
 
 def test_scores_of_wide_heads_are_bounded() -> None:
-    """All heads at once would need 4.4 GB for scores alone, and as much again for the softmax."""
+    """Without the bound, scores of all heads would take 4.4 GB, and the softmax as much again."""
     assert estimate(RELEASED, "nvfp4", 32_768, 4).workspace < 5e9
 
 
 def test_what_passes_between_engines_counts() -> None:
-    """The buffers hold the new keys and values of 512 tokens, and hidden states."""
+    """Buffers between engines hold the new keys and values of 512 tokens, and hidden states."""
     need = estimate(RELEASED, "bf16", 32_768, 8)
     new = 512 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2

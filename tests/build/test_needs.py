@@ -1,4 +1,5 @@
-"""What a build takes on this machine, against measured builds (`python -m bench calibrated`)."""
+"""The estimated memory, disk space and time of a build, compared with measured builds (`python -m bench
+calibrated`)."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_a_build_without_calibration(shape: str, layers: int, memory: int, disk:
 def test_a_build_of_engines(
     precision: str, layers: int, memory: float, disk: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 22 GB of free memory, builders run one by one; with 60 GB, the two largest at once."""
+    """With 22 GB of free memory, one builder runs at a time; with 60 GB, the two largest run at once."""
     monkeypatch.setattr(host, "available_bytes", lambda: 22 * 10**9)
     made = planned("released", layers, "rtx-5090", precision)
     alone = made.needs.memory
@@ -73,7 +74,7 @@ def test_a_build_of_engines(
 
 
 def calibrating(prompts: int, folder: Path) -> CalibrationNeeds:
-    """The needs of calibrating the released model with prompts of 60 tokens."""
+    """Return the estimate for calibrating the released model with this many prompts of 60 tokens."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"prompt_ids": [5] * 60}) + "\n")
     file.write_text(file.read_text() * prompts)
@@ -86,12 +87,13 @@ def calibrating(prompts: int, folder: Path) -> CalibrationNeeds:
 def test_the_released_model_is_calibrated_in_a_few_gb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of prompts does not change the memory, because only a few are held at a time."""
+    """The memory does not depend on the number of prompts, because only a few are held at a time."""
     needs = calibrating(300, tmp_path)
     assert 5e9 < needs.memory < 12e9
     assert 1.5e12 < needs.flops / needs.work.passes < 3e12
     assert needs.read / needs.work.sweeps == pytest.approx(2 * 25e9, rel=0.1)
-    # The first sweep reads all weights from the disk; later ones read those that did not fit into the page cache.
+    # The first sweep reads all weights from the disk. Later sweeps read only weights that did not fit into the page
+    # cache.
     monkeypatch.setattr(calibration, "_flops_per_second", lambda: 1e30)
     monkeypatch.setattr(calibration, "_bytes_per_second", lambda folder: (1e9, 4e9))
     monkeypatch.setattr(calibration, "_device", lambda: "cuda")
@@ -107,7 +109,7 @@ def test_the_released_model_is_calibrated_in_a_few_gb(
 def test_the_pages_have_the_predicted_time(
     prompts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the rates that docs/benchmarks.md names."""
+    """The predictions use the rates that docs/benchmarks.md names."""
     needs, took = calibrating(prompts, tmp_path), {}
     monkeypatch.setattr(calibration, "_bytes_per_second", lambda folder: (5e9, 5e9))
     monkeypatch.setattr(calibration, "_widened_per_second", lambda: 12e9)
@@ -131,7 +133,7 @@ def test_the_pages_have_the_predicted_time(
 
 
 def test_memory_that_was_freed_is_returned() -> None:
-    """By itself, glibc would not return small freed allocations that lie below one in use."""
+    """Without `return_freed_memory`, glibc would keep small freed allocations that lie below one in use."""
     kept = [bytes(100_000) for _ in range(3000)]
     last = bytes(100_000)
     full = memory_of(os.getpid())[1]
@@ -147,7 +149,7 @@ def test_memory_that_was_freed_is_returned() -> None:
 def test_what_an_interrupted_build_holds_is_not_needed_again(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build is interrupted at one of two points: when its last graph is quantized, or when all graphs are lowered
+    """The build is interrupted at one of two points: after the last graph is quantized, or after all graphs are lowered
     and their weights removed."""
     cache, needed = tmp_path / "cache", []
     monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(cache)))
@@ -167,7 +169,7 @@ def test_what_an_interrupted_build_holds_is_not_needed_again(
 def test_a_calibration_serves_a_build_with_other_segments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales do not depend on the segments. The graphs that an interrupted build holds do."""
+    """Scales do not depend on how layers are divided into segments. The graphs of an interrupted build do."""
     cache, file = library.empty_cache(tmp_path / "cache"), tmp_path / "prompts.jsonl"
     monkeypatch.setenv("CANVASRT_CACHE", str(cache))
     file.write_text('{"prompt_ids": [5]}\n')

@@ -1,4 +1,4 @@
-"""Parallel tasks: as many as memory allows, and none left behind."""
+"""Parallel tasks: as many run as memory allows, and all are done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.errors import CanvasError
 
 
 class Load:
-    """The memory of the running tasks, and its peak. Tasks run until the peak is `wanted`."""
+    """Counts the memory of the running tasks, and its peak. Tasks run until the peak is `wanted`."""
 
     def __init__(self, wanted: int = 0) -> None:
         self.now, self.most, self.wanted = 0, 0, wanted
@@ -38,7 +38,7 @@ class Load:
     ("memory", "limit", "workers", "most"),
     [
         ([3] * 7, 7, 8, 6),
-        ([9, 1, 1], 7, 8, 9),  # one that takes more runs alone
+        ([9, 1, 1], 7, 8, 9),  # a task that exceeds the limit runs alone
         ([1] * 4, 100, 2, 2),
     ],
 )

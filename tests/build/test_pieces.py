@@ -1,5 +1,5 @@
-"""Engines in pieces, really built: TensorRT-RTX builds the pieces, and Triton the language compiles the kernels between
-them."""
+"""Real builds of engines in pieces: TensorRT-RTX builds the pieces, and Triton (the language) compiles the kernels
+between them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(
     command: Command, graphs: Path, target: str, out: Path, *options: str
 ) -> tuple[Bundle, str]:
-    """Build in a child process, where Triton the language compiles; return the bundle and the messages."""
+    """Build in a child process, where Triton compiles instead of interpreting. Return the bundle and the messages."""
     line = ("build", graphs, "-t", target, "-o", out, *OPTIONS, *options)
     done = command(*line, env={"CANVASRT_CACHE": str(out.parent / "cache")})
     assert done.returncode == 0, done.stderr
@@ -107,13 +107,13 @@ def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
     gate_up = products[0].cost
     assert gate_up.operations == 2 * (256 * K + 8 * E) * D * 2 * F
     weights = 2 * E * 2 * F * D
-    # A block's empty rows are computed with, but neither read nor written.
+    # Empty rows of a block take part in the product, but are neither read nor written.
     assert gate_up.moved == weights + 2 * 256 * K * (D + F)
     assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
 
 
 def test_nvfp4_experts(plain_graphs: Bundle, folder: Path, command: Command) -> None:
-    """One more kernel rounds the tokens. Tensor cores take the codes directly."""
+    """A further kernel rounds the tokens, so tensor cores multiply codes directly."""
     small, out = folder / "graphs-nvfp4", folder / "nvfp4"
     recipe = load_recipe("nvfp4")
     amax = dict.fromkeys(recipe.formats(plain_graphs.manifest.model), 6.0)
@@ -149,7 +149,8 @@ def test_inspect_says_which_kernels_are_ours(bundle: Bundle, command: Command) -
 
 
 def test_a_plan_counts_rows_in_place_of_slots() -> None:
-    """The released model's pass writes [experts, slots, width]; with sorted rows, one row per token and chosen expert."""
+    """With slots, a pass writes [experts, slots, width]. With sorted rows, it writes one row per token and chosen
+    expert."""
     target = parse_targets("rtx-4090")
     ours, slots = (
         plan_all("demo", target, "out", BuildOptions("int4", 4096, experts=each), check=False)[0]

@@ -1,4 +1,4 @@
-"""The sizes that engines support."""
+"""The ranges of sizes in the optimization profiles of engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_profiles_of_the_released_model() -> None:
         for name, sizes in made.items()
     }
     past = {"octets_full": (1, 256, 4096), "octets_sliding": (1, 128, 128)}
-    # Requests, tokens of each, and rows of every expert.
+    # The number of requests, the tokens per request, and the rows per expert.
     for name, batch, length, rows in (
         ("encode", 1, (1, 512, 512), (1, 80, 256)),
         ("denoise", 1, (256, 256, 256), (1, 48, 256)),
@@ -55,13 +55,13 @@ def test_a_body_has_what_its_passes_and_layers_need() -> None:
     assert all("octets_sliding" in each and "octets_full" not in each for each in alone.values())
     odd = profiles(BODY, RELEASED, plan_passes(RELEASED, 4100, 1))["encode"]
     assert (8 * odd["octets_full"].max, 8 * odd["octets_sliding"].max) == (4160, 1024)
-    # Prompts may be read a canvas at a time.
+    # With a chunk of 256, prompts are read one canvas at a time.
     short = profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1, 256))["encode"]
-    assert short["length"].max == short["capacity"].max == 256
+    assert short["length"].max == short["capacity"].max == short["capacity"].opt == 256
 
 
 def test_experts_have_the_slots_that_passes_ask_for() -> None:
-    """An expert has slots enough for even routing, or one per token for up to 256 tokens of one request."""
+    """An expert has enough slots for even routing; for one request of up to 256 tokens, it has one slot per token."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     found = {
         n: p["capacity"].max for n, p in profiles(BODY, small, plan_passes(small, 4096, 4)).items()
@@ -83,7 +83,7 @@ def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("context", [1024, 32_768, 262_144])
 def test_every_canvas_takes_the_program_that_is_built_for_canvases(form: str, context: int) -> None:
-    """A canvas takes that program with any number of slots. Programs for variable numbers of tokens have more kernels."""
+    """This holds for any number of slots. Programs for variable numbers of tokens have more kernels."""
     entry = {**BODY, "quantized": {"layers.0.experts.gate_up": form}}
     passes = plan_passes(RELEASED, context, 1)
     made = to_json(profiles(entry, RELEASED, passes))

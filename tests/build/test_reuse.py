@@ -1,4 +1,4 @@
-"""What a build counts as done when it checks the disk, and where it goes on after an interruption."""
+"""What a build reuses from the cache when it checks disk space, and where it continues after an interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = BuildOptions("int4")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache. Even small graphs are removed from it after use."""
+    """An empty cache, in which even small graphs are removed after use."""
     folder = library.empty_cache(tmp_path / "cache")
     monkeypatch.setenv("CANVASRT_CACHE", str(folder))
     monkeypatch.setattr(plans, "KEPT_GRAPHS", 0)
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stand_in(made: plans.Plan, graphs: Bundle, name: str, folder: Path) -> int:
-    """Put an empty file in place of a segment's engine into the cache, and remove the segment's weights, as a build does.
+    """Put an empty file for a segment's engine into the cache, and remove the segment's weights, as a build does.
     Return the planned bytes of the engine."""
     (entry,) = (each for each in graphs.manifest.segments if each["name"] == name)
     target = tensorrt._target(made)
@@ -50,7 +50,7 @@ def test_engines_in_the_cache_need_no_space_again_and_removed_weights_do(
     needed: list[int] = []
     monkeypatch.setattr(checks, "check_disk", lambda folders: needed.append(folders[cache]))
     cpu, made = plan_all("demo", parse_targets("cpu,rtx-4090"), tmp_path / "out", OPTIONS)
-    # A CPU runs the very codes and scales that engines are built from.
+    # Engines for a CPU and for a GPU are built from the same quantized graphs.
     assert cpu.graphs_from == made.graphs_from
     other = replace(made, max_batch=2)
     graphs = graphs_of(made)
@@ -59,7 +59,7 @@ def test_engines_in_the_cache_need_no_space_again_and_removed_weights_do(
     engine = stand_in(made, graphs, "body_0", tmp_path)
     checks.check_space([made], reusable_graphs([made]))
     assert needed.pop() == pytest.approx(made.needs.engines - engine, rel=0.02)
-    # A build of other engines needs the removed weights, so it writes all graphs again.
+    # A build of other engines needs the removed weights, so it exports all graphs again.
     assert reusable_graphs([other]) == reusable_graphs([made, other]) == {"int4": None}
     checks.check_space([other], reusable_graphs([other]))
     assert 0.9 * other.disk < needed.pop() <= other.disk
@@ -72,7 +72,7 @@ def test_engines_in_the_cache_need_no_space_again_and_removed_weights_do(
 def test_large_graphs_go_as_they_are_lowered(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupted build goes on after the last graph that was lowered."""
+    """An interrupted build continues after the last lowered graph."""
     done, lower = list[str](), lowering.lower_graph
 
     def interrupted(source: Path, out: Path) -> None:
@@ -97,4 +97,4 @@ def test_large_graphs_go_as_they_are_lowered(
         whole = build_bundle("demo", "cpu", tmp_path / "whole", OPTIONS)
     assert "lowering graphs for a CPU" in said
     assert made.manifest.digest == whole.manifest.digest
-    assert made.manifest.embedding["host_head"]  # as in the graphs
+    assert made.manifest.embedding["host_head"]  # the graphs have it, too

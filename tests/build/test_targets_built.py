@@ -1,8 +1,7 @@
-"""Real builds for every RTX target in every precision it supports, of the demo checkpoint and the
-released head sizes.
+"""Real builds for RTX targets: the demo checkpoint for every target, and a random checkpoint in several precisions.
 
-The random checkpoint has the released model's head sizes, experts and vocabulary, one layer of each
-kind, and is narrow otherwise. Targets of one capability share engines through the cache.
+The random checkpoint has the released model's head sizes, experts and vocabulary and one layer of each kind; its other
+sizes are small. Targets of the same capability share engines through the cache.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def test_one_command_builds_each_target_at_its_first_precision(
     for target, precision in TARGETS.items():
         manifest = load_bundle(demo / target, kind="engines", check=True).manifest
         assert manifest.options["precision"] == precision
-        # The manifest records the quantized weights of every segment.
+        # For every segment, the manifest lists the quantized weights and their formats.
         formats = {
             form for each in manifest.segments for form in each.get("quantized", {}).values()
         }
@@ -78,7 +77,7 @@ def test_the_kernels_of_engines_are_shown(demo: Path, command: Command) -> None:
     done = command("inspect", demo / "cpu", "--kernels")
     assert (done.returncode, done.stdout) == (1, "")
     assert "has no kernel lists" in done.stderr
-    for target in ("rtx", "rtx-5090"):  # engines for several capabilities, and for a single one
+    for target in ("rtx", "rtx-5090"):  # engines for several capabilities, and for one
         done = command("inspect", demo / target, "--kernels", "--batch", "2")
         assert "A prediction, not a measurement" in done.stdout, done.stderr
         shown = json.loads(command("inspect", demo / target, "--kernels", "--json").stdout)
@@ -122,7 +121,7 @@ EXPORT_EXTRA = [
 def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
     demo: Path, tmp_path: Path
 ) -> None:
-    """A package's first start builds in this way."""
+    """A package's first start builds engines without torch or the export installed."""
     (plan,) = plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", BuildOptions())
     graphs = graphs_of(plan)
     arguments = ["build", str(graphs.path), "--target", "dgx-spark", "-o", str(tmp_path / "out")]
@@ -134,7 +133,7 @@ def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The random checkpoint, in bf16, and as ModelOpt quantizes it to NVFP4."""
+    """The random checkpoint: in bf16, and in the NVFP4 layout of ModelOpt."""
     from bench import synthetic
 
     folder = tmp_path_factory.mktemp("narrow")
@@ -144,7 +143,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fake_calibrate(weights: Any, recipe: Any, *rest: Any) -> Any:
-    """Replaces generating from prompts, which takes minutes at this vocabulary size and is tested elsewhere."""
+    """Replaces a real calibration, which takes minutes at this vocabulary size and is tested elsewhere."""
     from canvasrt.export.quantize.calibrate import Calibration
 
     return Calibration(amax=dict.fromkeys(recipe.formats(weights.config), 8.0))
@@ -168,7 +167,7 @@ def test_the_released_head_sizes_experts_and_vocabulary(
 ) -> None:
     monkeypatch.setattr("canvasrt.export.graphs.calibrate", fake_calibrate)
     file = None
-    if precision == "fp8":  # the checkpoint has no tokenizer
+    if precision == "fp8":  # prompts are token ids: there is no tokenizer
         file = tmp_path / "prompts.jsonl"
         file.write_text('{"prompt_ids": [5, 6, 7]}\n')
     options = BuildOptions(precision, max_batch=2, calibration=file)
@@ -182,9 +181,9 @@ def test_the_released_head_sizes_experts_and_vocabulary(
         assert [layer.head_dim for layer in manifest.model.layers] == [256, 512]
         assert (manifest.model.num_experts, manifest.model.vocab_size) == (128, 262_144)
         body, head = manifest.segments
-        # The builder's own figure for the largest call stays below the plan's.
+        # The builder reports less memory for the largest call than the plan estimated.
         assert max(body["activation_bytes"], head["activation_bytes"]) < plan.memory.workspace
-        # All heads' scores at once would be 1.1 GB in bf16, and as much again after the softmax.
+        # Scores of all heads at once would take 1.1 GB in bf16, and as much again after the softmax.
         assert body["activation_bytes"] < 0.7e9
     if "rtx-pro-6000" in targets and "rtx-5090" in targets:
         assert "reusing body_0 for rtx-pro-6000" in said

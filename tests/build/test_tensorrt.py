@@ -1,4 +1,4 @@
-"""TensorRT-RTX engines, really built, from a small random checkpoint with the released model's head sizes."""
+"""Real TensorRT-RTX engines, built from a small random checkpoint with the released model's head sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(
     plain_graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Built:
-    """Build from the small graphs; return the bundle and the progress messages."""
+    """Return a function that builds engines from the small graphs and returns the bundle and the progress messages."""
 
     def make(target: str, name: str = "engines", kept: Path = cache) -> tuple[Bundle, list[str]]:
         monkeypatch.setenv("CANVASRT_CACHE", str(kept))
@@ -114,7 +114,7 @@ def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
 def test_several_targets_share_an_export(
     built: Built, plain_graphs: Bundle, tmp_path: Path, command: Command
 ) -> None:
-    """The fixture's export is repeated byte for byte, so its engines are reused."""
+    """The export yields the same bytes as the fixture's, so the engines built before are reused."""
     for target in TARGETS:
         built(target, target)
     checkpoint, out = library.checkpoint("small"), tmp_path / "out"
@@ -136,7 +136,7 @@ def test_several_targets_share_an_export(
 
 
 def without_tensorrt(job: compile.Job, children: compile.Children) -> int | None:
-    """Stands for TensorRT's builder, but is quick."""
+    """Replaces TensorRT's builder, which takes long."""
     job.engine.write_bytes(f"engine of {job.graph.stem}".encode())
     job.kernels.write_bytes(b"kernels")
     return 10**6
@@ -145,8 +145,8 @@ def without_tensorrt(job: compile.Job, children: compile.Children) -> int | None
 def test_large_graphs_go_as_their_engines_are_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A segment's graph is removed once its engine is built. A second build uses the graphs that are left; if a
-    segment's engine is missing, its graph is written again."""
+    """A segment's graph is removed once its engine is built. A second build reuses the engines; if an engine is
+    missing, its graph is exported again."""
     monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(tmp_path / "cache")))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)
@@ -168,14 +168,15 @@ def test_large_graphs_go_as_their_engines_are_built(
     assert build("third", keep_graphs=True).manifest == first.manifest
     assert {"quantizing", "building body_0 for rtx-4090"} <= set(said)
     assert list(graphs.glob("body_*.bin"))
-    build("fourth")  # as for the second of two targets of one capability
+    build("fourth")  # finds all engines in the cache
     assert not list(graphs.glob("body_*.bin"))
 
 
 def test_a_second_build_at_once_leaves_the_first_one_s_graphs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one is for another GPU. So it needs the weights that the first one has removed, and exports again."""
+    """The second build is for another GPU, so it needs weights that the first has removed. It exports to a new
+    folder."""
     monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(tmp_path / "cache")))
     monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
     monkeypatch.setattr("canvasrt.build.tensorrt.available_bytes", lambda: 10**9)  # one by one
@@ -205,7 +206,7 @@ def test_a_second_build_at_once_leaves_the_first_one_s_graphs_alone(
 def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
     plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's first GPU may be another one."""
+    """The right GPU is chosen even if it is not CUDA's first."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, "tensorrt", sys.modules["tensorrt_rtx"])
@@ -227,7 +228,7 @@ def test_tensorrt_s_engines_are_for_the_kind_of_gpu_on_which_they_were_built(
 
 @pytest.mark.parametrize("damaged", [True, False])
 def test_timings_that_tensorrt_refuses_are_recorded_anew(tmp_path: Path, damaged: bool) -> None:
-    """TensorRT refuses those of another kind of GPU. Without a timing cache, `get_timing_cache` returns None."""
+    """TensorRT refuses timings of another kind of GPU. For damaged timings, `create_timing_cache` returns None."""
     (file := tmp_path / "timings").write_bytes(b"old")
 
     class Config:
@@ -253,7 +254,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
     first, _ = built("rtx-4090", "first", own)
     file = first.file(name)
     content = file.read_bytes()
-    # This is also the cache's file, by a hard link.
+    # This also changes the file in the cache, which is the same file by a hard link.
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     _, said = built("rtx-4090", "second", own)
     assert "reusing body_0 for rtx-4090" in said
@@ -263,7 +264,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
 def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The builder reports as much memory as it would need to compute all pieces of attention side by side."""
+    """The builder reports the memory that all pieces of attention would need at the same time."""
 
     def greedy(job: compile.Job, children: compile.Children) -> int | None:
         made = without_tensorrt(job, children)
@@ -305,7 +306,7 @@ def job(graph: Path, sizes: Profile | None = None) -> compile.Job:
 
 
 def test_tensorrt_s_own_reason_is_the_error(plain_graphs: Bundle, tmp_path: Path) -> None:
-    """The graph exists, but its weights do not."""
+    """The graph's file exists, but the file of its weights does not."""
     graph = tmp_path / "head.onnx"
     graph.write_bytes(plain_graphs.file("head.onnx").read_bytes())
     with pytest.raises(
@@ -323,7 +324,7 @@ def test_a_graph_with_unknown_dimensions_is_refused(plain_graphs: Bundle) -> Non
 def test_a_builder_that_is_killed_is_an_error_like_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that kills itself stands for one that ran out of memory."""
+    """The builder process kills itself, as if the kernel had killed it for want of memory."""
     killed = tmp_path / "python"
     killed.write_text("#!/bin/sh\nkill -9 $$\n")
     killed.chmod(killed.stat().st_mode | stat.S_IXUSR)

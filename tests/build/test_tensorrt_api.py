@@ -1,7 +1,7 @@
-"""The builder's calls and the runtime's, against the API of the real `tensorrt` bindings.
+"""The TensorRT calls of the builder and of the runtime exist in the API of the real `tensorrt` bindings.
 
-A real build runs through `tensorrt_rtx`, and every name it uses is recorded. TensorRT's bindings
-are a wheel on PyPI. They can be imported without TensorRT's libraries if stubs replace these.
+A real build with `tensorrt_rtx` records every name that it uses. The bindings of TensorRT are a wheel on PyPI, which
+can be imported if stubs replace TensorRT's libraries.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.helpers.tensorrt_api import borrowed, documented, parameters
 
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
-# The TensorRT version of the newest known image, and later ones.
+# The TensorRT version in the newest known Triton image, and later versions.
 VERSIONS = ("11.1.0.106", "11.3.0.99", "11.4.0.106")
-# Downloaded once per machine.
+# Wheels are downloaded once per machine.
 DOWNLOADS = Path(tempfile.gettempdir()) / "canvasrt-test-wheels"
 
-# TensorRT's classes that the builder subclasses; calls of its own subclasses are not recorded.
+# TensorRT's classes that the builder subclasses. Calls of these subclasses are not recorded.
 SUBCLASSED = (rtx.ILogger, rtx.IStreamWriter)
 UNSEEN = {
     ("ILogger", "WARNING", "get"),
@@ -44,10 +44,10 @@ UNSEEN = {
     ("IStreamWriter", "write", "call"),
 }
 
-# Names that only TensorRT-RTX has; the builder checks for them first.
+# Names that only TensorRT-RTX has. The builder checks whether they exist.
 OPTIONAL = {("BuilderFlag", "REQUIRE_USER_ALLOCATION", "get")}
 
-# Methods that the runtime calls only if the version has them.
+# Methods that the runtime calls only if TensorRT has them.
 OF_RTX = {"create_runtime_config", "is_stream_capturable"}
 
 # A class (or "" for the module), an attribute's name, and how it was used: get, set or call.
@@ -56,13 +56,13 @@ Use = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Bindings:
-    """`folder` has `tensorrt_bindings`."""
+    """TensorRT's bindings of one version. `folder` contains the module `tensorrt_bindings`."""
 
     folder: Path
     version: str
 
     def ask(self, uses: Sequence[Use]) -> dict[str, dict[str, Any]]:
-        """Return what the bindings know of each use."""
+        """Return facts about each use: whether the name exists, whether it can be set, and its docstring."""
         answer = subprocess.run(
             [sys.executable, "-c", CHECK],
             input=json.dumps(uses),
@@ -96,7 +96,7 @@ class Recorder:
         return value if any(value is each for each in SUBCLASSED) else self._wrapped(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":  # Python's own attribute, by which a layer gets its specific class
+        if name != "__class__":  # setting Python's own attribute makes a layer specific
             self._note(name, "set")
         setattr(self._real, name, _real(value))
 
@@ -129,7 +129,7 @@ def _class_name(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
-    """Return a build's uses of the module. The build names no GPU, as builds with TensorRT do not."""
+    """Return how a build uses the module. The build names no GPU, like builds with TensorRT."""
     folder = tmp_path_factory.mktemp("recorded")
     shape = ["batch", 2, 64, 64]
     names = ("query", "key", "value")
@@ -157,7 +157,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bindings:
-    """Bindings that can be imported without TensorRT's libraries."""
+    """Bindings with stubs, which can be imported without TensorRT's libraries."""
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}, to make stubs of TensorRT's libraries")
@@ -179,7 +179,7 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     source = folder / "stubs.c"
     source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in missing))
     for name in ("libnvinfer.so.11", "libnvinfer_plugin.so.11", "libnvonnxparser.so.11"):
-        # Stubs lie next to the bindings, where the bindings' rpath looks.
+        # Stubs are next to the bindings, where the bindings' rpath points.
         out = library.parent / name
         command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", out, source]
         subprocess.run(command, check=True)
@@ -187,7 +187,7 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def _download(version: str) -> Path:
-    """Download the wheel. Skip the test if there is no index."""
+    """Download the wheel. Skip the test if no package index can be reached."""
     wheel = f"tensorrt-cu13-bindings=={version}"
     name = wheel.replace("-", "_").replace("==", "-")
     command = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", wheel]
@@ -221,7 +221,7 @@ print(json.dumps({"version": api.__version__, "answers": answers}))
 
 
 def test_a_build_takes_what_is_known_of_it(uses: list[Use]) -> None:
-    """The recorder must see known uses. Otherwise the comparison below proves nothing."""
+    """The recorder sees known uses. Otherwise, the next test would prove nothing."""
     assert {
         ("", "Builder", "get"),
         ("Builder", "__init__", "call"),
@@ -248,13 +248,13 @@ def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Bindings
             assert facts["set"], f"tensorrt's {owner}.{name} cannot be set"
         if what == "call":
             ours = getattr(getattr(rtx, owner), name).__doc__ or ""
-            # TensorRT may accept more.
+            # TensorRT may have further overloads.
             assert _signatures(ours) <= _signatures(facts["doc"]), f"{owner}.{name}"
             assert _signatures(ours), f"{owner}.{name}: no signature to compare"
 
 
 def test_tensorrt_has_what_the_runtime_takes(bindings: Bindings) -> None:
-    """The runtime's tests run over a fake, all of whose names and parameters are TensorRT's."""
+    """The runtime's tests use a fake. All names and parameters of the fake exist in TensorRT."""
     of_rtx = {*RTX, IRuntimeCache, IRuntimeConfig}
     taken = {
         (fake.__name__, name, "call"): parameters(fake, name)
@@ -271,6 +271,6 @@ def test_tensorrt_has_what_the_runtime_takes(bindings: Bindings) -> None:
 
 
 def _signatures(doc: str) -> set[str]:
-    """Return the signatures in a docstring, without the module's name and overload numbers."""
+    """Return the signatures in a docstring, with the module's name normalized and without overload numbers."""
     text = doc.replace("tensorrt_rtx", "tensorrt").replace("tensorrt_bindings.tensorrt", "trt")
     return {re.sub(r"^\d+\. ", "", line.strip()) for line in text.splitlines() if "(self:" in line}

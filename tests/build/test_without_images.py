@@ -1,4 +1,4 @@
-"""Engines for cards without room for the vision tower: really built, then run through a fake TensorRT."""
+"""Engines for GPUs without room for the vision tower. They are really built, then run on a fake TensorRT."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.acceptance
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 OPTIONS = BuildOptions("int4", max_context=1024, max_batch=1)
-# A tower of more bytes than shorter passes save.
+# The tower is larger than the memory that shorter passes would save.
 TOWER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with a large vision tower, with many tokens per expert."""
+    """A random checkpoint with a large vision tower and many tokens per expert."""
     folder = tmp_path_factory.mktemp("sight") / "checkpoint"
     shape = {**BASE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     random_model(shape, canvas=32, vision=TOWER).save_pretrained(folder)
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_memory(name: str, checkpoint: Path, bytes_left: int) -> Target:
-    """The named card, with as much memory as the engines need without the tower, and `bytes_left` more."""
+    """Return a target whose GPU has the memory that engines without the tower need, plus `bytes_left`."""
     (plan,) = plan_all(checkpoint, [find_target(name)], "unused", OPTIONS)
     assert plan.reading == PrefillPlan(512, sees=True)
     return replace(
@@ -59,7 +59,7 @@ def with_memory(name: str, checkpoint: Path, bytes_left: int) -> Target:
 def built(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Plan, Bundle]:
-    """Engines for a card that lacks a byte for the tower and long passes."""
+    """Engines for a GPU on which they just fit without the tower."""
     card = with_memory(request.param, checkpoint, 0)
     plans = plan_all(checkpoint, [card], tmp_path_factory.mktemp("blind") / "engines", OPTIONS)
     ((plan, bundle),) = build_all(plans)
@@ -77,7 +77,8 @@ def test_the_engines_leave_the_tower_out(built: tuple[Plan, Bundle]) -> None:
     assert segments(made) == ["body_0", "head"]
     assert not [file for file in made.manifest.files if "vision" in file]
     assert plan.fits
-    # Bodies also lack the slots for images, whose tokens cannot be split.
+    # Bodies also lack the slots for images. With images, experts need one slot per token, since an image's tokens
+    # cannot be divided among passes.
     encode = made.manifest.segments[0]["profiles"][0]
     assert encode["length"]["max"] == 512
     assert encode["capacity"]["max"] == ROOMY
@@ -91,8 +92,8 @@ def test_a_card_with_the_room_gets_it(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def opened(bundle: Bundle, graphs: Bundle, folder: Path) -> DeviceModel:
-    """Open a copy of the bundle in which each engine is replaced by its segment's fp32 graph, with the real profiles, for a
-    fake TensorRT to run."""
+    """Open a copy of the bundle in which every engine is replaced by its segment's fp32 graph with the real profiles. A
+    fake TensorRT runs them."""
     manifest, device = bundle.manifest, FakeCudaDevice()
     shutil.copytree(bundle.path, folder)
     (folder / "manifest.json").unlink()

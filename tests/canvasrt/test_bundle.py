@@ -1,4 +1,4 @@
-"""Bundles: the content of a manifest, and that every change is noticed."""
+"""Bundles: the content of the manifest, and the detection of every change."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_whitespace_and_trailing_bytes_in_the_manifest_are_found(tmp_path: Path)
 
 
 def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
-    """A bundle whose manifest is right except for what `edit` changes."""
+    """Change a bundle's manifest with `edit`, and correct its digest. Return the bundle's folder."""
     data = json.loads((bundle.path / MANIFEST).read_text())
     edit(data)
     data["digest"] = _digest(data)

@@ -1,4 +1,4 @@
-"""The cache between builds, and when an entry is not reused."""
+"""The cache of builds, and when an entry is not reused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHAT = {"files": {"model.safetensors": "0" * 64}, "precision": "bf16"}
 
 @pytest.fixture
 def making(demo_graphs: Bundle) -> Making:
-    """A function that makes a bundle, and the list of folders that it was called with."""
+    """Return a function that makes a bundle, and the list of folders for which it was called."""
     asked: list[Path] = []
 
     def make(out: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Pa
 def test_interrupted_works_with_other_inputs_stay_within_a_bound(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The folders that were written to last are kept."""
+    """The most recently written folders are kept."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path))
     monkeypatch.setattr(cache, "_KEPT_BYTES", 250_000)
     rooms = []
@@ -102,7 +102,7 @@ def test_interrupted_works_with_other_inputs_stay_within_a_bound(
 def test_a_disk_without_locks_is_used_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """But nothing is removed, since another process may use it."""
+    """Without locks, nothing is removed, since another process may use it."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -132,7 +132,7 @@ def test_a_change_of_the_sources_changes_the_key(tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
-    """A file that counts as large and is old enough, and the names that were really hashed."""
+    """A file that counts as large and old enough to be remembered, and a list of names that were hashed."""
     monkeypatch.setattr(memo, "LARGE_FILE", 100)
     monkeypatch.setattr(memo, "_SETTLED", -(10**12))
     hashed: list[str] = []
@@ -153,14 +153,14 @@ def test_a_large_file_is_hashed_once_unless_it_changed(
     file, hashed = large
     (tmp_path / "small").write_bytes(b"small")
     names = [file.name, "small"]
-    (tmp_path / "memo.json").write_text("[")  # a damaged memo is none
+    (tmp_path / "memo.json").write_text("[")  # a damaged memo is ignored
     for _ in range(2):
         found = HashMemo(tmp_path / "memo.json").hash_files(tmp_path, names)
         assert found == hash_files(tmp_path, names)
     assert hashed == [*names, "small"]
     times = file.stat()
     file.write_bytes(bytes(199) + b"1")
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # ctime cannot be set back
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # this cannot reset ctime
     found = HashMemo(tmp_path / "memo.json").hash_files(tmp_path, [file.name])
     assert found == hash_files(tmp_path, [file.name])
 
@@ -176,7 +176,7 @@ def test_a_file_of_this_moment_is_not_remembered(
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that only a container's `--user` names."""
+    """A user without an account has no home, such as the number given to a container's `--user`."""
     for variable in ("CANVASRT_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
 

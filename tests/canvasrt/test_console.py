@@ -18,9 +18,7 @@ def test_a_stage_of_unknown_length_ends_when_other_work_begins(
     shown = io.StringIO()
     monkeypatch.setattr(shown, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", shown)
-    monkeypatch.setenv(
-        "TERM", "dumb"
-    )  # without control codes, each bar is printed once, at the end
+    monkeypatch.setenv("TERM", "dumb")  # without control codes, a bar is printed once, at the end
     with progress():
         report("loading")
         report("building", 0, 1)

@@ -1,4 +1,4 @@
-"""The rules of the table of number formats, which new formats must follow, too."""
+"""Rules for the table of number formats and for modules that name formats."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from canvasrt.formats import FORMATS, PLAIN, formats_of, most_demanding, weight_
 from canvasrt.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent.parent
-# The table, and the modules that a format also needs: its quantizer, and the layout of checkpoints in it.
+# The table, and modules with code per format: quantizers, and the layouts of quantized checkpoints.
 NAMED_IN = {
     "canvasrt/formats.py",
     "export/quantize/quantizers.py",
     "build/source.py",
     "export/modelopt.py",
     "export/compressed_tensors.py",
-    # Experts over sorted rows: their kernels have a branch per format, and the plan refuses sizes that these kernels'
-    # blocks do not divide.
+    # Experts over sorted rows: kernels have a branch per format, and the plan refuses sizes that the blocks of a format
+    # do not divide.
     "build/plan.py",
     "canvasrt/sorted_rows/ahead.py",
     "canvasrt/sorted_rows/description.py",
@@ -29,10 +29,10 @@ NAMED_IN = {
     "canvasrt/roofline/cost.py",
     "bench/recipes.py",
     "bench/rows.py",
-    # Names of number types in GPUs and engines.
+    # Names of number types, for GPU rates and engines.
     "canvasrt/roofline/rates.py",
     "runtime/backends/tensorrt.py",
-    # Defaults of targets, and tools that measure one format.
+    # Default precisions of targets, and tools that measure certain formats.
     "canvasrt/targets.py",
     "bench/synthetic.py",
     "bench/floor.py",

@@ -23,7 +23,7 @@ def test_lines_of_nvidia_smi() -> None:
 
 
 def test_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an update of the driver, where everything ran on the CPU because "nvidia-smi reports no GPU"."""
+    """The reason quotes nvidia-smi, which fails after a driver update, for example, although the machine has a GPU."""
     said = "Failed to initialize NVML: Driver/library version mismatch"
     for script, why in (
         (f"echo '{said}'; exit 18", f"nvidia-smi failed: {said}"),
@@ -43,7 +43,7 @@ def test_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unified_memory_counts_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod's limit is for its processes, and less than a model takes on the GPU."""
+    """A pod's memory limit does not count, since it applies to processes, not to the GPU."""
     monkeypatch.setattr(Path, "read_text", lambda _: f"{2**30}")
     gpu = parse_gpu("NVIDIA GB10, [N/A], 12.1, 580.65, GPU-1")
     assert gpu is not None
@@ -52,7 +52,7 @@ def test_unified_memory_counts_the_host_s(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
-    """A machine whose first GPU is small and old; CUDA would give number 0 to the fastest."""
+    """Three GPUs, the first the oldest. By default, CUDA would give number 0 to the fastest."""
     made = [
         Gpu(f"GPU {n}", 10**10, (8 + n, 0), "580", f"GPU-{each}")
         for n, each in enumerate(("aa1", "bb2", "cc3"))
@@ -67,9 +67,8 @@ def test_a_gpu_is_chosen_by_number_or_uuid(
     name: str, three: list[Gpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Child processes see only the chosen GPU."""
-    monkeypatch.setenv(
-        machine.VISIBLE, "0,1"
-    )  # so that monkeypatch restores the variable that use_gpu sets
+    # monkeypatch then restores the variable, which use_gpu sets.
+    monkeypatch.setenv(machine.VISIBLE, "0,1")
     use_gpu(name)
     assert machine.gpus() == (three[1],)
     assert os.environ[machine.VISIBLE] == "GPU-bb2"
@@ -84,7 +83,7 @@ def test_only_visible_gpus_are_there(three: list[Gpu], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["3", "GPU-d", "GPU-", "x", "0,1", ""])
 def test_a_gpu_that_is_not_there_is_refused(name: str, three: list[Gpu]) -> None:
-    """Nor may a prefix stand for several."""
+    """A prefix that several GPUs share is refused, too."""
     with pytest.raises(UsageError, match="there is no GPU") as caught:
         use_gpu(name)
     assert "1: GPU 1, GPU-bb2" in caught.value.hint

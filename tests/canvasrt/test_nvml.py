@@ -1,4 +1,4 @@
-"""GPUs' numbers, by a library that plays NVML."""
+"""GPU metrics, read through a fake NVML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOST = Gpu("NVIDIA H100", 80 * 10**9, (9, 0), "580.1", "GPU-2")
 
 
 class Fake:
-    """Two GPUs: the first reports no clocks, the second is lost."""
+    """A fake NVML with two GPUs: the first reports no clocks, and the second is lost."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 
@@ -61,7 +61,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 def scrape() -> str:
-    """The metrics of a front end with nothing behind it."""
+    """Return the metrics of a front end without a server behind it."""
     with lone_front() as front:
         reply = front.get("/v1/metrics")
     assert (reply.status_code, "canvasrt_openai_requests_total" in reply.text) == (200, True)
@@ -114,7 +114,7 @@ def test_a_gpu_that_hangs_holds_no_scrape_up(fake: Fake, monkeypatch: pytest.Mon
     end = threading.Event()
     monkeypatch.setattr(fake, "nvmlDeviceGetPowerUsage", lambda gpu: end.wait(60) * 1e3)
     monkeypatch.setattr(metrics, "_LONGEST", 0.1)
-    timer = threading.Timer(3, end.set)  # the threads of an event loop are joined at its end
+    timer = threading.Timer(3, end.set)  # an event loop joins its threads at its end
     timer.start()
     assert "canvasrt_gpu" not in scrape()
     timer.join()

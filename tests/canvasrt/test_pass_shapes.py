@@ -1,4 +1,4 @@
-"""The few sizes of passes."""
+"""The shapes of passes, and that their number is small."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_canvas_has_slots_for_the_load_seen_so_far() -> None:
 
 @pytest.mark.parametrize("canvas", [1, 300, 384, 1024])
 def test_canvases_of_other_lengths(canvas: int) -> None:
-    """A whole canvas has a shape without overflow, and a shorter one never stays in a shape that it overflows."""
+    """For every canvas there is a shape in which it cannot overflow, and an overflow moves it to such a shape."""
     model = replace(RELEASED, canvas_length=canvas)
     shapes = plan_passes(model, 4096, 1)
     assert shapes.without_overflow().capacity == shapes.roomy >= canvas
@@ -72,7 +72,7 @@ def test_canvases_of_other_lengths(canvas: int) -> None:
 
 
 def test_passes_that_are_shared_have_one_width() -> None:
-    """If the width varied, the longest request would decide how the others are computed."""
+    """If the width varied, the longest request would change the results of the others."""
     plan = plan_passes(RELEASED, 32_768, 4)
     shapes = plan.sharing()
     assert (shapes.shared().batch, shapes.shared().width) == (4, 32_768)
@@ -98,7 +98,7 @@ SEEING = replace(RELEASED, vision={"pooling_kernel_size": 3})
 def test_the_plan_of_engines_that_list_none_is_the_one_they_were_built_from(
     model: ModelConfig, chunk: int, context: int, batch: int
 ) -> None:
-    """Bundles of earlier versions have profiles and no plan."""
+    """Bundles of earlier versions have profiles, but no pass plan."""
     passes = plan_passes(model, context, batch, chunk)
     body = {"layers": list(range(6)), "name": "body_0"}
     made = Profiles(to_json(profiles(body, model, passes)))

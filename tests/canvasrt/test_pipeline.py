@@ -1,4 +1,4 @@
-"""Building CPU engines from a real checkpoint: reuse, plans, and early refusals."""
+"""Building CPU engines from a real checkpoint: reuse, plans, and errors before a build."""
 
 from __future__ import annotations
 

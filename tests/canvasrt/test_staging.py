@@ -1,4 +1,4 @@
-"""Staging: whatever happens during a write, no half-written folder stays behind."""
+"""Staging: whatever happens during a write, no half-written folder is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def everything_in(folder: Path) -> list[str]:
 
 
 def in_a_process(code: str, out: Path) -> subprocess.Popen[str]:
-    """Run code after `with staging(out) as tmp:`; `say` prints."""
+    """Run `code` inside `with staging(out) as tmp:` in a separate process. In it, `say` prints."""
     lines = """
 import os, signal, sys, time
 from pathlib import Path
@@ -46,12 +46,12 @@ with staging(Path(sys.argv[1])) as tmp:
 @pytest.mark.parametrize("there", [False, True])
 def test_the_folder_appears_when_the_block_ends(tmp_path: Path, there: bool) -> None:
     out = tmp_path / "deep" / "er" / "out"
-    if there:  # and is empty
+    if there:  # an empty folder
         out.mkdir(parents=True)
     with staging(out) as tmp:
         write_some(tmp)
         assert not list(out.glob("*"))
-        assert tmp.parent == out.parent  # on the same disk, so that a rename works
+        assert tmp.parent == out.parent  # same disk, so a rename works
     folders = ["deep", "deep/er", "deep/er/out", "deep/er/out/weights"]
     assert everything_in(tmp_path) == [*folders, "deep/er/out/weights/part"]
 
@@ -133,8 +133,22 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     assert everything_in(tmp_path) == []
 
 
-def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path, early: bool) -> None:
+    """`early`: the signal is sent again so soon that Python still handles the ignored exit, and ignores the next one."""
     code = """
+        import threading
+
+        later = threading.Timer
+
+        def now(seconds, do, args):
+            threading.Timer = later
+            do(*args)
+            return later(0, int)
+
+        if EARLY:
+            threading.Timer = now
+
         class Dropped:
             def __del__(self):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -143,7 +157,7 @@ def test_a_signal_during_a_destructor_is_not_lost(tmp_path: Path) -> None:
         Dropped()
         time.sleep(60)
     """
-    process = in_a_process(code, tmp_path / "out")
+    process = in_a_process(code.replace("EARLY", str(early)), tmp_path / "out")
     process.communicate(timeout=50)
     assert process.returncode == 128 + signal.SIGTERM
     assert everything_in(tmp_path) == []
@@ -162,7 +176,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(small_disk: Path) -> None:
-    """numpy raises an OSError without an errno."""
+    """On a full disk, NumPy raises an OSError without an errno."""
     for write in (lambda file: file.write_bytes(bytes(2**21)), np.zeros(2**21, np.uint8).tofile):
         with pytest.raises(CanvasError, match="no space left"), staging(small_disk / "out") as tmp:
             write(tmp / "big")
@@ -179,7 +193,7 @@ def test_a_limit_on_file_sizes_is_one_clear_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = f"no space left while writing {tmp_path / 'out'}; its unfinished files were removed"
     assert raised.value.message == said
-    assert "what is finished in the cache is used again" in raised.value.hint
+    assert "finished work in the cache is reused" in raised.value.hint
     assert everything_in(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""The target table, and errors about unknown names."""
+"""The table of targets, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from canvasrt.targets import GB, TARGETS, check_precision, find_target, parse_ta
 
 
 def test_the_builder_follows_from_the_capability() -> None:
-    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, and its documentation does not name 8.0, so TensorRT builds those."""
+    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, and its documentation does not name 8.0, so TensorRT builds for
+    these."""
     for target in TARGETS:
         data_centre = target.capability in ((8, 0), (9, 0), (10, 0), (10, 3))
         if target.capability is not None:
@@ -18,7 +19,7 @@ def test_the_builder_follows_from_the_capability() -> None:
 
 
 def test_the_released_model_s_first_precision_by_memory() -> None:
-    """In bf16 its weights are 51 GB, in FP8 27, in 4 bits 15."""
+    """The weights take 51 GB in bf16, 27 GB in FP8, and 15 GB in 4 bits."""
     for target in TARGETS:
         if target.memory is not None:
             bits = {"bf16": 16, "fp8": 8}.get(target.precision, 4)

@@ -1,4 +1,4 @@
-"""Beats are read correctly, however fast they come."""
+"""Reading the heartbeat is correct, however often it is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from canvasrt.containers.heartbeat import Heartbeat, acknowledged, silence, silence_at
 
-# Beats as fast as it can until its input ends.
+# Writes the heartbeat as often as possible until standard input ends.
 _BEAT = """
 import select, sys
 from canvasrt.containers.heartbeat import Heartbeat
@@ -36,8 +36,8 @@ def test_no_beat_looks_like_one_of_long_ago(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             longest = max(longest, silence_at(file) or 0.0)
         beating.stdin.close()
-    # The machine may be busy, so allow 30 seconds. A torn read gives a time near 0, the machine's boot, so the
-    # beat would seem far older.
+    # A torn read would give a time near the machine's boot, far longer ago than the 30 seconds that a busy machine may
+    # take.
     assert longest < min(30, time.monotonic() / 2)
 
 
@@ -55,7 +55,7 @@ def test_silence_ends_with_a_beat(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mapped file without space behind it would end the process at its first beat."""
+    """If the disk had no space for a mapped file, the first beat would end the process by a signal."""
     Heartbeat.at(tmp_path / "one")
     assert (tmp_path / "one").stat().st_blocks
 
@@ -74,6 +74,6 @@ def test_reports_that_were_heard_are_counted() -> None:
     for count in range(3):
         assert acknowledged(descriptor) == count
         heartbeat.acknowledge()
-    os.ftruncate(descriptor, 0)  # as for the next process
+    os.ftruncate(descriptor, 0)  # as the next process does
     assert acknowledged(descriptor) == 0
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Lines of the log, as plain text and as JSON."""
+"""Log lines as plain text and as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_time_is_never_rounded_up_to_the_next_second():
 
 
 def test_the_models_lines_keep_their_levels_as_json():
-    """They were all of level INFO, so that nobody was told of a failed pass."""
+    """Otherwise, a failed pass would be logged as INFO and cause no alert."""
     shown = io.StringIO()
     settings = Settings(front=FrontOptions(json_logs=True))
     with ServerOutput(settings, shown) as output:

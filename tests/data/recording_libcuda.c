@@ -1,4 +1,4 @@
-/* Stands for the driver under our own kernels' four calls: prints what the bindings give it. `FAILS=launch CODE=700` makes one fail. */
+/* A fake driver for the four calls that run canvasrt's kernels: it prints the arguments that the bindings pass. `FAILS=launch CODE=700` makes one call fail. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +27,7 @@ static int set(int which, int value, u64 kernel, int device) {
     return failed("set");
 }
 
-/* Takes the kernels with six addresses, a count and a number, which two more addresses follow. */
+/* Reads the arguments of a kernel: six addresses, a count and a number, then two more addresses. */
 static int launch(u64 kernel, unsigned x, unsigned y, unsigned z, unsigned tx, unsigned ty, unsigned tz,
                   unsigned shared, u64 stream, void **given, void **extra) {
     printf("launch %llu grid %u %u %u threads %u %u %u shared %u stream %llu:", kernel, x, y, z, tx, ty, tz, shared, stream);

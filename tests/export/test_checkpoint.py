@@ -1,4 +1,4 @@
-"""Reading checkpoints: shards, aliases, and errors about incomplete ones."""
+"""Reading checkpoints: shards, aliases, and errors for incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved() -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the checkpoint, which tests damage."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 
@@ -49,7 +49,8 @@ def test_shards_read_like_one_file(saved: Path, tmp_path: Path) -> None:
 
 
 def test_one_file_overrides_the_shards_of_an_earlier_save(copy: Path) -> None:
-    """As in transformers, whose save into the folder of a sharded checkpoint leaves the index there."""
+    """transformers also reads the single file. If it saves one into the folder of a sharded checkpoint, it leaves the
+    old index."""
     name = "model.decoder.norm.weight"
     random_model(SMALL).save_pretrained(copy / "shards", max_shard_size="200KB")
     for file in (copy / "shards").iterdir():
@@ -101,7 +102,7 @@ def test_tied_weights_under_the_encoders_name(saved: Path, copy: Path) -> None:
 def test_two_copies_of_a_tied_weight_must_be_equal(
     copy: Path, tmp_path: Path, name: str, alias: str
 ) -> None:
-    """With different ones, transformers ties nothing."""
+    """If the copies differ, transformers does not tie them."""
     edit(copy, lambda tensors: tensors.update({alias: tensors[name].clone()}))
     Checkpoint(copy).check_tied()
     edit(copy, lambda tensors: tensors[alias][-1].neg_())
@@ -148,7 +149,7 @@ def test_weights_that_disagree_leave_nothing(
 def test_numbers_that_are_not_finite(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Weights that are quick to read are checked before the first graph is traced."""
+    """Small weights are checked before the first graph is traced."""
     edit(copy, lambda t: t[name].view(-1)[3:4].fill_(float("nan")))
     monkeypatch.setattr(SegmentModule, "trace", lambda *_: pytest.fail("traced"))
     said = rf"{name} in .*model\.safetensors contains numbers that are not finite"
@@ -174,7 +175,7 @@ def test_a_product_without_limits_has_infinite_ones(copy: Path) -> None:
 def test_exports_are_reproducible(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two exports agree to the byte, without a cache of traced graphs too."""
+    """Two exports are identical, even without the cache of traced graphs."""
     first = export_graphs(saved, tmp_path / "a")
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     second = export_graphs(saved, tmp_path / "b")

@@ -1,4 +1,4 @@
-"""INT4 checkpoints of compressed-tensors: their codes and scales are in the graphs, byte for byte."""
+"""INT4 checkpoints of compressed-tensors: graphs contain their codes and scales, byte for byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import edit
 
 DECODER = "model.decoder.layers"
-# A graph's weight, and the modules that it is stacked from.
+# A graph's weight → the modules from which it is stacked.
 STACKED = {
     "layers.0.attention.qkv.weight": [f"{DECODER}.0.self_attn.{p}_proj" for p in "qkv"],
     "layers.1.attention.qkv.weight": [f"{DECODER}.1.self_attn.{p}_proj" for p in "qk"],
@@ -54,7 +54,7 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def read(folder: Path, name: str) -> Int4Codes | None:
-    """One weight of the first body segment."""
+    """Return one weight of the first body segment."""
     config = describe(folder).model
     part = segments(config, 6, torch.bfloat16)[0]
     found = weights(part.module, part.sources, Checkpoint(folder))
@@ -62,7 +62,7 @@ def read(folder: Path, name: str) -> Int4Codes | None:
 
 
 def unpacked(tensors: dict[str, torch.Tensor], modules: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of stacked modules, by compressed-tensors' own unpacking."""
+    """Return codes and scales of stacked modules, unpacked by compressed-tensors."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     codes = [
@@ -92,7 +92,7 @@ def test_the_manifest_says_what_it_is(checkpoint: Path, exported: Bundle) -> Non
     options = exported.manifest.options
     assert options["precision"] == "int4"
     assert options["checkpoint_quantization"]["algorithm"] == "INT4"
-    # The same weights as canvasrt's own recipe quantizes, so it is held to that recipe's limits.
+    # The same weights are quantized as in canvasrt's `int4` recipe, so that recipe's limits apply.
     assert options["recipe"]["name"] == "int4"
     assert options["recipe"]["limits"]["answers_lost"] == 2
     (body,) = (each for each in exported.manifest.segments if "layers" in each)
@@ -104,7 +104,8 @@ def test_the_manifest_says_what_it_is(checkpoint: Path, exported: Bundle) -> Non
 
 
 def test_one_scale_per_output_is_shared_by_its_blocks(copy: Path) -> None:
-    """TensorRT would widen a weight with one scale per row before the product."""
+    """TensorRT would widen a weight with one scale per row before the product, so the scale is repeated for every
+    block."""
     scale = f"{DECODER}.1.mlp.down_proj.weight_scale"
     edit(copy, lambda tensors: tensors.update({scale: tensors[scale][:, :1].contiguous()}))
     name = "layers.1.mlp.down.weight"
@@ -146,7 +147,7 @@ def test_scales_are_positive_and_finite(copy: Path, value: float) -> None:
     edit(copy, lambda tensors: tensors[name].view(-1)[3:4].fill_(value))
     found = read(copy, "layers.1.mlp.down.weight")
     assert found is not None
-    with pytest.raises(CanvasError, match=f"{name} in .* a scale is positive and finite"):
+    with pytest.raises(CanvasError, match=f"{name} in .* a scale must be positive and finite"):
         found.pack()
 
 

@@ -1,4 +1,4 @@
-"""Every graph against transformers: keys, values, logits and the sampler, on several shapes."""
+"""Every graph compared with transformers, for several shapes: keys, values, logits and the sampler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tests.helpers.random_models import SHAPES
 
 
 def lengths(shape: str) -> list[int]:
-    """Return prompts around the sliding window; where it is long, shorter ones. The first runs by default."""
+    """Return lengths of prompts around the sliding window; if it is long, shorter lengths. By default, only the first
+    is tested."""
     window = SHAPES[shape].get("sliding_window", 64)
     if window >= 100:
         return [40, 7]
@@ -46,7 +47,7 @@ CASES = [
 @pytest.mark.parametrize(("shape", "length"), CASES)
 @torch.no_grad()
 def test_several_blocks(exported: Any, shape: str, length: int) -> None:
-    """A prompt, then blocks of denoising steps with self-conditioning, each committed before the next."""
+    """Encodes a prompt, then denoises blocks with self-conditioning, committing each before the next."""
     model, graphs = exported(shape)
     config = graphs.config
     random = np.random.default_rng(length)
@@ -103,7 +104,7 @@ def test_several_blocks(exported: Any, shape: str, length: int) -> None:
 
 
 def check_sampler(out: dict[str, np.ndarray], logits: torch.Tensor, noise: np.ndarray) -> None:
-    """Compare argmax, entropy, acceptance and renoising with the reference's results from its own logits."""
+    """Compare argmax, entropy, acceptance and renoising with what the reference computes from its own logits."""
     assert (out["argmax"] == logits.argmax(-1).numpy()).all()
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert_close(out["entropy"], entropy)
@@ -119,7 +120,8 @@ def check_sampler(out: dict[str, np.ndarray], logits: torch.Tensor, noise: np.nd
 
 @pytest.mark.parametrize("shape", ["tiny", "odd"])
 def test_capacity(exported: Any, shape: str) -> None:
-    """Any capacity that holds the load gives the same numbers; a smaller one reports the load."""
+    """Every capacity that holds the load gives the same numbers. With a smaller capacity, the load is still
+    reported."""
     _, graphs = exported(shape)
     config = graphs.config
     tokens = np.random.default_rng(0).integers(6, config.vocab_size, (2, 20))
@@ -132,7 +134,7 @@ def test_capacity(exported: Any, shape: str) -> None:
     assert_close(exact, whole)
     assert same == loads
     _, _, short = run_body(graphs, embedded, cache, 0, causal=True, capacity=1)
-    # Later layers routed on wrong states, so only the first load can be trusted.
+    # Only the first layer's load is correct: later layers route wrong states.
     assert short[0] == loads[0] > 1
 
 
@@ -169,8 +171,7 @@ def test_padding_changes_nothing(exported: Any) -> None:
 
 @pytest.mark.parametrize("shape", ["tiny", "odd", "wide_heads"])
 def test_all_tokens_may_feed_every_expert(exported: Any, shape: str) -> None:
-    """A first product over all tokens gives the same result as one over each expert's own
-    tokens."""
+    """A first product of every expert with all tokens gives the same result as with each expert's own tokens."""
     _, graphs = exported(shape)
     config = graphs.config
     hidden = np.random.default_rng(5).standard_normal((2, 16, config.hidden_size))
@@ -181,7 +182,7 @@ def test_all_tokens_may_feed_every_expert(exported: Any, shape: str) -> None:
     assert loads == loads_shared
     assert_close(shared, own)
     assert_close(new_shared[-1][0], new[-1][0])
-    # Where the first product takes all tokens, the second still takes no more than its slots.
+    # Even if the first product takes all tokens, the second takes only the slots.
     few = max(loads)
     fitting, _, _ = run_body(graphs, hidden, cache, 0, causal=False, capacity=few, shared=True)
     assert_close(fitting, own)

@@ -30,13 +30,13 @@ BOTH = r"model\.(encoder\.language_model|decoder)\.layers.*"
 DECODER = r"model\.decoder\.layers.*"
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    # The settings of NeMo AutoModel's recipe for this model.
+    # Settings of NeMo AutoModel's recipe for this model.
     "attention and mlp": {
         "r": 4,
         "lora_alpha": 8,
         "target_modules": DECODER + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
     },
-    # PEFT gives the tied encoder and decoder one adapter each.
+    # PEFT creates an adapter for the encoder and another for the decoder, although their weights are tied.
     "both stacks, rslora": {
         "r": 4,
         "lora_alpha": 12,
@@ -73,7 +73,7 @@ def base() -> Path:
 
 
 def adapter(folder: Path, seed: int = 0, model: Any = None, **config: Any) -> Path:
-    """Write an adapter with PEFT, with random numbers in place of training."""
+    """Write an adapter with PEFT, with random numbers instead of trained ones."""
     torch.manual_seed(seed)
     peft = get_peft_model(model or random_model(SMALL), LoraConfig(**config))
     for name, parameter in peft.named_parameters():
@@ -88,7 +88,7 @@ def merged(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_merged(checkpoint: Adapted, base: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Assert that every tensor equals the merged model's, and that some have changed."""
+    """Check that every tensor equals the merged model's, and that some tensors have changed."""
     changed = 0
     for name, before in load_file(base / "model.safetensors").items():
         found = checkpoint.read(name)
@@ -105,7 +105,7 @@ def test_merged_as_peft_merges(base: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_several_with_weights(base: Path, tmp_path: Path) -> None:
-    """Compare with PEFT's own way to weight adapters, without its approximation."""
+    """Compares with PEFT's exact way ("cat") to combine weighted adapters."""
     config = CONFIGS["attention and mlp"]
     one, two = (adapter(tmp_path / str(seed), seed, **config) for seed in (1, 2))
     model = PeftModel.from_pretrained(random_model(SMALL), one, adapter_name="one")
@@ -117,7 +117,7 @@ def test_several_with_weights(base: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_a_single_stack(base: Path, tmp_path: Path) -> None:
-    """A tool that does not split the stack in two writes `model.layers`."""
+    """Tools that do not distinguish encoder and decoder write names that begin with `model.layers`."""
     folder = adapter(tmp_path / "adapter", **CONFIGS["attention and mlp"])
     wanted = merged(PeftModel.from_pretrained(random_model(SMALL), folder))
     file = folder / "adapter_model.safetensors"
@@ -143,7 +143,7 @@ def test_graphs_hold_the_merged_weights(base: Path, tmp_path: Path) -> None:
 def test_another_base_model(base: Path, tmp_path: Path) -> None:
     wider = random_model({**SMALL, "hidden_size": 160})
     folder = adapter(tmp_path / "adapter", model=wider, **CONFIGS["attention and mlp"])
-    with pytest.raises(CanvasError, match=r"for a base model .* has shape \(128, 256\) there"):
+    with pytest.raises(CanvasError, match=r"for a base model .* has shape \(128, 256\)"):
         Adapted(base, [load_adapter(folder)])
     longer = random_model(
         {"num_hidden_layers": 3, "layer_types": [*SMALL["layer_types"], "full_attention"]}

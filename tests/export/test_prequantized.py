@@ -1,4 +1,4 @@
-"""Checkpoints that are already quantized: their codes are in the graphs, byte for byte."""
+"""Checkpoints that are already quantized: graphs contain their codes, byte for byte."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYERS, EXPERTS = 2, 8
 
 @pytest.fixture
 def nvfp4() -> Path:
-    """ModelOpt's NVFP4 checkpoint, by its own recipe for this model."""
+    """An NVFP4 checkpoint by ModelOpt with ModelOpt's recipe for this model."""
     return library.checkpoint("as-nvfp4")
 
 
@@ -48,12 +48,12 @@ def exported() -> Bundle:
 
 @pytest.fixture
 def copy(nvfp4: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the checkpoint, which tests damage."""
     return Path(shutil.copytree(nvfp4, tmp_path / "checkpoint"))
 
 
 def stacked(tensors: Mapping[str, torch.Tensor], layer: int, kind: str, suffix: str) -> np.ndarray:
-    """Stack one tensor per expert as in the graph: gate above up."""
+    """Stack the experts' tensors as in the graph, with gate above up."""
     names = ("gate_proj", "up_proj") if kind == "gate_up" else ("down_proj",)
     each = [
         torch.cat(
@@ -77,13 +77,14 @@ def test_nvfp4_codes_are_the_checkpoints(nvfp4: Path, exported: Bundle) -> None:
         assert np.array_equal(found[f"{name}.block_scales"], blocks)
         scales = stacked(tensors, layer, kind, "weight_scale_2")[:, :1, None]
         assert found[f"{name}.factor"].shape == (EXPERTS, 1, 1)
-        # `scale`, before the product, is a power of two; `factor`, after it, is bfloat16, as the product is.
+        # `scale` applies before the product and is a power of two. `factor` applies after it and is in bfloat16, like
+        # the product.
         assert np.log2(found[f"{name}.scale"]) % 1 == 0
         both = found[f"{name}.scale"] * found[f"{name}.factor"]
         np.testing.assert_allclose(both, scales, rtol=2.0**-8)
         inputs = stacked(tensors, layer, kind, "input_scale")
         assert found[f"{name}.input_scale"] == inputs.max()
-    # All other weights are the checkpoint's, in bf16.
+    # All other weights equal the checkpoint's bf16 weights.
     name = "model.decoder.layers.1.self_attn.o_proj.weight"
     assert np.array_equal(found["layers.1.attention.o.weight"], tensors[name].float().numpy())
 
@@ -113,7 +114,7 @@ def test_fp8_of_modelopt() -> None:
     codes = torch.cat([tensors[f"{part}.weight"].view(torch.uint8) for part in parts])
     name = "layers.0.attention.qkv.weight"
     assert np.array_equal(found[f"{name}.values"], codes.numpy())
-    # One product of three matrices, each with its own scale, has a scale per output.
+    # Three matrices with different scales are one product with a scale per output.
     scales = [
         np.full(len(tensors[f"{part}.weight"]), tensors[f"{part}.weight_scale"]) for part in parts
     ]
@@ -133,7 +134,7 @@ def test_fp8_of_modelopt() -> None:
 
 @pytest.mark.acceptance
 def test_fp8_dynamic_is_calibrated(tmp_path: Path) -> None:
-    """TensorRT needs constant activation scales; generating with the widened weights finds them."""
+    """TensorRT needs constant activation scales. They are calibrated by generating with the widened weights."""
     dynamic = library.checkpoint("as-dynamic")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [7 + i, 9, 30]}) + "\n" for i in range(2)))
@@ -151,7 +152,7 @@ def test_fp8_dynamic_is_calibrated(tmp_path: Path) -> None:
     o_proj = "model.decoder.layers.0.self_attn.o_proj"
     scale = tensors[f"{o_proj}.weight_scale"].float().numpy().reshape(-1)
     assert np.array_equal(found["layers.0.attention.o.weight.scale"], scale)
-    # The experts' inputs are normalised, so their largest magnitude is roughly known.
+    # The experts' inputs are normalised, so the order of their largest magnitude is known.
     assert 0.3 < found[f"{name}.input_scale"] * 448 < 100
     assert bundle.manifest.made_from["calibration"]
     assert {path.name for path in tmp_path.iterdir()} == {"graphs", "prompts.jsonl"}
@@ -233,7 +234,8 @@ def codes_of(folder: Path, name: str) -> StoredCodes:
 
 
 def test_scales_that_differ(copy: Path) -> None:
-    """If the scales of gate and up differ, there is a factor per output. If input scales differ, the largest is taken."""
+    """If the scales of gate and up differ, `factor` has one number per output. Of different input scales, the largest
+    is used."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{_GATE}.weight_scale_2"] *= 3

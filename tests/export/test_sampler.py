@@ -1,4 +1,4 @@
-"""The sampler's parts: the inverse-CDF draw, acceptance, the vocabulary's grid."""
+"""Parts of the sampler: the inverse-CDF draw, acceptance, and the vocabulary's grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def test_vocabulary_grid(size: int, grid: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [13, 112, 4096])
 def test_draw_is_the_first_token_past_the_target(size: int) -> None:
-    """Compare with a running sum in float64, except where the uniform is within rounding of a step."""
+    """Compares with a running sum in float64, except for uniforms so close to a token's boundary that rounding
+    decides."""
     random = np.random.default_rng(size)
     mass = random.gamma(0.1, size=(2, 200, size)).astype(np.float32)
     uniforms = random.random((2, 200), np.float32)
@@ -34,7 +35,8 @@ def test_draw_is_the_first_token_past_the_target(size: int) -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 def test_draw_never_takes_a_token_without_mass(uniform: float) -> None:
-    """Uniforms are at both ends of [0, 1), few tokens have mass, and rounding may exceed a row's own sum."""
+    """Uniforms are at both ends of [0, 1), and few tokens have mass. By rounding, the target may exceed the row's
+    sum."""
     random = np.random.default_rng(0)
     mass = random.random((1, 500, 64), np.float32) * (random.random((1, 500, 64)) < 0.1)
     mass[..., 5] = 1e-8

@@ -1,4 +1,4 @@
-"""Traced graphs are kept by their module's structure, and not by its weights."""
+"""Traced graphs are cached by the structure of the module, not by its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvasrt.export import onnx
 
 
 class Scale(nn.Module):
-    """`x · weight · factor + constant`."""
+    """Computes `x · weight · factor + constant`."""
 
     def __init__(self, size: int = 4, factor: float = 2.0, constant: float = 0.5) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ def test_only_what_decides_a_graph_is_traced_again(
     really = torch.onnx.export
     monkeypatch.setattr(torch.onnx, "export", lambda *a, **kw: calls.append(a) or really(*a, **kw))
     first = trace(Scale())
-    assert trace(Scale()) == first  # with other weights
+    assert trace(Scale()) == first  # other weights, same structure
     assert len(calls) == 1
     others = [Scale(size=5), Scale(factor=3.0), Scale(constant=1.0), Scale().to(torch.bfloat16)]
     assert len({first, *(trace(each, each.weight.dtype) for each in others)}) == 5
     assert len(calls) == 5
     for file in (tmp_path / "traces").iterdir():
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-    assert trace(Scale()) == first  # a damaged file is not read
+    assert trace(Scale()) == first  # a damaged file is ignored
     assert len(calls) == 6
     monkeypatch.setenv("CANVASRT_CACHE", "/dev/null/no-folder")
     assert trace(Scale()) == first

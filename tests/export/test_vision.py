@@ -1,5 +1,5 @@
-"""Images against transformers: the tower's soft tokens, and the encoder's two-way attention inside
-an image."""
+"""Images compared with transformers: the soft tokens of the vision tower, and attention in both directions inside an
+image."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tests.helpers.graph_runs import assert_cache, assert_close, empty_cache, ru
 from tests.helpers.random_models import SHAPES, Graphs, random_model
 
 PATCH, POOL = 4, 3
-# A plain one is in tests/runtime/test_images.py.
+# Optional features of a tower; tests/runtime/test_images.py tests a tower without them.
 TOWER = {"use_clipped_linears": True, "standardize": True, "num_key_value_heads": 1}
 
 
 def image(width: int, height: int, slots: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return patches of a random image, `width` × `height` patches large, padded to `slots`."""
+    """Return the patches of a random image of `width` × `height` patches, padded to `slots` patches, and their
+    positions."""
     random = np.random.default_rng(seed)
     pixels = np.zeros((slots, 3 * PATCH * PATCH), np.float32)
     positions = np.full((slots, 2), -1)
@@ -34,7 +35,7 @@ def image(width: int, height: int, slots: int, seed: int) -> tuple[np.ndarray, n
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: Any) -> tuple[Any, Graphs]:
-    """A model with this tower, and its graphs."""
+    """A model with the tower above, and its graphs."""
     folder: Path = tmp_path_factory.mktemp("vision")
     model = random_model({**SHAPES["odd"], "num_hidden_layers": 2}, vision=TOWER)
     model.save_pretrained(folder / "checkpoint")
@@ -43,7 +44,7 @@ def pair(tmp_path_factory: Any) -> tuple[Any, Graphs]:
 
 @torch.no_grad()
 def test_soft_tokens(pair: tuple[Any, Graphs]) -> None:
-    """Two images of different shapes in one call, the smaller one padded."""
+    """Runs two images of different shapes, padded, in one call."""
     model, graphs = pair
     images = [image(6, 9, 63, 0), image(9, 6, 63, 1)]
     pixels, positions = (np.stack(each) for each in zip(*images, strict=True))
@@ -57,7 +58,8 @@ def test_soft_tokens(pair: tuple[Any, Graphs]) -> None:
 
 @torch.no_grad()
 def test_encoder_sees_an_image_both_ways(pair: tuple[Any, Graphs]) -> None:
-    """The prompt is text, an image longer than the sliding window, and text. Keys and values equal the reference's."""
+    """The prompt is text, an image with more tokens than the sliding window, and text. Keys and values equal those of
+    transformers."""
     model, graphs = pair
     config = graphs.config
     pixels, positions = image(15, 12, 180, 2)

@@ -1,4 +1,4 @@
-"""Clients that know the right answers, and what a served package consists of and leaves behind."""
+"""Clients that check answers during attacks, and helpers that list a service's processes and what it leaves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.helpers.serving_process import Reply, Serving, chat, command_lines
 
 QUESTIONS = tuple(f"{a}+{b}=" for a in (12, 7, 40, 99) for b in (34, 5))
 CLIENTS = 16
-# A call to Triton's HTTP port.
+# The path of a call to Triton's HTTP port.
 GENERATE = "/v2/models/canvasrt/generate"
 PROMPT = {"prompt": "12+34=", "max_new_tokens": 4}
-SECONDS = 60.0  # to recover or to end
+SECONDS = 60.0  # limit for recovering or ending
 
 
 def known(host: str, question: str) -> Reply:
-    """One chat, whose answer depends on the question alone."""
+    """Send one chat, whose answer depends only on the question."""
     return chat(host, question, timeout=SECONDS, seed=5, max_tokens=40, max_denoising_steps=6)
 
 
@@ -35,16 +35,16 @@ def text_of(body: Any) -> str:
 
 
 def known_answers(host: str) -> dict[str, str]:
-    """Return the answer to each question, asked alone."""
+    """Ask each question alone; return the answers."""
     return {each: text_of(known(host, each).body) for each in QUESTIONS}
 
 
 class Clients:
-    """Ask all the time, and compare every answer with the answer that the same question got alone."""
+    """Threads that ask continuously, and compare every answer with the answer to the same question asked alone."""
 
     def __init__(self, host: str, known: dict[str, str], count: int = CLIENTS) -> None:
         self.right = 0
-        self.failed = Counter[str]()  # by status, or by what was raised
+        self.failed = Counter[str]()  # by status or by exception
         self.wrong: list[str] = []
         self._host, self._known = host, known
         self._done = threading.Event()
@@ -77,7 +77,7 @@ class Clients:
                 self._done.wait(0.05)
 
     def stop(self) -> None:
-        """Wait for the last answers."""
+        """Stop asking, and wait for the last answers."""
         self._done.set()
         for thread in self._threads:
             thread.join(2 * SECONDS)
@@ -85,7 +85,7 @@ class Clients:
 
 
 def processes(running: Serving) -> dict[str, int]:
-    """Return the process ids of a service, by what they are."""
+    """Return the process ids of a service, by the process's role."""
     own = running.process.pid
     found = {"supervisor": own, "triton": running.said["pid"]}
     marks = {
@@ -103,7 +103,7 @@ def processes(running: Serving) -> dict[str, int]:
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return a process's parent, its parent, and so on."""
+    """Return a process's parent, the parent's parent, and so on."""
     found = []
     while pid := parent_of(pid):
         found.append(pid)
@@ -111,7 +111,7 @@ def ancestors(pid: int) -> list[int]:
 
 
 def parent_of(pid: int) -> int:
-    """Return a process's parent; 0 if it is gone."""
+    """Return a process's parent, or 0 if the process is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError):
@@ -119,7 +119,7 @@ def parent_of(pid: int) -> int:
 
 
 def left_behind(running: Serving) -> list[str]:
-    """Return what a service left a minute after its end: processes, memory, files and ports."""
+    """Return what is left of a service a minute after its end: processes, memory, files and ports."""
     ports = [running.said["http"], running.said["grpc"], running.host]
     found: list[str] = []
 
@@ -145,7 +145,7 @@ def is_open(address: str) -> bool:
 def over_http(
     running: Serving, path: str, body: Any, headers: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Return the status and the text of an answer of Triton's HTTP port."""
+    """Call Triton's HTTP port; return the status and the text of the answer."""
     connection = http.client.HTTPConnection(running.said["http"], timeout=60)
     with contextlib.closing(connection):
         text = json.dumps(body) if isinstance(body, dict) else body

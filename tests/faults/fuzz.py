@@ -1,4 +1,5 @@
-"""Random calls over HTTP and gRPC: no 500, no hang, and right answers in between."""
+"""Makes random calls over HTTP and gRPC. There must be no status 500 and no hang, and answers to good requests in
+between must be right."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from canvasrt.containers.tensors import inputs_of
 from tests.faults import attack, grammars
 from tests.helpers.serving_process import ANY_PORTS, serving
 
-# So that no random request runs for long.
+# These limits keep random requests short.
 LIMITS = ("--max-steps", "50", "--max-passes", "400", "--request-timeout", "20")
 _SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
 _CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -29,7 +30,7 @@ _CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _USE = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
 _RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "b"}
-# One good body for each shape of request; parts of it are replaced.
+# One good body for each kind of request. Parts of them are replaced at random.
 GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": ["12+34=", "a"], **_SHORT}),
     ("/v1/completions", {"prompt": [3, 4, 5], **_SHORT}),
@@ -105,14 +106,14 @@ _FIELDS = (
 
 
 class Fuzzer:
-    """Draws calls from one seed. `share` of them have a grammar."""
+    """Draws random calls from a seed. `share` is the share of calls with a grammar."""
 
     def __init__(self, seed: int, share: float = 0.0) -> None:
         self.draw = random.Random(seed)
         self.share = share
 
     def value(self, depth: int = 0) -> Any:
-        """Return any JSON value."""
+        """Return a random JSON value."""
         draw = self.draw
         if depth < 3 and draw.random() < 0.25:
             count = draw.choice([0, 1, 2, 5])
@@ -124,7 +125,7 @@ class Fuzzer:
         return draw.choice(numbers + others)
 
     def text(self) -> str:
-        """Return any text."""
+        """Return a random text."""
         draw = self.draw
         pieces = [
             "a",
@@ -141,7 +142,7 @@ class Fuzzer:
         return "".join(draw.choices(pieces, k=draw.choice([0, 1, 3, 20, 2000])))
 
     def changed(self, value: Any, share: float) -> Any:
-        """Return a JSON value with that many of its parts replaced by any value, or left out."""
+        """Return a JSON value in which random parts, `share` of them, are replaced or removed."""
         if self.draw.random() < share:
             return self.value()
         if isinstance(value, dict):
@@ -189,7 +190,7 @@ class Fuzzer:
         return _whole(method, path, body, headers)
 
     def followed(self) -> tuple[str, bytes]:
-        """Return the path and the body of a request whose answer follows a grammar."""
+        """Return the path and the body of a request with a grammar."""
         draw = self.draw
         body = {"model": "canvasrt", **_SHORT, "response_format": grammars.response_format(draw)}
         if draw.random() < 0.5:
@@ -198,7 +199,7 @@ class Fuzzer:
         return "/v1/chat/completions", json.dumps({**body, **chat}).encode()
 
     def tensors(self) -> tuple[str, list[Any], dict[str, Any]]:
-        """Return a model, its inputs, and the request's parameters, for gRPC."""
+        """Return the model, inputs and parameters of a gRPC request."""
         draw = self.draw
         model = draw.choice(["canvasrt", "canvasrt_stream"])
         known = {each.name: each for each in inputs_of(model)}
@@ -250,7 +251,7 @@ class Fuzzer:
 
 
 def _whole(method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return a request as it is sent."""
+    """Return the bytes of a whole HTTP request."""
     if headers is None:
         headers = {"Host": "127.0.0.1", "Content-Type": "application/json"}
         headers |= {"Content-Length": str(len(body))}
@@ -259,7 +260,7 @@ def _whole(method: str, path: str, body: bytes, headers: Mapping[str, str] | Non
 
 
 def call_http(host: str, request: bytes) -> str:
-    """Return the status of one request, or `closed`."""
+    """Send one request; return the status, or `closed`."""
     name, _, port = host.partition(":")
     with socket.create_connection((name, int(port)), timeout=60) as connection:
         try:
@@ -273,7 +274,7 @@ def call_http(host: str, request: bytes) -> str:
 
 
 def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str, Any]) -> str:
-    """Return the outcome of one call."""
+    """Make one call; return its outcome."""
     replies: list[Any] = []
     try:
         if model == "canvasrt":
@@ -292,7 +293,7 @@ def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str,
             client.async_stream_infer(model, tensors, parameters=parameters)
             if not done.wait(60):
                 return "grpc hang"
-            result, error = replies[-1]  # ending the stream adds another
+            result, error = replies[-1]  # ending the stream adds a reply
         finally:
             client.stop_stream(cancel_requests=True)
         if error is not None:
@@ -303,9 +304,9 @@ def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str,
 
 
 def describe(error: InferenceServerException) -> str:
-    """Return an error's code, and `internal` for a bug in the models."""
+    """Return the code of an error, or `internal` if it shows a bug in the models."""
     text = str(error.message())
-    # llguidance's own messages say "Parser Error:"; an exception's name is one word.
+    # Messages of llguidance contain "Parser Error:". The name of an exception is one word.
     if re.search(r"Traceback|\wError:|unhealthy", text):
         return f"internal: {text[:200]}"
     return str(error.status() or "refused")
@@ -314,7 +315,7 @@ def describe(error: InferenceServerException) -> str:
 def run(
     package: Path, folder: Path, calls: int, seed: int, share: float = 0.2
 ) -> tuple[Counter[str], list[str]]:
-    """Make random calls, `share` of them with a grammar; return the outcomes, and what was wrong."""
+    """Make random calls, `share` of them with a grammar. Return the outcomes, and descriptions of what was wrong."""
     fuzzer, outcomes, wrong = Fuzzer(seed, share), Counter[str](), []
     with serving(package, folder, *ANY_PORTS, *LIMITS) as running:
         host = running.host
@@ -330,7 +331,7 @@ def run(
                     wrong.append(f"{outcome}: {request[:2000]!r}")
                 outcomes[f"http {outcome}"] += 1
             else:
-                # A stream's connection may end with the call, so each has its own.
+                # Every call has its own connection, since a stream's connection may end with the call.
                 with tritonclient.grpc.InferenceServerClient(running.said["grpc"]) as client:
                     drawn = fuzzer.tensors()
                     outcome = call_grpc(client, *drawn)

@@ -1,5 +1,5 @@
-"""Regular expressions, Lark grammars and JSON schemas: good, damaged and hostile ones, and ones with values that a keyword
-does not take."""
+"""Random regular expressions, Lark grammars and JSON schemas: good, damaged, and hostile ones, and schemas with invalid
+values."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ LETTERS, LONG = ascii_lowercase[:20], 100
 
 
 def slow_grammar() -> str:
-    """Return a grammar of 7 KB: any letters, and an ending that depends on the last one. There are
-    many ways to read both."""
+    """Return a grammar of 7 KB: letters, and an ending that depends on the last letter. Both parts are ambiguous, so
+    parsing them is slow."""
     rules = [
         "start: " + " | ".join(f"any x{c}" for c in LETTERS),
         "any: | any any | L",
@@ -66,7 +66,7 @@ def slow_grammar() -> str:
 
 
 def hostile(draw: random.Random) -> tuple[str, str]:
-    """Return a grammar that is small, or just within the limits, but costly to compile or to follow."""
+    """Return a grammar within the limits that is costly to compile or to follow."""
     size = draw.choice([2, 10, 100, 1000, 4000])
     chain = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(min(size, 400)))
     rules = "".join(f"r{i}: r{i + 1}\n" for i in range(min(size, 1200)))
@@ -101,7 +101,7 @@ def hostile(draw: random.Random) -> tuple[str, str]:
 
 
 def damaged(draw: random.Random, text: str) -> str:
-    """Return a text with some pieces put in, left out, doubled or exchanged."""
+    """Insert, remove, double or swap some pieces of a text."""
     for _ in range(draw.choice([1, 1, 2, 5])):
         begin = draw.randrange(len(text) + 1)
         end = min(len(text), begin + draw.choice([0, 1, 3, 10]))
@@ -113,7 +113,7 @@ def damaged(draw: random.Random, text: str) -> str:
 
 
 def any_grammar(draw: random.Random) -> tuple[str, str]:
-    """Return a grammar's kind, `regex` or `grammar`, and its text."""
+    """Return the kind of a random grammar, `regex` or `grammar`, and its text."""
     chance = draw.random()
     if chance < 0.3:
         return hostile(draw)
@@ -123,7 +123,7 @@ def any_grammar(draw: random.Random) -> tuple[str, str]:
 
 
 def spec(draw: random.Random) -> dict[str, Any]:
-    """Return a grammar as the tensor takes it."""
+    """Return a random grammar in the form of Triton's tensor."""
     if draw.random() < 0.4:
         return {"type": "json_schema", "schema": any_schema(draw)}
     kind, text = any_grammar(draw)
@@ -131,7 +131,7 @@ def spec(draw: random.Random) -> dict[str, Any]:
 
 
 def response_format(draw: random.Random) -> dict[str, Any]:
-    """Return a grammar as a chat takes it."""
+    """Return a random grammar in the form of a chat's `response_format`."""
     found = spec(draw)
     if "schema" in found:
         return {"type": "json_schema", "json_schema": {"name": "a", "schema": found["schema"]}}
@@ -139,7 +139,7 @@ def response_format(draw: random.Random) -> dict[str, Any]:
 
 
 def tensor(draw: random.Random) -> bytes:
-    """Return a grammar as the tensor's bytes."""
+    """Return a random grammar as the bytes of Triton's tensor."""
     return json.dumps(spec(draw)).encode()
 
 
@@ -157,7 +157,7 @@ _ODD = (None, True, False, "a", [], {}, [[]], {"type": []}, -1, 1e400)
 
 
 def any_schema(draw: random.Random) -> Any:
-    """Return a schema; some are true or false, and some are no schemas at all."""
+    """Return a random schema. Some are true or false, and some are not valid schemas."""
     chance = draw.random()
     if chance < 0.2:
         return _hostile_schema(draw)
@@ -168,7 +168,7 @@ def any_schema(draw: random.Random) -> Any:
 
 
 def _hostile_schema(draw: random.Random) -> dict[str, Any]:
-    """Return a schema that is small, or just within the limits, but costly to compile or to follow."""
+    """Return a schema within the limits that is costly to compile or to follow."""
     size = draw.choice([2, 10, 60, 300, 1000])
     nested: dict[str, Any] = {"type": "null"}
     for _ in range(min(size, 300)):
@@ -210,7 +210,7 @@ def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _keyword(draw: random.Random, depth: int) -> tuple[str, Any]:
-    """Return a keyword and its value, which has schemas of its own unless `depth` is 0."""
+    """Return a keyword and its value, which contains schemas unless `depth` is 0."""
     limits = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     counts = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
     plain = (

@@ -1,7 +1,9 @@
-"""Measures how long answers take during attacks: `python -m tests.faults.neighbours HOST:PORT`, a server of the demo.
+"""Measures how long answers take during attacks: `python -m tests.faults.neighbours HOST:PORT`, with a server of the
+demo.
 
-Prints the median and the maximum, in milliseconds, of plain answers and of those that follow `[0-9]{2}`; then of both
-while the same attackers send to a process that only reads, which is what their own work costs this machine.
+Prints the median and the maximum, in milliseconds, of plain answers and of answers that follow `[0-9]{2}`. Then it
+prints both while the same attackers send to a process that only reads. The latter shows how much the attackers' own
+work slows this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 from tests.faults.grammars import LETTERS, slow_grammar
 from tests.helpers.serving_process import call, chat
 
-SECONDS = 4.0  # per figure
+SECONDS = 4.0  # of measuring per figure
 DIGITS: dict[str, Any] = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
 _ECHO = b',"echo":true,"logprobs":20,"max_tokens":1'
 _processes = multiprocessing.get_context("fork")
@@ -83,12 +85,13 @@ def _prompt(values: bytes, more: bytes = b"") -> bytes:
 
 
 def _new(number: int) -> bytes:
-    """Return two ids with which no earlier prompt began."""
+    """Return two token ids with which no earlier prompt began."""
     return b"%d,%d," % (10 + number % 100, 10 + number // 100 % 100)
 
 
 def _allowed() -> bytes:
-    """Return options by which every position of a canvas may have a set of tokens of its own, of one size."""
+    """Return options that allow a different set of tokens at every position of a canvas. All sets have the same
+    size."""
     sets = {str(place): [token for token in range(112) if token != place] for place in range(32)}
     options = {"canvas": {"allow": sets}, "max_tokens": 32, "max_denoising_steps": 48}
     return b"," + json.dumps(options)[1:-1].encode()
@@ -134,7 +137,7 @@ def _reader() -> Iterator[str]:
 
 def _attack(host: str, attackers: int, body: Body) -> None:
     numbers = count()
-    sent = [body(0)] if body(0) == body(1) else []  # made once, since making it is work, too
+    sent = [body(0)] if body(0) == body(1) else []  # made once, since making bodies takes time
 
     def attack() -> None:
         while True:
@@ -154,7 +157,7 @@ def _attack(host: str, attackers: int, body: Body) -> None:
 
 
 def _beside(host: str, target: str, attackers: int, body: Body, options: dict[str, Any]) -> str:
-    """Return the median and the maximum of answers, from one second after the attack begins."""
+    """Return the median and the maximum time of answers, measured from one second after the attack begins."""
     attack = _processes.Process(target=_attack, args=(target, attackers, body), daemon=True)
     attack.start()
     time.sleep(1)

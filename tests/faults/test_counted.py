@@ -1,4 +1,4 @@
-"""What one caller sends is counted before anything is made of it: values, prompts, grammars, images, lines."""
+"""Values, prompts, grammars, images and lines that one caller sends are counted before they are processed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_only_so_many_prompts_are_read():
         ('{"a":' * (MAX_DEPTH + 1) + "0" + "}" * (MAX_DEPTH + 1), True),
         ("[" * 1_000_000, True),
         ("[" + "[]," * 1000 + "[]]", False),
-        (json.dumps(['[{,\\"' * MAX_VALUES]), False),  # text
+        (json.dumps(['[{,\\"' * MAX_VALUES]), False),  # brackets in text do not count
         (json.dumps([0] * (MAX_VALUES - 2)), False),
         (json.dumps([0] * MAX_VALUES), True),
         ("[" * 101 + '"' + '\\"' * 100_000, True),  # a string without an end
@@ -101,7 +101,7 @@ def test_counting(text: str, refused: bool):
 
 
 def test_values_are_counted_piece_by_piece(monkeypatch: pytest.MonkeyPatch):
-    """The count is right wherever a piece ends: inside strings, escapes and runs of backslashes."""
+    """The count is right wherever a piece of the text ends: inside strings, escapes, and runs of backslashes."""
     text = json.dumps(['a"[\\\\' * 3, {"\\": ["]", '\\"[[[[', [[1, 2]]]}, "\\\\", []])
     for piece in range(1, 40):
         monkeypatch.setattr(untrusted, "_PIECE", piece)
@@ -155,7 +155,7 @@ def test_large_grammars_are_not_sent_on():
 
 
 def test_large_grammars_are_not_parsed(monkeypatch: pytest.MonkeyPatch):
-    """Callers of Triton may send them, too."""
+    """The limit also holds for callers of Triton."""
     monkeypatch.setattr(grammar, "read_object", lambda *_: pytest.fail("it was parsed"))
     nothing: Any = object()
     with pytest.raises(CanvasError, match="grammar has 400001 characters"):
@@ -180,7 +180,7 @@ def test_sizes_of_grammars_are_checked_before_their_trial(
 
 @pytest.fixture
 def images() -> Iterator[tuple[str, list[int]]]:
-    """A site whose images have no end, and the bytes of each that were taken."""
+    """A site with endless images, and a list of how many bytes of each were read."""
     sent: list[int] = []
 
     class Site(BaseHTTPRequestHandler):
@@ -208,7 +208,8 @@ def images() -> Iterator[tuple[str, list[int]]]:
 def test_images_are_budgeted_while_they_are_fetched(
     images: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Each request has a budget, and all share one; what a request held is given back when it ends."""
+    """Every request has a budget, and there is a budget for all requests together. The bytes of a request are returned
+    when it ends."""
     url, _ = images
     taken: list[int] = []
     take = ImageBudget.take
@@ -231,7 +232,7 @@ def test_images_are_budgeted_while_they_are_fetched(
         with pytest.raises(ApiError, match="the request's images are larger than 1 MiB"):
             asyncio.run(ask(budget))
     assert sum(taken) < 8 * 2**20
-    assert fetcher._held.taken <= 4 * 65_536 * 2  # what other threads still read
+    assert fetcher._held.taken <= 4 * 65_536 * 2  # other threads may still read
     monkeypatch.setattr(remote, "MAX_REQUEST_BYTES", 8 * 2**20)
     fetcher = Fetcher(lambda *_: ["127.0.0.1"], lambda _: True)
     with (
@@ -243,7 +244,7 @@ def test_images_are_budgeted_while_they_are_fetched(
 
 
 def test_a_log_that_nobody_reads_holds_up_nobody():
-    """Lines that do not fit are dropped and counted; the count is logged once somebody reads again."""
+    """Lines that do not fit are dropped and counted. The count is logged when the log is read again."""
     reader, writer = os.pipe()
     with open(writer, "w", encoding="utf-8") as stream:
         handler = Patient(logging.StreamHandler(stream), most=100)
@@ -286,7 +287,8 @@ def test_spellings_of_control_tokens_are_counted_while_they_are_found():
 
 
 def test_many_control_tokens_are_not_tried_one_by_one():
-    """Gemma's tokenizers have thousands. What is found stays the longest spelling at the leftmost position."""
+    """Gemma's tokenizers have thousands of control tokens. The search still finds the longest spelling at the leftmost
+    position."""
     texts = [f"<unused{number}>" for number in range(6000)] + ["<unk>", "<u", "<un", "x"]
     control = ControlTexts(texts)
     begin = time.thread_time()
@@ -317,7 +319,7 @@ def test_ollamas_options_are_not_fields_of_openais(options: dict[str, Any]):
 
 
 def told(front: FrontEnd, sent: bytes) -> bytes:
-    """What a front end says until it closes the connection."""
+    """Send bytes to a front end; return what it answers until it closes the connection."""
     with connect(front) as one:
         one.sendall(sent)
         return b"".join(iter(lambda: one.recv(4096), b""))
@@ -351,7 +353,7 @@ def test_what_killed_servers_left_is_removed(tmp_path: Path, monkeypatch: pytest
     left.mkdir()
     monkeypatch.setattr(processes, "processes_of", lambda name: {1})
     processes.remove_stale()
-    assert left.exists()  # another server's, perhaps
+    assert left.exists()  # another server may use it
     monkeypatch.setattr(processes, "processes_of", lambda name: set())
     processes.remove_stale()
     assert not left.exists()

@@ -1,4 +1,4 @@
-"""If the model exceeds `--request-timeout`, the front end answers and ends the request."""
+"""If the model exceeds `--request-timeout`, the front end answers with an error and ends the request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BODIES = {
 
 
 class Hanging(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """A Triton that takes requests and never ends them. It may begin an answer."""
+    """A fake Triton that accepts requests and never ends them. If `begins` is set, it begins an answer."""
 
     begins = False
 
@@ -65,7 +65,7 @@ class Hanging(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
 
 
 def first_event() -> Any:
-    """The first piece of an answer."""
+    """Return the first piece of an answer."""
     response = service_pb2.ModelInferResponse(model_name=STREAM_MODEL)
     values = {"event": "block", "text": "abc"}
     for tensor in outputs_of(STREAM_MODEL):
@@ -78,7 +78,7 @@ def first_event() -> Any:
 
 @pytest.fixture
 def hanging() -> Iterator[tuple[Hanging, str]]:
-    """A Triton that hangs, and its address."""
+    """A fake Triton that hangs, and its address."""
     model = Hanging()
     server = grpc.server(ThreadPoolExecutor(16))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(model, server)
@@ -93,7 +93,7 @@ def hanging() -> Iterator[tuple[Hanging, str]]:
 def test_a_model_that_does_not_answer_or_stream_on_is_left(
     alone: Alone, hanging: tuple[Hanging, str], begins: bool
 ):
-    """Every kind of request, all at once."""
+    """Sends every kind of request, all at the same time."""
     model, triton = hanging
     model.begins = begins
     seconds = 5 if begins else 1  # which the first piece may take on a busy machine
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_answer_or_stream_on_is_left(
 
 
 def messages_of(app: Any) -> list[Any]:
-    """Return what an application sends that has 0.2 s to begin, with no grace."""
+    """Return what an application sends if the time limit for beginning is 0.2 s, with no grace."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -134,7 +134,7 @@ def messages_of(app: Any) -> list[Any]:
 
 
 def test_time_is_over_before_a_model_is_asked():
-    """This happens if a long body waits for others."""
+    """A request may exceed the limit while its long body waits for other bodies."""
     ended: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -173,8 +173,8 @@ def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.M
 
 @needs_triton
 def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Path):
-    """Those whose answers have not begun by their status, streams that have begun by an error: Triton's events,
-    server-sent events, and Ollama's lines."""
+    """If an answer has not begun, the caller gets an error status. A stream that has begun ends with an error: as an
+    event of Triton, a server-sent event, or a line of Ollama."""
     with (
         serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running,
         Client(running.said["grpc"], "grpc", timeout=60) as client,
@@ -188,7 +188,7 @@ def test_callers_are_told_when_the_drain_is_over(packaged: Bundle, tmp_path: Pat
             caller.request("POST", path, json.dumps({**chat, **body}), JSON)
             return caller
 
-        # Many blocks, of which the first ends soon.
+        # Many blocks; the first ends soon.
         blocks = {**ENDLESS, "max_denoising_steps": 60, "seed": 1}
         begun = [
             sent("/v1/chat/completions", {**blocks, "max_tokens": 4000, "stream": True}),

@@ -1,4 +1,5 @@
-"""Log-probabilities of echoed prompts: how many are allowed, and that they are made once, off the event loop."""
+"""Log-probabilities of echoed prompts: the limit on their number, and that they are computed once, outside the event
+loop."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ def test_an_echo_has_a_bounded_number_of_log_probabilities(model: Model, tokeniz
         encoder = PromptEncoder(tokenizer, model.max_context)
         return read_request(arrays, model, encoder, ModelOptions(), "a", answers)
 
-    assert MAX_ECHOED >= 2**18 * 2  # a whole context, as lm-eval asks
+    assert MAX_ECHOED >= 2**18 * 2  # enough for lm-eval: a whole context
     read(131, top_logprobs=1)
     for answers, inputs in ((132, {"top_logprobs": 1}), (13, {"logprob_token_ids": [3] * 20})):
-        with pytest.raises(CanvasError, match=f"in {answers} answers makes 5") as refused:
+        with pytest.raises(CanvasError, match=f"in {answers} answers, .* gives 5") as refused:
             read(answers, **inputs)
         assert "at most 524288 are allowed: ask for fewer" in refused.value.hint
 
@@ -82,7 +83,7 @@ def test_the_answers_to_an_echoed_prompt_share_its_log_probabilities(
 
 
 class Source:
-    """Answers with two thousand log-probabilities."""
+    """Replaces the model: answers with two thousand log-probabilities."""
 
     def __init__(self, *given: Any) -> None: ...
 
@@ -100,7 +101,7 @@ class Source:
 def rendered(
     patch: pytest.MonkeyPatch, source: type[Source], kind: type, method: str, path: str, body: Any
 ) -> tuple[str, list[str]]:
-    """A reply of the front end to `body`, and the threads on which `method` of the reply's kind ran."""
+    """Return the front end's reply to `body`, and the names of the threads on which `method` of class `kind` ran."""
     threads: list[str] = []
     render = getattr(kind, method)
 
@@ -128,7 +129,7 @@ def test_long_log_probabilities_are_rendered_on_a_thread(
 
 
 class Encoder(Source):
-    """Answers with the text of many tokens."""
+    """Replaces the model: answers with a text of many tokens."""
 
     async def stream(self, *given: Any) -> AsyncGenerator[StreamEvent, None]:
         async for event in super().stream(*given):

@@ -1,5 +1,6 @@
-"""Random calls, random kills, and a soak, for as long as continuous integration can afford: 300 calls, 6 strikes, 16
-clients for 15 seconds. CANVASRT_FUZZ_CALLS, CANVASRT_SOAK_CLIENTS and CANVASRT_SOAK_SECONDS ask for more."""
+"""Random calls, random kills, and a soak test. By default, they are short enough for continuous integration: 300 calls,
+6 signals, and 16 clients for 15 seconds. CANVASRT_FUZZ_CALLS, CANVASRT_SOAK_CLIENTS and CANVASRT_SOAK_SECONDS set
+larger numbers."""
 
 from __future__ import annotations
 
@@ -42,19 +43,19 @@ WHO = (
     "grammar sandbox",
 )
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
-# How long a surviving service is watched, by what was done to it.
+# Signal → how many seconds a surviving service is watched.
 _WATCHED = {signal.SIGKILL: 8, signal.SIGTERM: 8, signal.SIGSTOP: 15}
-# The exit codes that a service may have, by what was done to it.
+# Signal → exit codes that the service may have.
 _ENDS = {signal.SIGKILL: {1}, signal.SIGTERM: {1}, signal.SIGSTOP: {4}}
 
 
-# How much more of each the last third of the soak may hold than the second third; the first warms up.
+# By how much each figure may grow from the second third of the soak to the last third. The first third warms up.
 _GROWTH = {"MB": 1.05, "threads": 1.0, "descriptors": 1.0}
 _SLACK = {"MB": 8.0, "threads": 4.0, "descriptors": 16.0}
 
 
 def measure(pid: int) -> dict[str, float]:
-    """Return what one process holds."""
+    """Return the memory, threads and descriptors of one process."""
     status = Path(f"/proc/{pid}/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     return {
@@ -65,7 +66,7 @@ def measure(pid: int) -> dict[str, float]:
 
 
 def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
-    """Return what was wrong, or grew."""
+    """Run clients for some time; describe wrong answers, failed requests, and figures that grew."""
     found: dict[str, list[float]] = defaultdict(list)
     with serving(package, folder, *ANY_PORTS) as running:
         host = running.host
@@ -79,7 +80,7 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
                     found[f"{name}, {what}"].append(value)
             time.sleep(min(2.0, seconds / 30))
         load.stop()
-        print(f"{load.right} right answers")  # with -s
+        print(f"{load.right} right answers")  # shown by pytest -s
         wrong = list(load.wrong)
         if load.failed:
             wrong.append(f"requests failed: {dict(load.failed)}")
@@ -87,7 +88,7 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
         what = name.rpartition(", ")[2]
         if what in _GROWTH:
             third = len(values) // 3
-            # Clients that come and go cause peaks; leaks remain.
+            # Medians ignore peaks by clients that come and go.
             before, after = median(values[third : 2 * third]), median(values[2 * third :])
             if after > before * _GROWTH[what] + _SLACK[what]:
                 wrong.append(f"{name} grew from {before:.0f} to {after:.0f}")
@@ -95,9 +96,9 @@ def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
 
 
 def strike(running: Serving, who: str, number: signal.Signals, clients: Clients) -> str:
-    """Send a signal; return what came of it: `recovered in`, `ended with`, or what was wrong."""
+    """Send a signal to a process of the service; return the outcome: `went on`, `ended with CODE`, or `WRONG: …`."""
     found = dict[str, int]()
-    # A front end may be being replaced.
+    # The process may be missing while it is being replaced.
     if not eventually(lambda: found.update(processes(running)) or who in found, SECONDS):
         return f"WRONG: there is no {who}"
     os.kill(found[who], number)
@@ -107,7 +108,7 @@ def strike(running: Serving, who: str, number: signal.Signals, clients: Clients)
     goal, watched = clients.right + 2 * CLIENTS, time.monotonic() + _WATCHED[number]
 
     def goes_on() -> bool:
-        # A process that is stopped is noticed after five seconds, and a service takes a few to end.
+        # A stopped process is detected after five seconds, and the service takes some more to end.
         return clients.right >= goal and time.monotonic() > watched
 
     if not eventually(lambda: running.process.poll() is not None or goes_on(), SECONDS):
@@ -121,7 +122,7 @@ def strike(running: Serving, who: str, number: signal.Signals, clients: Clients)
 
 
 def follow(host: str, regex: str) -> str:
-    """Ask for an answer of a grammar that is new; return what came of it."""
+    """Ask for an answer that follows a new grammar; return the outcome."""
     form = {"type": "regex", "regex": regex}
     status, body, _ = chat(host, "a", max_tokens=200, response_format=form, seed=5)
     if status == 200 and re.fullmatch(regex, text_of(body)):
@@ -130,7 +131,7 @@ def follow(host: str, regex: str) -> str:
 
 
 def kill(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Kill or stop a random process `times` times. Return counts of outcomes, and descriptions of wrong answers."""
+    """Kill or stop a random process `times` times. Return counts of outcomes, and descriptions of what was wrong."""
     draw, outcomes, wrong = random.Random(seed), Counter[str](), []
     choices = [(who, number) for who in WHO for number in SIGNALS]
     plan: list[Any] = []
@@ -169,21 +170,21 @@ def kill(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[st
 def test_random_calls(packaged: Bundle, tmp_path: Path):
     calls = int(os.environ.get("CANVASRT_FUZZ_CALLS", 300))
     outcomes, wrong = fuzz.run(packaged.path, tmp_path, calls, seed=7)
-    print(outcomes)  # with -s
+    print(outcomes)  # shown by pytest -s
     assert not wrong
     assert outcomes["good, right"] == calls // fuzz.GOOD_EVERY
     assert min(outcomes[each] for each in ("http 200", "http 400", "grpc ok")) > 0, outcomes
 
 
 def test_random_kills(packaged: Bundle, tmp_path: Path):
-    """No answer is wrong, and after each strike the service recovers or ends."""
+    """No answer is wrong, and after every signal the service continues or ends."""
     outcomes, wrong = kill(packaged.path, tmp_path, times=6, seed=3)
     assert not wrong
     assert sum(outcomes.values()) - outcomes["right answers"] == 6
 
 
 def test_nothing_grows(packaged: Bundle, tmp_path: Path):
-    """Memory, threads and descriptors of every process, while many clients ask."""
+    """Checks memory, threads and descriptors of every process while many clients ask."""
     clients = int(os.environ.get("CANVASRT_SOAK_CLIENTS", 16))
     seconds = int(os.environ.get("CANVASRT_SOAK_SECONDS", 15))
     assert not soak(packaged.path, tmp_path, clients, seconds)

@@ -1,4 +1,4 @@
-"""Engines that fail: whose fault it is, what callers learn, and how the server ends."""
+"""Failing engines: who is blamed, which errors callers get, and how the server ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_one_failed_pass_ends_nothing_and_a_lost_gpu_everything(faulty: Faulty, 
 @pytest.mark.parametrize(
     ("fault", "times", "says"),
     [
-        ("nan", 1, ["non-finite entropies"]),
+        ("nan", 1, ["entropies that the engines returned are not finite"]),
         ("fail", 3, ["3 passes in a row", "the pass failed on purpose"]),
         ("once", 1, ["no new generator on purpose"]),
     ],
@@ -74,7 +74,7 @@ def test_engines_that_cannot_go_on_end_the_service(
 def test_what_hangs_is_noticed(faulty: Faulty, tmp_path: Path, fault: str, options: dict[str, Any]):
     with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "3") as running:
         assert ask(running, **options)[0] == 200
-        time.sleep(4)  # an idle server makes no progress either, and is well
+        time.sleep(4)  # an idle server must not count as hanging
         assert ask(running, **options)[0] == 200
         faulty.set(fault)
         watch = Watch(running)
@@ -93,7 +93,7 @@ def test_a_stopped_process_is_noticed(packaged: Bundle, tmp_path: Path, which: s
 
 @pytest.mark.acceptance
 def test_helpers_that_end_or_stop_are_replaced(packaged: Bundle, tmp_path: Path):
-    """The front end, and the guard, which cleans up after a killed service."""
+    """These helpers are the front end and the guard, which cleans up after a killed service."""
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
         os.kill(running.said["front_end_pid"], signal.SIGSTOP)
         assert ask(running)[0] == 200

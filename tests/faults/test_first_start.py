@@ -1,4 +1,5 @@
-"""A container's first start on a GPU, rehearsed as processes on a fake one: what is compiled and kept, and its faults."""
+"""A container's first start on a GPU, simulated with real processes and a fake GPU: kernels that are compiled and kept,
+and faults."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def gpu(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Rehearsal:
-    """The machine: a GeForce card, unless the test names another."""
+    """A machine with a fake GPU: a GeForce, unless the test names another."""
     made = rehearsal(graphs, tmp_path / "machine", getattr(request, "param", RTX))
     for name, text in made.environment.items():
         monkeypatch.setenv(name, text)
@@ -50,7 +51,7 @@ def gpu(
 
 @contextlib.contextmanager
 def start(gpu: Rehearsal, folder: Path, *options: str) -> Iterator[Serving]:
-    """A server with the machine's cache."""
+    """Run a server that uses the machine's cache."""
     cache = ("--cache", str(gpu.folder / "cache"))
     with serving(gpu.package, folder, *ANY_PORTS, *cache, *options) as running:
         yield running
@@ -58,7 +59,7 @@ def start(gpu: Rehearsal, folder: Path, *options: str) -> Iterator[Serving]:
 
 @pytest.fixture
 def right(local: Local, tokenizer: Tokenizer) -> Right:
-    """Asks a server whether its tokens are the CPU's."""
+    """Return a function that checks whether a server's tokens equal the CPU's."""
     wanted = local("12+34=", seed=3, max_new_tokens=3, max_denoising_steps=2)
 
     def ask_it(running: Serving) -> bool:
@@ -70,7 +71,7 @@ def right(local: Local, tokenizer: Tokenizer) -> Right:
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """End a service's processes as the end of their container does."""
+    """Kill all processes of a service, as the end of their container would."""
     mark = f"-{process.pid}-"
     for number, line in command_lines().items():
         if mark in line and "canvasrt-" in line:
@@ -87,7 +88,7 @@ def log(running: Serving) -> str:
 def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
     gpu: Rehearsal, right: Right, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The interrupted start is alive but not ready, so no probe ends it."""
+    """During the start, the server is alive but not ready, so no liveness probe ends it."""
     monkeypatch.setenv("REHEARSAL_COMPILE", "0.5")
     monkeypatch.setenv("REHEARSAL_KERNELS", str(20 << 20))
     cache = gpu.folder / "cache"
@@ -104,12 +105,12 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
     with start(gpu, tmp_path / "again") as running:
         assert right(running)
         passes = call(running.host, "/v1/metadata")[1]["passes"]
-        # The CPU that stands for the GPU may round differently at other widths.
-        assert passes["shared"] or "in a pass of its own" in passes["why"]
+        # The fake GPU computes on a CPU, which may round differently at other widths.
+        assert passes["shared"] or "in the request's own pass" in passes["why"]
         running.stop(signal.SIGTERM)
     after = gpu.events()["compile"]
     compiled = kernels_in(cache)
-    # The shape that was being compiled may be lost.
+    # The kill may lose the shape that was being compiled.
     shapes = compiled.stat().st_size // (20 << 20)
     assert before + after - shapes in (0, 1)
     assert before < shapes
@@ -122,7 +123,7 @@ def test_a_killed_start_goes_on_and_the_next_compiles_nothing(
 def test_contexts_that_memory_has_no_room_for_make_passes_slower(
     gpu: Rehearsal, right: Right, tmp_path: Path
 ):
-    """Without the shared contexts, the start fails and says why. The log has the plan and the progress."""
+    """Without memory for the shared contexts, the start fails and says why. The log has the plan and the progress."""
     shared = sum(len(each["profiles"]) for each in load_bundle(gpu.engines).manifest.segments)
     with start(gpu, tmp_path / "enough") as running:
         planned, _, passes = log(running).partition("warm-up pass 1 of ")
@@ -131,7 +132,7 @@ def test_contexts_that_memory_has_no_room_for_make_passes_slower(
         assert f"warm-up pass {many} of {many}: " in passes
     taken = gpu.taken()
     gpu.forget()
-    gpu.inject(f"memory {taken[shared]}")  # for the first place's first context, and no further one
+    gpu.inject(f"memory {taken[shared]}")  # enough for one context of a place
     with start(gpu, tmp_path / "slower") as running:
         assert right(running)
         assert "runs in a shared context, which is slower" in log(running)
@@ -148,7 +149,7 @@ def test_contexts_that_memory_has_no_room_for_make_passes_slower(
 def test_a_capture_that_the_driver_invalidates_makes_passes_slower(
     fault: str, gpu: Rehearsal, right: Right, tmp_path: Path
 ):
-    """We capture TensorRT's graphs; TensorRT-RTX captures its own."""
+    """With TensorRT, canvasrt captures CUDA graphs; TensorRT-RTX captures them itself."""
     gpu.inject(fault)
     with start(gpu, tmp_path / "captures") as running:
         assert all(right(running) for _ in range(3))

@@ -1,5 +1,4 @@
-"""Floods of connections, bodies that are too large, and half-sent ones: what a front end does about
-them. Most need no Triton behind it."""
+"""The front end under floods of connections, too large bodies, and half-sent bodies. Most tests need no Triton."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ TINY = HEAD + CHUNKED + b"2\r\nxx\r\n" * 50_000
 
 @contextlib.contextmanager
 def flood(host: str, request: bytes, connections: int) -> Iterator[None]:
-    """Send a request on each of `connections` connections, from a process of its own, and again whenever one ends."""
+    """From a separate process, send a request on each of `connections` connections, and open a new one whenever one
+    ends."""
     process = multiprocessing.get_context("spawn").Process(
         target=_run, args=(host, request, connections), daemon=True
     )
@@ -84,7 +84,7 @@ def keyed(request: bytes, key: str) -> bytes:
 
 @pytest.mark.parametrize("key", ["", "secret"])
 def test_health_answers_beside_a_flood_of_tiny_chunks(alone: Alone, key: str):
-    """300 connections that send tiny chunks, and begin again when they are closed."""
+    """300 connections send tiny chunks, and are opened again when they are closed."""
     front = alone(keys=("secret",))
     host = f"127.0.0.1:{front.port}"
     with flood(host, keyed(TINY, key) if key else TINY, 300):
@@ -112,11 +112,11 @@ def test_an_answer_streams_on_beside_a_flood(
         text = answer()
         with flood(running.host, TINY, 300):
             assert [answer() for _ in range(3)] == [text] * 3
-        os.kill(running.said["front_end_pid"], 0)  # it was not replaced
+        os.kill(running.said["front_end_pid"], 0)  # still the same process
 
 
 class Counted:
-    """A connection with `pieces` pieces to parse, each of which takes a millisecond."""
+    """A connection with `pieces` pieces to parse. Each takes a millisecond."""
 
     def __init__(self, turns: Turns, pieces: int) -> None:
         self.turns, self.left = turns, pieces
@@ -142,7 +142,7 @@ def test_connections_take_turns_at_being_parsed():
             left = sum(each.left for each in long)
             await asyncio.sleep(0)
             looks += 1
-            # A look at the other tasks comes after a turn's pieces.
+            # Other tasks of the event loop run after every turn.
             assert left - sum(each.left for each in long) <= TURN / 0.001 + 1
             if short.left == 0 and looks < 10:
                 assert all(each.left > 50 for each in long)
@@ -171,8 +171,8 @@ def test_what_is_refused_by_its_header_is_answered_without_a_body(alone: Alone):
             found, headers, _ = read_reply(connection)
             assert found == status
             assert headers["connection"] == "close"
-            assert connection.recv(1) == b""  # the end, not a reset
-            for _ in range(20):  # what still comes is not refused by a reset at once
+            assert connection.recv(1) == b""  # an orderly end, not a reset
+            for _ in range(20):  # later bytes do not cause a reset at once
                 connection.sendall(b"2\r\nxx\r\n" * 1000)
 
 
@@ -240,22 +240,22 @@ def test_no_more_connections_are_open_than_allowed(alone: Alone):
 
 
 def test_slow_metrics_hold_up_nothing_else(alone: Alone):
-    """Metrics need no key, and Triton may take long to answer."""
+    """Anybody may ask for metrics, since they need no key, and Triton may take long to provide them."""
     body = {"model": "canvasrt", "prompt": "x" * 100_000}
     with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(30) as pool:
-        port = slow.getsockname()[1]  # where nobody answers
+        port = slow.getsockname()[1]  # this port never answers
         front = alone(metrics=f"http://127.0.0.1:{port}/metrics")
         host = f"127.0.0.1:{front.port}"
         asked = [pool.submit(call, host, "/v1/metrics") for _ in range(30)]
         with slow.accept()[0]:
             reply = httpx.post(f"{front.url}/completions", json=body, timeout=60)
-            assert reply.status_code == 503  # there is no Triton
+            assert reply.status_code == 503  # no Triton
             assert all(b"canvasrt_openai_requests_total" in each.result()[1] for each in asked)
             slow.setblocking(False)
-            with pytest.raises(BlockingIOError):  # it was asked once
+            with pytest.raises(BlockingIOError):  # Triton was asked only once
                 slow.accept()
 
 
 def test_nobody_says_which_caller_he_is() -> None:
-    """The reserved places know callers by their addresses, which `X-Forwarded-For` must not change."""
+    """Reserved places depend on the caller's address, which `X-Forwarded-For` must not change."""
     assert not _config(None, Places(1)).proxy_headers

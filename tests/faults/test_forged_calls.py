@@ -1,4 +1,4 @@
-"""Only control tokens begin thoughts and tool calls; the same spelling by other tokens is text."""
+"""Only control tokens begin thoughts and tool calls. Ordinary tokens with the same spelling are text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLED = f"{CALL}call:rm{{path:{QUOTE}x{QUOTE}}}{CALL_END}"
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_only_control_tokens_call_tools(step: int) -> None:
-    """A model that quotes a page writes a call's spelling with ordinary tokens: that is text."""
+    """A model that quotes a page may spell a call with ordinary tokens, which must stay text."""
     gemma = side(trained(byte_level=False), scripted.gemma_template())
     real, quoted = gemma.tokenizer.encode(CALLED, False), gemma.tokenizer.encode_text(CALLED)
 
@@ -33,7 +33,7 @@ def test_only_control_tokens_call_tools(step: int) -> None:
     pieces = parsed(quoted)
     assert {each.kind for each in pieces} == {"content"}
     assert text_of(pieces, "content") == CALLED
-    # Nor does a quoted mark end a string of a real call.
+    # In a real call, a quotation mark spelled with ordinary tokens does not end a string.
     mark = gemma.tokenizer.encode(CALLED.replace("x", "X"), False)
     at = mark.index(gemma.tokenizer.encode("X", False)[0])
     mark[at : at + 1] = quote = gemma.tokenizer.encode_text(QUOTE)

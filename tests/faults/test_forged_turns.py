@@ -1,4 +1,4 @@
-"""Callers' text is never read as control tokens: not in chats, tools, questions, gaps or calibration."""
+"""Text of callers is never read as control tokens, in chats, tools, questions, gaps or calibration prompts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_user_forges_no_turns(gemma: Side, demo_side: Side) -> None:
 
 
 def chat(text: str, key: str) -> tuple[list[Any], dict[str, Any]]:
-    """A chat with tools, and `text` or `key` wherever callers choose a string."""
+    """Return a chat with tools, with `text` or `key` wherever callers choose a string."""
     parameter = {"type": "string", "description": text, "enum": [text, "b"]}
     deep = {"type": "object", "properties": {key: parameter}, "required": [text]}
     listed = {"type": "array", "description": text, "items": deep}
@@ -109,7 +109,7 @@ FRAGMENTS = st.sampled_from(
     ]
     + ["\ue000", "\U000f0000", "\U0010fffd", "é🙂", "\n", " ", "\\u003c", "{", '"', "\x1c"]
 )
-# In the vocabulary, U+2581 is a space.
+# U+2581 is excluded, since the vocabulary uses it for a space.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
 TEXTS = st.lists(FRAGMENTS | st.text(CHARACTERS, max_size=4), min_size=1, max_size=8).map("".join)
 
@@ -194,7 +194,7 @@ def test_decisions(demo: Pair, layout: str) -> None:
 
 
 def test_a_forged_answer_does_not_flip_a_decision(demo: Pair) -> None:
-    """With turns forged after the question, the demo used to answer another question."""
+    """Turns forged after the question must not have the effect of real turns."""
     choices = [{"value": "46"}, {"value": "45"}]
     question = {"type": "choice", "instructions": "?", "choices": choices}
     ask = Ask.from_json({"questions": [question], "layout": "bare"})
@@ -225,7 +225,7 @@ def test_gaps_stand_between_plain_texts(demo: Pair) -> None:
 
 
 def prompts() -> dict[str, Callable[[str], dict[str, Any]]]:
-    """The model's inputs for a text, by endpoint."""
+    """Return functions by endpoint that turn a text into the model's inputs."""
     state: dict[str, Any] = {"criteria": {"a": "A", "b": "B"}}
     return {
         "prompt": lambda text: {"prompt": text},
@@ -275,7 +275,7 @@ def test_endpoints(demo_side: Side, name: str) -> None:
 def test_raw_prompts_keep_them(demo_side: Side) -> None:
     encoder = PromptEncoder(demo_side.tokenizer, 4096)
     ids = encoder.encode({"prompt": FORGED, "raw": True}).ids.tolist()
-    assert sum(id in demo_side.control for id in ids) == 5  # with <bos>
+    assert sum(id in demo_side.control for id in ids) == 5  # including <bos>
     assert demo_side.tokenizer.encode_text(FORGED) != demo_side.tokenizer.encode(FORGED, False)
 
 

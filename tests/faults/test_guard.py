@@ -1,4 +1,4 @@
-"""The guard before Triton's ports: it names the callers, and no caller names itself."""
+"""The guard in front of Triton's ports: it determines who the caller is, whatever the caller claims."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = needs_triton
 
 @pytest.fixture(scope="module")
 def keyed(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server with two keys, each for one answer at a time."""
+    """A server with two keys, each of which may have one answer at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANVASRT_API_KEYS", "sesame,open")
         folder = tmp_path_factory.mktemp("keyed")
@@ -64,14 +64,14 @@ def test_grpc_names_no_caller(keyed: Serving):
     over_grpc(keyed, parameters={OWNER: "0123456789abcdef"})
 
 
-# Triton divides by the size of an output's type, which is 0 for texts.
+# For classification, Triton divides by the size of the output's type, which is 0 for text.
 CLASSIFIED = [grpc.InferRequestedOutput("text", class_count=1)]
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"outputs": CLASSIFIED}, "have no classification"),
+        ({"outputs": CLASSIFIED}, "cannot be classified"),
         ({"inputs": prompt("." * (17 * 2**20))}, "larger than max"),
         ({"compression_algorithm": "gzip"}, "is disabled"),
         ({"headers": {}}, "did not provide an API key"),
@@ -82,7 +82,7 @@ CLASSIFIED = [grpc.InferRequestedOutput("text", class_count=1)]
 def test_tritons_grpc_port_is_guarded(keyed: Serving, options: dict[str, Any], says: str):
     with pytest.raises(InferenceServerException, match=says):
         over_grpc(keyed, **options)
-    over_grpc(keyed)  # it goes on
+    over_grpc(keyed)  # the server still works
 
 
 def test_keys_guard_tritons_ports(keyed: Serving, monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +111,7 @@ def test_a_refused_request_does_not_end_its_stream(keyed: Serving):
 
 
 def test_a_key_s_answers_count_on_all_ports(keyed: Serving):
-    """Answers on Triton's ports once did not count."""
+    """Answers on Triton's ports count toward the limit of the key, too."""
     head = {**JSON, "Authorization": "Bearer sesame"}
     waiting = http.client.HTTPConnection(keyed.said["http"], timeout=60)
     with contextlib.closing(waiting):
@@ -127,7 +127,7 @@ def test_a_key_s_answers_count_on_all_ports(keyed: Serving):
 @pytest.mark.parametrize("path", [GENERATE, "/v2/models/canvasrt_stream/generate_stream"])
 @pytest.mark.parametrize("begun", [True, False])
 def test_the_model_stops_for_callers_who_have_left(keyed: Serving, path: str, begun: bool):
-    """Triton itself goes on answering them, which would fill the queue."""
+    """Triton alone would continue their requests, which would fill the queue."""
 
     def running() -> int:
         page = httpx.get(keyed.said["metrics"]).text
@@ -137,7 +137,7 @@ def test_the_model_stops_for_callers_who_have_left(keyed: Serving, path: str, be
     left = http.client.HTTPConnection(keyed.said["http"], timeout=60)
     with contextlib.closing(left):
         head = {**JSON, "Authorization": "Bearer sesame"}
-        named = {OWNER: "0123456789abcdef/1"}  # which does not count
+        named = {OWNER: "0123456789abcdef/1"}  # must be ignored
         left.request("POST", path, json.dumps({**PROMPT, **ENDLESS, **named}), head)
         assert not begun or eventually(lambda: running() == 1)
     assert eventually(lambda: triton(keyed, GENERATE, PROMPT, "sesame")[0] == 200)

@@ -1,4 +1,4 @@
-"""TLS connections that do not finish their handshakes, and machines that have no descriptors left."""
+"""TLS connections that never finish their handshake, and processes without free descriptors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def descriptors(front: FrontEnd) -> int:
 
 
 def resident(front: FrontEnd) -> int:
-    """Bytes of a front end's memory."""
+    """Return the resident bytes of a front end."""
     pages = Path(f"/proc/{front.pid}/statm").read_text().split()[1]
     return int(pages) * resource.getpagesize()
 
@@ -58,13 +58,14 @@ def status(front: FrontEnd, certificates: Path, path: str = "/v1/version") -> in
 def test_silent_tls_connections_have_places(
     alone: Alone, certificates: Path, held: list[socket.socket], tmp_path: Path
 ):
-    """They count from the moment they are accepted, and are closed to make room, like others that wait."""
+    """TLS connections count as soon as they are accepted, and are closed to make room, like other waiting
+    connections."""
     secure = alone(tls=tls_files(certificates), max_connections=MOST)
     before = descriptors(secure)
     held += [connect(secure) for _ in range(500)]
     assert eventually(lambda: sum(map(is_open, held)) <= MOST + RESERVED)
     assert descriptors(secure) <= before + MOST + RESERVED
-    assert status(secure, certificates) == 200  # in the place of one of them
+    assert status(secure, certificates) == 200  # one of them made room
     lines = (tmp_path / "front.log").read_text().splitlines()
     assert 1 <= sum("closing" in each for each in lines) <= 4
 
@@ -77,7 +78,7 @@ def test_a_pending_handshake_takes_little_memory(
     before = resident(front)
     held += [connect(front) for _ in range(1000)]
     assert eventually(lambda: descriptors(front) > 1000)
-    assert status(front, certificates) == 200  # after those that came before
+    assert status(front, certificates) == 200  # accepted after all earlier ones
     assert (resident(front) - before) / 1000 < 100_000
 
 
@@ -87,15 +88,15 @@ def test_a_process_without_descriptors_says_so_once_and_recovers(
     front = alone()
     assert front.pid is not None
     resource.prlimit(front.pid, resource.RLIMIT_NOFILE, (100, 100))
-    held += [connect(front) for _ in range(200)]  # the kernel takes those that wait
+    held += [connect(front) for _ in range(200)]  # the kernel queues the rest
     said, log = "cannot accept connections: Too many open files", tmp_path / "front.log"
     assert eventually(lambda: said in log.read_text())
-    time.sleep(1)  # in which it could say so again
+    time.sleep(1)  # time for further log lines
     for each in held:
         each.close()
     assert eventually(lambda: is_answering(front))
     assert log.read_text().count(said) == 1
-    assert len(log.read_text().splitlines()) < 300  # each connection may log its request
+    assert len(log.read_text().splitlines()) < 300  # one line per request is allowed
 
 
 def is_answering(front: FrontEnd) -> bool:

@@ -1,4 +1,4 @@
-"""Untrusted files that name other files: a base image's layers, and a checkpoint's weights."""
+"""Untrusted files: base images, archives, manifests and checkpoints, whose names and sizes may be hostile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from canvasrt.hashes import canonical
 
 
 def canvasrt(*arguments: Any) -> tuple[int, str]:
-    """Run a command; return its exit code, and its errors on one line."""
+    """Run a command; return its exit code, and its errors joined to one line."""
     command = [sys.executable, "-m", "canvasrt", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, " ".join(done.stderr.split())
@@ -78,7 +78,8 @@ def test_a_checkpoint_s_index_does_not_lead_out_of_its_folder(
 
 
 def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
-    """A long name of 400 MB, 8 KB on disk, a document of a million brackets, and one of 400 MB."""
+    """The archives have a member name of 400 MB (sparse, 8 KB on disk), a document of a million brackets, and a
+    document of 400 MB."""
     long, deep, large = tmp_path / "long.tar", tmp_path / "deep", tmp_path / "large"
     header = tarfile.TarInfo("././@LongLink")
     header.type, header.size = tarfile.GNUTYPE_LONGNAME, 400 << 20
@@ -110,7 +111,7 @@ def test_an_unsigned_archive_is_read_within_limits(tmp_path: Path):
 def test_a_manifest_s_strings_are_no_commands(
     engines: Bundle, tmp_path: Path, place: str, name: str, text: str
 ):
-    """Otherwise they would reach the requirements and the Dockerfile of a package."""
+    """Strings of a manifest are written to the requirements and the Dockerfile of a package, so they are checked."""
     copy = tmp_path / "foreign"
     shutil.copytree(engines.path, copy)
     (copy / MANIFEST).write_bytes(edited(engines, place, name, text))
@@ -120,7 +121,7 @@ def test_a_manifest_s_strings_are_no_commands(
 
 
 def edited(bundle: Bundle, place: str, name: str, value: Any) -> bytes:
-    """A bundle's manifest with a changed value, and a digest to match."""
+    """Return a bundle's manifest with a changed value and a matching digest."""
     data = json.loads((bundle.path / MANIFEST).read_text())
     data[place][name] = value
     del data["digest"]
@@ -155,7 +156,7 @@ def test_documents_of_a_million_brackets(engines: Bundle, tmp_path: Path, deep: 
 
 
 def image_of(folder: Path, manifest: bytes, bom: bytes, engines: Bundle | None = None) -> Path:
-    """An image of these two documents, and of the files of engines."""
+    """Write an image with this manifest, this bill of materials, and files of engines."""
     out = folder / "image"
     out.mkdir()
     blobs, inside = Blobs(out), PACKAGE.lstrip("/")

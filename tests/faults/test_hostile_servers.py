@@ -1,4 +1,4 @@
-"""`canvasrt batch` and the client of the OpenAI API, with servers that answer whatever they like."""
+"""`canvasrt batch` and the client of the OpenAI API with hostile and broken servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def _short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 def answering(
     status: int, body: bytes, more: Callable[[Any], object] | None = None, **headers: str
 ) -> Iterator[tuple[str, list[str]]]:
-    """A server's address, and the paths that it was asked for. `more` writes the rest of each reply."""
+    """Run a server with fixed replies; provide its address, and a list of requested paths. `more` writes the rest of a
+    reply."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -133,7 +134,7 @@ def test_redirects_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_broken_server_does_not_attract_all_requests(tmp_path: Path) -> None:
-    """A broken server answers sooner than the others, so it would always have the fewest requests."""
+    """A broken server answers sooner than the others, so it always has the fewest open requests."""
     for number, (status, body) in enumerate([(500, b"{}"), (200, b"<html>")]):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Texts, tensors and stop strings of any size: what they cost, and when they are refused."""
+"""Texts, tensors and stop strings of any size: their cost, and when they are refused."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_eight_million_token_ids_are_refused_at_once(running: Serving):
     def send() -> str:
         connection = http.client.HTTPConnection(running.host, timeout=60)
         headers = {"Content-Type": "application/json"}
-        with contextlib.suppress(OSError):  # it is answered before all of it was sent
+        with contextlib.suppress(OSError):  # the answer may come before everything is sent
             connection.request("POST", "/v1/completions", text, headers)
         try:
             return str(json.loads(connection.getresponse().read())["error"]["code"])
@@ -121,7 +121,7 @@ def test_eight_million_token_ids_are_refused_at_once(running: Serving):
         reply = pool.submit(send)
         while not reply.done():
             assert ask(running)[0] == 200
-    assert reply.result() in ("invalid_json", "closed")  # of too many values
+    assert reply.result() in ("invalid_json", "closed")  # too many values
 
 
 @needs_triton
@@ -171,7 +171,7 @@ def test_blocks_are_decoded_once(tokenizer: Tokenizer):
 
 
 def test_positions_with_equal_lists_are_sampled_together():
-    """Otherwise each of a canvas's positions takes as long as all of them."""
+    """If they were sampled separately, every position would take as long as all together."""
     listed = [[5, 6], [5, 6], [7, 8]]
     conditions = read_conditions({"allow": dict(zip("012", listed, strict=True))})
     found = conditions.allowed(0, 3, 10, ())

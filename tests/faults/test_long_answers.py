@@ -1,4 +1,4 @@
-"""Answers and grammars that take long, and what others notice of them."""
+"""Slow answers and grammars, and their effect on other callers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_long_answers_do_not_starve_a_short_request(running: Serving, kind: str)
 
 @needs_triton
 def test_a_grammar_that_takes_hours_holds_up_nobody(running: Serving):
-    """Short as it is, compiling it takes hours, and cannot be stopped from outside."""
+    """The grammar is short, but compiling it takes hours and cannot be interrupted within its process."""
     patterns = [{"type": "string", "pattern": f"a{{{n}}}.*b"} for n in range(60)]
     schema = {"name": "a", "schema": {"allOf": patterns}}
     with ThreadPoolExecutor(1) as pool:

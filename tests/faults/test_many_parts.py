@@ -1,4 +1,4 @@
-"""Chats of very many parts, and long bodies: the event loop keeps running meanwhile."""
+"""Chats with very many parts, and long bodies, which must not block the event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tool_call(arguments: str = "{}") -> dict[str, Any]:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
-# A route, a long body for it, and the functions that must not run on the event loop.
+# A path, a long body for it, and the functions that must not run on the event loop.
 ROUTES = {
     "chat": ("/v1/chat/completions", CHAT, ["generation.read_messages", "app.read_body"]),
     "text": ("/v1/completions", {"model": "canvasrt", "prompt": LONG}, ["chat._prompt"]),
@@ -69,14 +69,14 @@ def test_long_bodies_are_processed_beside_the_event_loop(
         found = importlib.import_module(f"canvasrt.containers.openai.{module}")
         watch(monkeypatch, found, function, ran.setdefault(each, set()))
     with lone_front() as client:
-        assert client.post(path, json=body).status_code == 503  # nothing is behind it
+        assert client.post(path, json=body).status_code == 503  # no Triton
     for each in functions:
         assert ran[each], each
         assert all(thread.startswith("canvasrt-") for thread in ran[each]), each
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, ran: set[str]) -> None:
-    """Note the names of the threads on which a function runs."""
+    """Record the names of the threads on which a function runs."""
     original = getattr(module, name)
 
     def noted(*given: Any, **named: Any) -> Any:
@@ -142,5 +142,5 @@ def test_others_are_answered_beside_15_mb_of_tool_calls(front: FrontEnd):
         while not sent.done():
             assert call(f"127.0.0.1:{front.port}", "/v1/health/live")[0] == 200
             checks += 1
-        assert sent.result().status_code == 503  # there is nothing behind the front end
-    assert checks > 3  # one would wait for all of it on the event loop
+        assert sent.result().status_code == 503  # no Triton
+    assert checks > 3  # on the event loop, the first would wait

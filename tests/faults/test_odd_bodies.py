@@ -1,4 +1,5 @@
-"""Bodies that no client sends, on every route that takes one: the caller's fault, and nobody else's."""
+"""Bodies that no real client sends, on every route with a body. The caller gets an error, and nobody else is
+affected."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ pytestmark = needs_triton
 CHAT = [{"role": "user", "content": "a"}]
 PREDICATE = [{"type": "predicate", "instructions": "x"}]
 DEEP = "[" * 100_000
-# A chain of rules, which are compiled by recursion.
+# A long chain of rules, which are compiled recursively.
 CHAIN = "start: a0\n" + "".join(f"a{n}:a{n + 1}\n" for n in range(1400)) + "a1400: NONE\n"
-HALF = json.loads('"\\ud800"')  # of a surrogate pair
+HALF = json.loads('"\\ud800"')  # half a surrogate pair
 
 
 def called(text: Any) -> list[dict[str, Any]]:
-    """A chat in which the model has called a tool with these arguments."""
+    """Return a chat in which the model has called a tool with these arguments."""
     function = {"name": "f", "arguments": text}
     calls = [{"id": "a", "type": "function", "function": function}]
     return [{"role": "assistant", "content": "", "tool_calls": calls}, *CHAT]

@@ -1,4 +1,4 @@
-"""What one caller can make the server do, and how that affects others."""
+"""The work that one caller can cause, and its effect on other callers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.acceptance
 
 @needs_triton
 def test_a_long_prompt_does_not_hold_up_its_neighbours(running: Serving):
-    """4.2 MB, more than any context: refused, while others are answered as before."""
+    """A prompt of 4.2 MB exceeds every context. It is refused, and others are answered meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, running, "12+34= shuffle " * 280_000)
         while not long.done():
@@ -58,7 +58,7 @@ def test_a_long_prompt_does_not_hold_up_its_neighbours(running: Serving):
 
 
 def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Model):
-    """Three requests of many blocks over one place, against each of them alone."""
+    """Three requests of many blocks share one place; their tokens equal those of each request alone."""
     options = {"max_new_tokens": 150, "max_denoising_steps": 14, "stability_threshold": 10_000}
     wanted = [request(model, seed=seed, **options) for seed in range(3)]
     alone = [Generator(model).run([each])[0].token_ids for each in wanted]
@@ -72,11 +72,11 @@ def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Mo
             elif isinstance(event, Block):
                 order.append(event.id)
     assert [ends[id] for id in ids] == alone
-    assert set(order[:5]) == set(ids)  # they did take turns
+    assert set(order[:5]) == set(ids)  # they took turns
 
 
 def test_callers_share_the_passes(model: Model):
-    """A caller with one request gets as many passes as one with eight."""
+    """A caller with one request gets as many passes as a caller with eight."""
     generator = Generator(model, max_batch=2)
     endless = {"max_new_tokens": 2000, **ENDLESS}
     many = [generator.add(request(model, "many", seed=seed, **endless)) for seed in range(8)]
@@ -96,7 +96,8 @@ def test_callers_share_the_passes(model: Model):
 
 
 def test_long_prompts_delay_an_answer_by_two_chunks_each(model: Model):
-    """A chunk takes as long as many steps, so whoever encoded one waits while others run that many."""
+    """A chunk takes as long as many steps. So a caller whose chunk was encoded waits while others run that many
+    steps."""
     generator, size = Generator(model, max_batch=4), model.prefill_chunk
     params = request(model).params
     for hog in range(4):
@@ -111,7 +112,7 @@ def test_long_prompts_delay_an_answer_by_two_chunks_each(model: Model):
 
 @needs_triton
 def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """They hold for keys. A proxy guards Triton's ports, which then ask for no key, and know no hosts."""
+    """The limits apply per key. Behind a proxy, Triton's ports ask for no key and accept any host."""
     monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
     options = ["--max-steps", "400", "--max-passes", "2400", "--max-n", "4"]
     options += ["--max-queue-tokens", "600", "--max-key-requests", "4", "--triton-behind-proxy"]
@@ -130,27 +131,27 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
         slow = {"max_denoising_steps": 400, "stability_threshold": 10_000, "max_tokens": 85}
         with ThreadPoolExecutor(4) as pool:
             first = [pool.submit(ask, running, key="a", n=2, **slow) for _ in range(2)]
-            # A request sent before these were queued would wait for its turn among them.
+            # All must be queued first: a request sent earlier would wait for its turn among them.
             assert eventually(lambda: b"_in_flight 4" in httpx.get(running.said["metrics"]).content)
             assert eventually(lambda: ask(running, key="a").status == 429)
             status, body, headers = ask(running, key="a")
             assert (status, body["error"]["type"]) == (429, "rate_limit_error")
             assert int(headers["retry-after"]) > 0
-            assert ask(running, key="b")[0] == 200  # another key has its own
+            assert ask(running, key="b")[0] == 200  # another key has its own limit
             status, body, headers = ask(running, key="b", max_tokens=300)
             assert status == 429
             assert "all requests together have" in body["error"]["message"]
             assert int(headers["retry-after"]) > 0
             for each in first:
                 assert each.result()[0] == 200
-        assert ask(running, key="a")[0] == 200  # everything was given back
+        assert ask(running, key="a")[0] == 200  # the limits are free again
 
         def cached(key: str) -> int:
             status, body, _ = ask(running, "12+34= shuffle abdeg " * 20, key=key)
             assert status == 200
             return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-        # A key learns nothing of others' prompts.
+        # Numbers of cached tokens reveal nothing about prompts of other keys.
         assert cached("a") == 0
         assert cached("a") >= 128
         assert cached("b") == 0
@@ -178,7 +179,7 @@ def test_texts_and_grammars_are_not_prepared_once_for_two_keys(
 
 @pytest.mark.parametrize("ids", [[3, 4], [0], []])
 def test_any_number_of_stop_tokens(model: Model, tokenizer: Tokenizer, ids: list[int]):
-    """Two stop tokens used to cause an internal error, and token 0 was ignored."""
+    """None, one and several stop tokens are accepted, including token 0."""
     arrays = {"prompt_ids": np.array([5]), "stop_token_ids": np.array(ids, np.int32)}
     encoder = PromptEncoder(tokenizer, model.max_context)
     params = read_request(arrays, model, encoder, ModelOptions()).request.params
@@ -197,12 +198,12 @@ def test_answers_that_a_key_waits_for_are_counted():
                 more(1)
             assert refused.value.status == 429
         with pytest.raises(ApiError, match="asks for 4 answers") as refused:
-            more(2)  # waiting would not help
+            more(2)  # more than the limit, even alone
         assert refused.value.status == 400
         more(1)
     with callers.one("a") as more:
         more(2)
-    with callers.one("") as more:  # without keys
+    with callers.one("") as more:  # without keys, there is no limit
         more(9)
 
 
@@ -240,12 +241,12 @@ def test_an_infill_s_passes_are_its_ways_times_its_steps(model: Model, engines: 
 
 
 def test_callers_take_turns_at_being_prepared():
-    """One caller's many tasks delay another's only by those that already run."""
+    """Many tasks of one caller delay another caller only by the tasks that already run."""
     done: list[str] = []
     begin, failed = threading.Event(), list[BaseException]()
     preparing = Preparing(threads=1)
 
-    class Panic(BaseException):  # as a library's is
+    class Panic(BaseException):  # like a library's panic
         pass
 
     def task(name: str) -> Callable[[], None]:
@@ -258,7 +259,7 @@ def test_callers_take_turns_at_being_prepared():
         return run
 
     preparing.submit("a", task("a1"), failed.append)
-    assert eventually(lambda: preparing.waiting == 0)  # the task runs
+    assert eventually(lambda: preparing.waiting == 0)  # the first task runs
     for name in ("a2", "a3", "a4", "b1", "b2", "c1", "d1"):
         preparing.submit(name[0], task(name), failed.append)
     begin.set()
@@ -269,14 +270,14 @@ def test_callers_take_turns_at_being_prepared():
 
 
 def test_a_request_s_time_begins_at_the_front_end():
-    """The time begins when the body has arrived, since sending it is up to the caller."""
+    """The time limit begins when the body has arrived, since the caller determines how long sending takes."""
     found: dict[str, Any] = {}
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         caller = Request(scope, receive)
         await caller.body()
         found["body"] = time.monotonic()
-        await asyncio.sleep(0.1)  # such as for images, or a turn
+        await asyncio.sleep(0.1)  # like waiting for images or a turn
         found.update(parameters_of(caller))
         await Response()(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""Who reaches which port: addresses, hosts, proxies, keys, and which processes know the keys."""
+"""Access to ports: addresses, host names, proxies and keys, and which processes know the keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def post(running: Serving, headers: dict[str, str]) -> Reply:
 
 
 def listening(port: int) -> set[str]:
-    """The addresses on which this machine listens on a port, as the kernel writes them."""
+    """Return the addresses on which a port is open, in the notation of /proc/net/tcp."""
     found = set()
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(file).read_text().splitlines()[1:]:
@@ -95,7 +95,7 @@ def test_releases(release: str, safe: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NVIDIA_TRITON_SERVER_VERSION", release)
     assert Installation(Path("/opt/tritonserver/bin/tritonserver"), None).is_safe == safe
     bundled = find_installation()
-    assert bundled.release == (24, 10)  # whatever the environment says
+    assert bundled.release == (24, 10)  # not what the environment says
     server = Server(Path("repository"), Settings(triton_host="0.0.0.0"))
     refused = pytest.raises(CanvasError, match="can crash it")
     with contextlib.nullcontext() if safe else refused:
@@ -119,7 +119,7 @@ def test_a_page_of_another_site_cannot_use_a_server_without_keys(running: Servin
         status, body, _ = post(running, {"Content-Type": kind, "Origin": "http://example.com"})
         assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
     assert post(running, {"Content-Type": "", "Sec-Fetch-Site": "cross-site"})[0] == 415
-    assert post(running, {"Content-Type": ""})[0] == 200  # as curl and Ollama's clients send it
+    assert post(running, {"Content-Type": ""})[0] == 200  # curl and Ollama's clients send none
     assert post(running, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
         status, body, _ = post(running, {**JSON, "Host": host})
@@ -142,13 +142,13 @@ def test_a_page_of_another_site_cannot_use_a_server_without_keys(running: Servin
 def test_hosts_can_be_named(options: FrontOptions, host: str, allowed: bool):
     scope: dict[str, Any] = {"path": "/v1/models", "method": "GET"}
     scope["headers"] = [(b"host", host.encode())]
-    Origin(options).check({**scope, "path": "/v1/health/ready"})  # probes call by address
+    Origin(options).check({**scope, "path": "/v1/health/ready"})  # probes use the address as host
     with contextlib.nullcontext() if allowed else pytest.raises(ApiError):
         Origin(options).check(scope)
 
 
 class Proxy(threading.Thread):
-    """A proxy that must get no connections."""
+    """A proxy that records connections. It must get none."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -170,8 +170,8 @@ class Proxy(threading.Thread):
 def test_what_a_guarded_server_shows_to_others(
     packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Triton's ports stay on loopback wherever the API listens, children do not know the keys, and internal calls bypass
-    proxies. The model's context and name are those that NIM's variables say."""
+    """Triton's ports are on loopback wherever the API listens, child processes do not know the keys, and internal calls
+    bypass proxies. NIM's variables set the model's context and names."""
     secrets = ("CANVASRT_API_KEYS", "HF_TOKEN", "NGC_API_KEY")
     for name in secrets:
         monkeypatch.setenv(name, f"sesame-{name}")
@@ -180,7 +180,7 @@ def test_what_a_guarded_server_shows_to_others(
     proxy = Proxy()
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "grpc_proxy", "all_proxy"):
         monkeypatch.setenv(name, proxy.url)
-    # The product itself keeps ONNX Runtime from reporting usage.
+    # Without this variable, too, the product must keep ONNX Runtime from reporting usage.
     for name in ("no_proxy", "NO_PROXY", "ORT_DISABLE_TELEMETRY"):
         monkeypatch.delenv(name, raising=False)
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--host", "0.0.0.0") as running:
@@ -202,7 +202,7 @@ def test_what_a_guarded_server_shows_to_others(
         assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
         assert b"canvasrt_requests_in_flight" in call(f"127.0.0.1:{port}", "/v1/metrics").body
         children = [each for each in command_lines() if running.process.pid in ancestors(int(each))]
-        assert len(children) >= 4  # Triton, two models, the front end, the guard
+        assert len(children) >= 4  # Triton, two models, front end, guard
         for pid in children:
             assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
             assert b"sesame" not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -220,7 +220,7 @@ INFER = "/v2/models/canvasrt/infer"
 
 
 def tensor(shape: str, data: str) -> str:
-    """The body of an inference, with the text of a prompt's shape and data."""
+    """Return the JSON text of an inference request, with these texts as shape and data of the prompt."""
     return f'{{"inputs": [{{"name": "prompt", "datatype": "BYTES", "shape": {shape}, "data": {data}}}]}}'
 
 
@@ -233,18 +233,19 @@ CLASSIFIED = tensor("[1]", '["a"]')[:-1] + CLASSES
     [
         (GENERATE, PROMPT, {}, 200),
         (GENERATE, PROMPT, {"Content-Type": "application/x-www-form-urlencoded"}, 200),  # curl
-        (GENERATE, PROMPT, {"Host": "evil.example"}, 403),  # a name that leads to loopback
+        (GENERATE, PROMPT, {"Host": "evil.example"}, 403),  # a name that resolves to loopback
         (GENERATE, PROMPT, {"Content-Type": "text/plain", "Origin": "http://evil.example"}, 415),
         (GENERATE, "[" * 1_000_000, {}, 400),
         (GENERATE, "[" * 1_000_000, {"Inference-Header-Content-Length": "0"}, 400),
         (GENERATE, "[" * 1_000_000, {"Content-Encoding": "gzip"}, 415),
         (INFER, "[" * 1_000_000, {}, 400),
         (INFER, "{}", {"Inference-Header-Content-Length": "9"}, 400),
-        # One with 2**93 elements ended Triton. Of equal names, Triton takes the first, and Python the last.
+        # A shape of 2**93 elements would crash Triton. Of two fields with the same name, Triton reads the first, and
+        # Python the last.
         (INFER, tensor("[1]", '["a"]'), {}, 200),
         (INFER, tensor("[2147483647, 2147483647, 2147483647]", "[1]"), {}, 400),
         (INFER, tensor('[2147483647, 2147483647, 2147483647], "shape": [1]', '["a"]'), {}, 400),
-        # Triton divides by the size of an output's type, which is 0 for texts.
+        # For classification, Triton divides by the size of the output's type, which is 0 for text.
         (INFER, CLASSIFIED, {}, 400),
         (GENERATE, "." * (17 * 2**20), {}, 413),
         ("/v2/health/ready", None, {}, 200),
@@ -255,7 +256,7 @@ def test_tritons_http_port_is_guarded(
     running: Serving, path: str, body: Any, headers: dict[str, str], status: int
 ):
     assert over_http(running, path, body, headers)[0] == status
-    assert over_http(running, GENERATE, PROMPT)[0] == 200  # it goes on
+    assert over_http(running, GENERATE, PROMPT)[0] == 200  # the server still works
 
 
 def test_nobody_else_reads_its_memory_or_calls_its_socket(running: Serving):
@@ -279,14 +280,14 @@ def test_tritons_streams_are_passed_on(running: Serving):
 
 
 def test_what_the_process_list_says_opens_nothing(running: Serving):
-    """Triton's restricted calls need one header, which its arguments name."""
+    """Triton's restricted calls need a header, which its command line names."""
     line = command_lines()[str(running.said["pid"])]
     options = re.findall(r"restricted-(?:api|protocol)=(.*?)(?= --|$)", line, re.S)
     assert len(options) == 2
     for option in options:
         name, _, value = option.partition(":")[2].partition("=")
         value = value.strip()
-        assert "\r\n" in name  # it cannot be sent as a header
+        assert "\r\n" in name  # so no client can send this header
         ports = port_of(running.said["http"]), port_of(running.said["grpc"])
         for spelling in (name, name.strip()):
             assert not opened(*ports, spelling, value)
@@ -296,7 +297,7 @@ def test_what_the_process_list_says_opens_nothing(running: Serving):
 def test_a_header_that_can_be_sent_would_open_them(
     packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Otherwise the test above could not fail."""
+    """Shows that the test above can fail."""
     monkeypatch.setattr(triton_command, "_NO_HEADER", "closed")
     with (
         repository_of(packaged) as repository,
@@ -308,8 +309,8 @@ def test_a_header_that_can_be_sent_would_open_them(
 
 
 def opened(http_port: int, grpc_port: int, name: str, value: str) -> set[str]:
-    """The protocols over which a header opens the list of models; written by hand, since libraries
-    refuse such names."""
+    """Return the protocols over which this header gives access to the list of models. The requests are built by hand,
+    since libraries refuse such names."""
     found = set()
     raw = f"POST /v2/repository/index HTTP/1.1\r\nHost: a\r\n{name}: {value}\r\n"
     if b"canvasrt_stream" in talk(http_port, raw.encode() + b"Content-Length: 2\r\n\r\n{}"):
@@ -341,7 +342,7 @@ def opened(http_port: int, grpc_port: int, name: str, value: str) -> set[str]:
 
 
 def talk(port: int, sent: bytes) -> bytes:
-    """A port's answer within two seconds."""
+    """Send bytes to a port; return what it answers within two seconds."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
         connection.sendall(sent)

@@ -1,4 +1,4 @@
-"""Requests whose preparation, on threads of its own, hangs, takes long, or is refused repeatedly."""
+"""Preparing requests on separate threads: preparations that hang, take long, or are refused repeatedly."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
 
 @needs_triton
 def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
-    """Others are answered even if all searches hang for longer than a pass may take. Many requests together may wait
-    longer than the limit for one."""
+    """Other requests are answered even if all grammar searches hang for longer than a pass may take. Together, many
+    slow requests may take longer than the limit for one."""
     with (
         serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running,
         ThreadPoolExecutor(8) as pool,
@@ -54,7 +54,7 @@ def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
 
 @needs_triton
 def test_time_that_is_over_is_told_wherever_a_request_is(faulty: Faulty, tmp_path: Path):
-    """On its arrival, in its passes, and while it is prepared."""
+    """The time may be over when a request arrives, in its passes, or while it is prepared."""
     with serving(faulty.path, tmp_path, *ANY_PORTS, "--request-timeout", "3") as running:
 
         def arrives(at: Any) -> str:
@@ -74,9 +74,9 @@ def test_time_that_is_over_is_told_wherever_a_request_is(faulty: Faulty, tmp_pat
         status, body, _ = ask(running, max_tokens=4000, **ENDLESS)
         assert (status, body["error"]["code"]) == (504, "request_timeout")
         assert ask(running, **DIGITS)[0] == 200
-        faulty.set("read")  # without end
+        faulty.set("read")  # hangs forever
         with ThreadPoolExecutor(3) as pool:
-            # One waits for a thread.
+            # There are two threads, so one request waits.
             asked = [pool.submit(ask, running, **DIGITS) for _ in range(3)]
             assert [each.result()[0] for each in asked] == [504] * 3
         faulty.set("")
@@ -109,7 +109,7 @@ def test_a_refused_grammar_is_compiled_once_for_a_while(
 def test_a_grammar_that_could_not_be_tried_is_not_refused(
     model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
-    """The failure is the server's, and may be gone at the next try."""
+    """The failure is the server's, so the next request with the same grammar is tried again."""
 
     def fails(*_: Any) -> None:
         raise EngineError("no answer")
@@ -144,7 +144,7 @@ def test_answers_to_one_request_wait_for_one_compilation(
 
 
 def test_a_panic_is_raised_for_all_who_wait():
-    """A panic is not an Exception; without a result, the caller would wait forever."""
+    """A panic is not an Exception. If it were not passed on, callers would wait forever."""
 
     class Panic(BaseException):
         pass

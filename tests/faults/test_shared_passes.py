@@ -1,4 +1,4 @@
-"""Requests of every kind in shared passes, some of them cancelled: each gets the tokens that it gets alone."""
+"""Requests of every kind in shared passes, some of them cancelled. Every request gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ GRAMMARS = (
 
 @pytest.fixture(scope="module")
 def wanted(demo: Pair, words: Vocabulary) -> list[Request]:
-    """Requests that use whatever a caller may choose."""
+    """Requests that use every option that a caller may choose."""
     found, draw = list[Request](), random.Random(1)
     model, tokenizer = demo.model, demo.tokenizer
 
@@ -93,7 +93,7 @@ def told(result: Result) -> tuple[Any, ...]:
 
 
 class Shaped(FakeEngine):
-    """An engine whose results depend on its shape, as a GPU's do in their last bits; here they change tokens."""
+    """An engine whose results depend on the shape of the pass. On a GPU, only last bits do; here, tokens change."""
 
     def run(self, call: EngineCall) -> None:
         super().run(call)
@@ -113,7 +113,8 @@ class ShapedBackend(FakeBackend):
 
 
 def mix(model: Model, requests: list[Request], seed: int, places: int) -> dict[int, Result]:
-    """Run some requests that arrive at random steps, and cancel some. Return the results of the others."""
+    """Run random requests that arrive at random steps, and cancel some of them. Return the results of the others by
+    index."""
     draw = random.Random(seed)
     generator = Generator(model, places, PrefixCache(model, draw.choice([0, 2**20])))
     left = draw.sample(range(len(requests)), draw.randint(2, 9))
@@ -138,7 +139,7 @@ def mix(model: Model, requests: list[Request], seed: int, places: int) -> dict[i
 def test_tokens_depend_on_the_request_alone(
     demo: Pair, wanted: list[Request], slots: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if slots == "few":  # so canvases overflow, alone or because of others
+    if slots == "few":  # canvases then overflow, alone or with others
         monkeypatch.setattr(
             "canvasrt.pass_shapes.usual_capacity", lambda _, tokens: max(4, tokens // 6)
         )

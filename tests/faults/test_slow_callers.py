@@ -1,5 +1,5 @@
-"""Callers that send or read slowly, never, or in tiny pieces: each is closed in its time. The limits are
-shortened."""
+"""Callers that send or read slowly, never, or in tiny pieces. Their connections are closed in time. The tests shorten
+the limits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.helpers.serving import eventually
 
 HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
 SOON = 0.5  # seconds
-# The order in which a caller's connection meets the limits.
+# The limits in the order in which they apply to a connection.
 LIMITS = ("HEADER_TIMEOUT", "BODY_TIMEOUT", "WRITE_TIMEOUT")
 Shorten = Callable[..., None]
 
 
 @pytest.fixture
 def shorten(monkeypatch: pytest.MonkeyPatch) -> Shorten:
-    """Shorten one limit; the others are longer than any test."""
+    """Return a function that shortens one limit, and makes the others longer than any test."""
 
     def change(name: str, seconds: float = SOON) -> None:
         for each in LIMITS:
@@ -41,7 +41,7 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> Shorten:
 
 
 async def reading(scope: Any, receive: Any, send: Any) -> None:
-    """Reads a whole body, and says how long it was."""
+    """An application that reads a whole body and answers with its length."""
     size, more = 0, True
     while more:
         message = await receive()
@@ -53,7 +53,7 @@ async def reading(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def long(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with more than any buffer takes."""
+    """An application whose answer exceeds every buffer."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for left in reversed(range(8000)):
         await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": left > 0})
@@ -67,8 +67,7 @@ def calling(port: int, sent: bytes = b"") -> Iterator[socket.socket]:
 
 
 def is_cut_off(connection: socket.socket, begin: float, drip: bytes = b"") -> bool:
-    """Whether a connection whose caller sends a byte now and then ends in its time, counted from `begin`, which is
-    before its limit began."""
+    """Send `drip` periodically; return whether the connection ends in its time, which is counted from `begin`."""
     while is_open(connection) and time.monotonic() - begin < 60:
         with contextlib.suppress(OSError):
             connection.send(drip)
@@ -106,7 +105,8 @@ def test_a_connection_is_kept_for_the_next_request_but_not_for_half_a_header(sho
             shorten("HEADER_TIMEOUT")
             time.sleep(3 * SOON)
         assert is_cut_off(connection, time.monotonic(), b"x")
-    # httpx, which OpenAI's client uses, keeps its connections for 5 seconds, and load balancers for 60.
+    # OpenAI's client (httpx) reuses idle connections for 5 seconds, and load balancers for 60. The server must keep
+    # them longer.
     assert connections.KEEP_ALIVE > 60
 
 
@@ -118,11 +118,11 @@ def test_a_caller_that_reads_nothing_is_closed(shorten: Shorten):
 
 
 def test_a_caller_that_reads_now_and_then_is_not(shorten: Shorten):
-    shorten("WRITE_TIMEOUT", 6 * SOON)  # a busy machine takes a while between two reads
+    shorten("WRITE_TIMEOUT", 6 * SOON)  # a busy machine is slow between two reads
     with listening(long) as (port, places), calling(port, HEAD % 0) as connection:
         begin = time.monotonic()
         while time.monotonic() - begin < 9 * SOON:
-            for _ in range(4):  # all of these reads take less than the whole answer
+            for _ in range(4):  # together less than the whole answer
                 assert connection.recv(1 << 20)
             time.sleep(SOON / 10)
         assert places.open == 1
@@ -147,7 +147,7 @@ def test_handshakes_that_do_not_end_are_cut_off(
 def test_handshakes_that_fail_give_their_places_back(shorten: Shorten, context: ssl.SSLContext):
     shorten("")
     with listening(reading, context=context) as (port, places):
-        for sent in (b"", HEAD % 0):  # a caller that leaves, and one that knows no TLS
+        for sent in (b"", HEAD % 0):  # one caller leaves, one speaks no TLS
             with calling(port) as connection:
                 assert eventually(lambda: places.open == 1)
                 connection.sendall(sent)
@@ -157,7 +157,7 @@ def test_handshakes_that_fail_give_their_places_back(shorten: Shorten, context: 
 
 
 def test_bodies_hold_so_much_memory_together(shorten: Shorten, monkeypatch: pytest.MonkeyPatch):
-    """Beyond the limit, large bodies are cut off; short ones are not."""
+    """When all bodies together reach the limit, large bodies are cut off, but short ones are accepted."""
     shorten("")
     monkeypatch.setattr(connections, "_MOST_HELD", 5 * 2**20)
     part = b"x" * 3 * 2**20
@@ -179,7 +179,7 @@ def test_bodies_hold_so_much_memory_together(shorten: Shorten, monkeypatch: pyte
 
 
 def test_half_sent_bodies_make_room(shorten: Shorten):
-    """Every newcomer is served; the connections whose bodies stopped growing earliest are closed."""
+    """New connections are served. To make room, the connections whose bodies stopped growing first are closed."""
     shorten("")
     with listening(reading) as (port, places), contextlib.ExitStack() as stack:
         held: list[socket.socket] = []
@@ -206,8 +206,8 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n
 
 @pytest.mark.parametrize("size", [1, 2, 64, 200])
 def test_tiny_chunks_are_cut_off(shorten: Shorten, size: int):
-    """A body in chunks of two bytes crashes old versions of Triton; a chunk takes the same time whatever its size.
-    Others are answered meanwhile."""
+    """A body in chunks of two bytes crashes old versions of Triton, and parsing a tiny chunk takes as long as a large
+    one. Other callers are answered meanwhile."""
     shorten("")
     with listening(reading) as (port, places), calling(port, CHUNKED) as connection:
         with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ def test_tiny_chunks_are_cut_off(shorten: Shorten, size: int):
 
 
 def test_chunks_of_a_kilobyte_are_taken(shorten: Shorten):
-    """Clients that do not know a body's length send this; some begin with a few bytes."""
+    """Clients that do not know the length of a body send such chunks; some begin with small ones."""
     shorten("")
     sizes = [*range(1, 20), *[1000] * 3000]
     body = b"".join(b"%x\r\n%s\r\n" % (size, b"x" * size) for size in sizes)
@@ -231,7 +231,7 @@ def test_chunks_of_a_kilobyte_are_taken(shorten: Shorten):
 
 
 def test_requests_follow_each_other_on_one_connection(shorten: Shorten):
-    """This includes bodies that are sent in parts before the previous answer has come."""
+    """This includes requests that are sent in parts before the previous answer arrives."""
     shorten("")
     post = HEAD % 3 + b"abc"
     get = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
@@ -249,7 +249,7 @@ def test_requests_follow_each_other_on_one_connection(shorten: Shorten):
 
 
 def test_a_caller_that_has_left_may_be_answered_early(shorten: Shorten):
-    """The answer comes before the body was asked for, so nobody has noticed that the caller left."""
+    """The application answers before it asks for the body, so it does not know that the caller left."""
     shorten("")
     go, ended, raised = threading.Event(), threading.Event(), list[BaseException]()
 
@@ -274,7 +274,7 @@ def test_a_caller_that_has_left_may_be_answered_early(shorten: Shorten):
 def test_a_head_request_with_two_lengths_ends_its_connection(
     shorten: Shorten, capsys: pytest.CaptureFixture[str]
 ):
-    """The reply to a HEAD request has no body; writing one raised an error, which asyncio logged."""
+    """The reply to a HEAD request must have no body: writing one raises an error, which asyncio logs."""
     shorten("")
     head = CHUNKED.replace(b"POST", b"HEAD").replace(b"Host", b"Content-Length: 4\r\nHost")
     with listening(reading) as (port, places), calling(port, head) as caller:

@@ -1,4 +1,4 @@
-"""A slow search for a grammar's endings delays no other caller, and its own caller only for a limited time."""
+"""Slow searches in grammars do not delay other callers, and are limited for the caller who caused them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def slow(words: Vocabulary) -> GrammarState:
 
 
 def looked(monkeypatch: pytest.MonkeyPatch, seconds: float, name: str = "shortest") -> list[int]:
-    """Make every search for an ending, or every call of another method, take that long on the thread's clock. Return the
-    list that records them."""
+    """Make every call of a method, by default of a search for an ending, take this long on the thread's fake clock.
+    Return the list that records the calls."""
     found: list[int] = []
     method = getattr(GrammarState, name)
     monkeypatch.setattr(time, "thread_time", lambda: seconds * len(found))
@@ -48,7 +48,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, seconds: float, name: str = "shortes
 
 
 def scores(demo: Pair) -> np.ndarray:
-    """Return log-probabilities that lead from letter to letter."""
+    """Return log-probabilities under which the search continues from letter to letter."""
     likely = [demo.tokenizer.encode(letter, False)[0] for letter in LETTERS]
     logs = np.full((180, demo.model.config.vocab_size), -9.0)
     logs[:, likely] = np.random.default_rng(0).random((180, len(likely)))
@@ -56,7 +56,7 @@ def scores(demo: Pair) -> np.ndarray:
 
 
 def bias(demo: Pair) -> tuple[tuple[int, float], ...]:
-    """Return a bias that makes the model's own answer go from letter to letter."""
+    """Return a logit bias under which the model answers with letters."""
     likely = [demo.tokenizer.encode(letter, False)[0] for letter in LETTERS]
     return tuple((token, 100.0 - place % 3) for place, token in enumerate(likely))
 
@@ -67,13 +67,13 @@ def test_a_search_has_one_limit(
     found = looked(monkeypatch, 0.5)
     with pytest.raises(SlowGrammarError, match="not found within"):
         search(slow, scores(demo), 180, 180, near(slow), END, 0, Allowance(5))
-    assert len(found) == 12  # the clock starts with the first
+    assert len(found) == 12  # time counts from the first search
 
 
 def test_a_request_has_one_limit(
     demo: Pair, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its canvases together use up the limit, although none does alone."""
+    """The canvases of a request exceed the limit together, although none does alone."""
     start = grammar.compile_grammar({"type": "regex", "regex": "[a-z]{170}"}, words, "g")
     asked = request(demo, start, max_new_tokens=180, max_denoising_steps=1)
     monkeypatch.setattr(allowance, "_REST", 0.0)
@@ -124,8 +124,7 @@ def test_a_search_ends_with_its_caller(
 def test_neighbours_are_not_slowed(
     demo: Pair, words: Vocabulary, slow: GrammarState, regex: str | None
 ) -> None:
-    """By the median, an answer takes about as long during four attacks as without any. Without limits it takes
-    seconds."""
+    """The median time of an answer is about the same during four attacks. Without limits, it would be seconds."""
     generator = Generator(demo.model)
     attack = request(demo, slow, max_new_tokens=180, max_denoising_steps=1, logit_bias=bias(demo))
     asked = Request(attack.prompt_token_ids, request(demo, slow).params)
@@ -133,7 +132,7 @@ def test_neighbours_are_not_slowed(
         start = grammar.compile_grammar({"type": "regex", "regex": regex}, words, "g")
         asked = request(demo, start)
 
-    numbers = count()  # without keys, every request is a caller
+    numbers = count()  # without keys, every request counts as a caller
 
     def add_attack() -> int:
         return generator.add(replace(attack, owner=str(next(numbers))))
@@ -156,7 +155,7 @@ def test_neighbours_are_not_slowed(
             generator.cancel(id)
         while not generator.idle:
             generator.step()
-    # Twice, as `tests.faults.neighbours` measures it, and room for what else runs on the machine.
+    # `tests.faults.neighbours` measures a factor of two; the rest is for other load on the machine.
     assert median(times[4]) <= 4 * median(times[0])
 
 
@@ -176,7 +175,7 @@ def test_slow_searches_give_up_their_places(
     asked = request(demo, start)
     other = generator.add(Request(asked.prompt_token_ids, asked.params))
     ended: list[int] = []
-    for _ in range(400):  # each without a pass waits for 0.05 s
+    for _ in range(400):  # a step without a pass waits 0.05 s
         ended += [each.id for each in generator.step() if isinstance(each, Finished)]
         if ended:
             break

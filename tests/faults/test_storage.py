@@ -1,4 +1,4 @@
-"""What is kept on disk: engines in the cache, folders written in stages, and logs."""
+"""Files on disk: engines in the cache, staged folders, and logs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_link_for_a_log_stays_and_its_file_is_continued(tmp_path: Path):
     file, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
     file.parent.mkdir()
     file.write_text("of another program\n")
-    link.symlink_to(file)  # as /dev/stdout is
+    link.symlink_to(file)  # like /dev/stdout
     with ServerOutput(Settings(log=str(link)), sys.stderr) as output:
         output.note("ours")
     assert sorted(each.name for each in tmp_path.rglob("*")) == ["elsewhere", "file", "link"]
@@ -119,7 +119,7 @@ def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     log.write_text("of the last run\n")
     with ServerOutput(Settings(log=str(log)), sys.stderr):
         assert (tmp_path / "log.1").read_text() == "of the last run\n"
-        with log.open("ab") as file:  # as a server has it open all the time
+        with log.open("ab") as file:  # a server also keeps it open
             for number in range(2000):
                 file.write(f"line {number:06} {'x' * 90}\n".encode())
                 file.flush()

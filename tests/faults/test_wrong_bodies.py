@@ -1,4 +1,4 @@
-"""Long bodies with very many mistakes: each is refused at its first, and holds the interpreter no longer than a good one."""
+"""Long bodies with very many errors are refused at the first error, and take about as much CPU time as good bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from canvasrt.containers.triton.prompt_encoder import is_long
 from canvasrt.containers.triton.request import read_conditions_of
 from canvasrt.errors import CanvasError
 
-SIZE = 1_000_000  # bytes, with as many values as a body may have; a good one takes an eighth of a second
+SIZE = 1_000_000  # bytes; has the most values that a body may have, and takes 1/8 s
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"a"}],'
 OBJECTS = b"{}," * (SIZE // 3) + b"{}"
 NUMBERS = b"1," * (SIZE // 2) + b"1"
@@ -55,14 +55,14 @@ def test_many_mistakes_cost_little_more_than_one(name: str) -> None:
     begin = time.process_time()
     with pytest.raises(ApiError) as refused:
         read_body(kind, body)
-    # Collecting all of them took 8 to 50 times as long as a good body.
+    # Collecting all errors would take 8 to 50 times as long as a good body.
     assert time.process_time() - begin < 6 * good_seconds()
     assert refused.value.status == 400
 
 
 @cache
 def good_seconds() -> float:
-    """CPU seconds of a good body as large as the wrong ones."""
+    """Return the CPU seconds for a good body as large as the wrong ones."""
     begin = time.process_time()
     for _ in range(2):
         read_body(DetokenizeRequest, b'{"tokens":[' + NUMBERS + b"]}")
@@ -90,7 +90,7 @@ def test_a_canvas_is_bounded_before_it_is_read() -> None:
     "length", [{"diffusion_canvas_length": 2**31 - 1}, {"canvas_length": 2**31 - 1}, {}]
 )
 def test_allowed_tokens_are_counted_before_they_are_listed(length: dict[str, int]) -> None:
-    """A set of two thousand million positions used to be made, which took all memory."""
+    """A list of two billion positions would take all memory."""
     body = {
         "model": "m",
         "prompt": "a",

@@ -1,4 +1,4 @@
-"""One server that thinks and calls tools, shared by the tests of clients that ask it to."""
+"""A server whose model follows scripts with thoughts and tool calls, shared by the tests of clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCRIPTS = {
     "calls": [f"<|tool_call>{PARIS}<|tool_response>", "It is sunny in Paris."],
     "thinks and calls": [
         f"<|channel>thought\nI should look.\n<channel|><|tool_call>{PARIS}<|tool_response>",
-        # The template opens this thought after a tool's result.
+        # The template begins this thought after a tool's result.
         "Now I know.\n<channel|>It is sunny in Paris.",
     ],
     "two": [
@@ -49,7 +49,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="session")
 def acting() -> Script:
-    """The scripts of the server's answers; `acting.choose(name)` picks one."""
+    """The scripts of the server's answers. `acting.choose(name)` selects one."""
     return Script(SCRIPTS)
 
 
@@ -62,6 +62,6 @@ def acting_server(acting: Script, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def agent(acting_server: Served) -> Iterator[OpenAI]:
-    """The real client of that server."""
+    """The real OpenAI client of this server."""
     with client_of(acting_server) as client:
         yield client

@@ -1,4 +1,4 @@
-"""Front ends with nothing behind them, as processes or in a thread, and sockets that talk to them."""
+"""Front ends without Triton, as processes or on a thread, and sockets that connect to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Alone = Callable[..., FrontEnd]
 
 
 def lone_front(**options: Any) -> TestClient:
-    """A client of a front end in this process, with these options, which is ready to serve."""
+    """Return a client of a front end in this process. The front end is in the phase "serving"."""
     made = FrontOptions(hosts=("*",), **options)
     settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", made)
     return TestClient(make_app(settings, ServerState(phase="serving")))
@@ -32,8 +32,8 @@ def lone_front(**options: Any) -> TestClient:
 
 @contextlib.contextmanager
 def fronts(folder: Path) -> Iterator[Alone]:
-    """Start front ends with some options, and nothing behind them, unless they have the address of a
-    `triton`, or the URL of its `metrics`. Their log is front.log in `folder`."""
+    """Provide a function that starts front ends. They have no Triton, unless the options have its address, `triton`, or
+    the URL of its `metrics`. Their log is front.log in `folder`."""
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> FrontEnd:
@@ -49,25 +49,25 @@ def fronts(folder: Path) -> Iterator[Alone]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    """Start front ends for one test."""
+    """A function that starts front ends for one test."""
     with fronts(tmp_path) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    """A front end with the usual options."""
+    """A front end with default options."""
     with fronts(tmp_path_factory.mktemp("front")) as start:
         yield start()
 
 
 def connect(front: FrontEnd) -> socket.socket:
-    """A connection that has sent nothing."""
+    """Return a connection on which nothing was sent."""
     return socket.create_connection(("127.0.0.1", front.port), timeout=20)
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other end has kept an idle connection open."""
+    """Return whether the other end keeps an idle connection open."""
     connection.settimeout(0.01)
     try:
         return bool(connection.recv(1))
@@ -81,7 +81,7 @@ def is_open(connection: socket.socket) -> bool:
 def listening(
     app: Any, limit: int = 8, context: ssl.SSLContext | None = None
 ) -> Iterator[tuple[int, Places]]:
-    """The port of an application on a thread of this process, and the places of its connections."""
+    """Serve an application on a thread of this process; provide its port and the places of its connections."""
     places = Places(limit, context)
     http: Any = places.connection
     config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, access_log=False)

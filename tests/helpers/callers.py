@@ -1,4 +1,4 @@
-"""Callers of a worker, without Triton."""
+"""Fake callers of a worker, without Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.runtime.request import Event, Finished, Request
 
 @dataclass
 class Caller:
-    """A sink that keeps how its request ended."""
+    """A sink that records how its request ended."""
 
     disconnected: bool = False
     ends: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)

@@ -1,4 +1,4 @@
-"""Certificates for TLS, made by openssl."""
+"""TLS certificates, created by openssl."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of `make_certificates`."""
+    """A folder with the files of `make_certificates`."""
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 def tls_files(folder: Path) -> dict[str, str]:
-    """Return the server's files, as a front end takes them."""
+    """Return the server's files as options of a front end."""
     return {"certificate": str(folder / "server.pem"), "key": str(folder / "server.key")}
 
 
@@ -25,8 +25,8 @@ def openssl(folder: Path, *arguments: str) -> None:
 
 
 def make_certificates(folder: Path) -> Path:
-    """Write an authority (`ca`), and certificates of it for a `server` and a `caller`: NAME.pem and NAME.key. The key in
-    `locked.key` needs a password."""
+    """Write an authority, `ca`, and certificates signed by it for `server` and `caller`, each as NAME.pem and NAME.key.
+    The key `locked.key` needs a password."""
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     openssl(folder, "req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
     (folder / "san").write_text("subjectAltName=IP:127.0.0.1")

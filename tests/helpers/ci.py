@@ -1,4 +1,4 @@
-"""Whether this is continuous integration, where tests that cannot run fail."""
+"""Detects continuous integration, where tests that cannot run must fail."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def in_ci() -> bool:
-    """Whether the variable CI says so."""
+    """Return whether the variable CI is set."""
     return os.environ.get("CI", "").lower() in ("1", "true")

@@ -1,4 +1,4 @@
-"""Environments of real clients, each made once by a command and kept in the user's cache, as aiperf's is."""
+"""Environments with real clients. Each is created once by an install command, and kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 from filelock import FileLock
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "canvasrt-clients"
-# pip would take minutes, and cannot leave a requirement out.
+# uv instead of pip, which would take minutes and cannot omit a requirement.
 _UV = ("pip", "install", "uv==0.13.9")
-# What uv, pip and npm say if a registry does not answer.
+# Messages of uv, pip and npm if a registry does not answer.
 _UNREACHABLE = re.compile(
     r"error sending request|from versions: none|ECONN|ENOTFOUND|EAI_AGAIN|ETIMEDOUT"
 )
 
 
 def environment(command: str) -> Path:
-    """Return the folder in which `pip install …` or `npm install …` was run.
+    """Return a folder in which the command, `pip install …` or `npm install …`, was run.
 
-    Skips where no registry answers, or without npm.
+    Skips the test if no registry answers or npm is missing.
     """
     folder = CACHE / sha256(command.encode()).hexdigest()[:16]
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _install_packages(folder: Path, arguments: list[str]) -> None:
         _run("bin/python", "-m", *_UV, cwd=folder)
         return
     uv = str(environment(" ".join(_UV)) / "bin" / "uv")
-    # torch takes gigabytes and only GuideLLM needs it, so it gets the tests' own.
+    # torch takes gigabytes, so it is not installed. Only GuideLLM needs it, and uses the tests' copy.
     (folder / "overrides.txt").write_text("torch ; sys_platform == 'none'")
     _run(uv, "venv", "--allow-existing", "--python", sys.executable, ".", cwd=folder)
     options = ("--python", "bin/python", "--overrides", "overrides.txt")

@@ -1,4 +1,4 @@
-"""Model configurations: a small one with both kinds of layer, and the released one."""
+"""Model configurations: a small one with both kinds of layers, and the released one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.released import released_model
 
-# No server compiles more sizes of passes before its first request.
+# The most pass shapes that a server may compile before its first request.
 MAX_SHAPES = 24
 
 LAYERS = (Layer("sliding", 2, 3, 1e4, 1.0), Layer("full", 4, 1, 1e6, 0.25))

@@ -1,4 +1,4 @@
-"""Schemas, requests that follow them, and what holds for every answer."""
+"""Schemas, requests constrained by them, and the check of answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.reference import Pair
 
-END = 5  # the demo's token that closes a turn
+END = 5  # the demo's token that ends a turn
 AMPLE = Allowance(math.inf)
 
 
@@ -101,6 +101,6 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def check(of: dict[str, Any], tokenizer: Tokenizer, result: Result) -> None:
-    """A result validates, or says why it could not."""
+    """Check that a result ended normally and follows the schema."""
     assert result.finish_reason == "stop", (of, text_of(tokenizer, result))
     jsonschema.validate(json.loads(text_of(tokenizer, result)), of)

@@ -1,4 +1,4 @@
-"""docker and podman for tests: a daemon of the tests' own where none answers, and calls from inside a container's network."""
+"""docker and podman for tests, with a temporary daemon if none answers, and calls from inside a container's network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from canvasrt.containers.deploy.container_engine import ContainerEngine, find_en
 from canvasrt.errors import CanvasError
 from tests.helpers.ci import in_ci
 
-# For machines on which a container runtime cannot raise limits, systemd does not run, and no bridge can be made.
+# For machines without systemd on which a container runtime can neither raise limits nor create a bridge.
 _CONTAINERS_CONF = """
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=20000:20000"]
@@ -44,7 +44,8 @@ def missing(what: str) -> NoReturn:
 
 @contextlib.contextmanager
 def docker() -> Iterator[ContainerEngine]:
-    """docker with a daemon: the machine's, else one started for these tests. Skips where neither can be."""
+    """Provide docker with the machine's daemon, or else with one started for these tests. Skips if neither is
+    possible."""
     with contextlib.ExitStack() as stack:
         try:
             engine = stack.enter_context(daemon.docker(scratch()))
@@ -54,7 +55,7 @@ def docker() -> Iterator[ContainerEngine]:
 
 
 def scratch() -> Path | None:
-    """A folder in memory if there is enough, since writing the many small files of images to a disk is slow."""
+    """Return a folder in memory if there is enough, since writing an image's many small files to a disk is slow."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 8 * 10**9
     return memory if roomy else None
@@ -62,7 +63,7 @@ def scratch() -> Path | None:
 
 @contextlib.contextmanager
 def podman() -> Iterator[ContainerEngine]:
-    """podman, set up for a machine without systemd. Skips where there is none."""
+    """Provide podman, configured for a machine without systemd. Skips if podman is missing."""
     if shutil.which("podman") is None or shutil.which("runc") is None or os.geteuid() != 0:
         missing("podman and runc are not installed, or not root (apt: podman runc)")
     with (
@@ -85,7 +86,7 @@ def podman() -> Iterator[ContainerEngine]:
 
 @contextlib.contextmanager
 def container(engine: ContainerEngine, image: str, *options: str) -> Iterator[str]:
-    """A running container's id; it is removed at the end."""
+    """Run a container; provide its id, and remove it at the end."""
     name = engine.out("run", "--detach", *options, image).strip()
     try:
         yield name
@@ -94,14 +95,15 @@ def container(engine: ContainerEngine, image: str, *options: str) -> Iterator[st
 
 
 def state(engine: ContainerEngine, name: str) -> dict[str, Any]:
-    """What the engine says about a container's state."""
+    """Return a container's state as the engine reports it."""
     found = engine.inspect("container", name)
     assert found is not None
     return found["State"]
 
 
 def inside(engine: ContainerEngine, name: str, code: str, timeout: float = 120) -> Any:
-    """Runs Python with the tests' packages in the network of a container. Returns what it prints, parsed as JSON."""
+    """Run Python code with the tests' packages in a container's network. Return the last output line, parsed as
+    JSON."""
     process = enter(engine, name, code)
     out, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0, out

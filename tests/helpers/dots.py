@@ -1,4 +1,4 @@
-"""Pictures of dots that no training has seen: one of every color, and one without dots."""
+"""Pictures of dots that were not used in training: one of every color, and one without dots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ questions: [{{type: choice, instructions: "?", choices: [{_CHOICES}]}}]
 
 
 def pictures() -> list[Dots]:
-    """Return a picture of every color. Training draws its own from different seeds."""
+    """Return a picture of every color. Training pictures are drawn from other seeds."""
     rng = random.Random("tests: dots of every color")
     found: dict[str, Dots] = {}
     while len(found) < len(COLORS):
@@ -28,5 +28,5 @@ def pictures() -> list[Dots]:
 
 
 def blank(like: Dots) -> Dots:
-    """Return a picture of the same size, all grey."""
+    """Return a grey picture of the same size."""
     return Dots(np.full_like(like.pixels, 125), "none", 0)

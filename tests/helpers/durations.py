@@ -1,7 +1,7 @@
-"""The workers of pytest-xdist take the longest files first, by the seconds in tests/durations.json.
+"""Makes the workers of pytest-xdist take the longest test files first, by the seconds in tests/durations.json.
 
-A run ends by saying how far apart its workers ended; after more than a minute, `pytest --write-durations` measures the
-files of a run again.
+At the end of a run, it prints how far apart the workers ended. If that is more than a minute, update the file: `pytest
+--write-durations` measures all files of a run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 TABLE = Path(__file__).parents[1] / "durations.json"
-# A file has two durations: of the tests for every change, and of those marked `acceptance`.
+# A file has two durations: one of the tests that run by default, and one of the tests marked `acceptance`.
 DEFAULT, ACCEPTANCE = "default", "acceptance"
-# A test of a file that was never measured.
+# Assumed seconds of a test in a file that was never measured.
 UNKNOWN = 1.0
 
 _measured: dict[tuple[str, str], float] = defaultdict(float)
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files of a worker by how long they take. Without workers, files keep the order of their names."""
+    """Order files by duration, the longest first. Without workers, files stay sorted by name."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     table = json.loads(TABLE.read_text())
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker that is done gets the next file, in the order above."""
+    """Give each worker the next file, in the order above, when it has finished one."""
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False

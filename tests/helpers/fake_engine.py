@@ -1,7 +1,7 @@
-"""A fake engine over a fake device: ONNX Runtime on host buffers, for machines without a GPU.
+"""A fake engine on a fake device: ONNX Runtime with host buffers, for machines without a GPU.
 
-It stands for TensorRT in tests of buffers. It gets addresses and shapes, writes in place, refuses
-sizes outside its profiles and unaligned addresses, and does nothing until someone waits.
+It replaces TensorRT in tests of buffers. Like TensorRT, it gets addresses and shapes, writes to these addresses, and
+refuses sizes outside its profiles and unaligned addresses. Nothing runs until the device is synchronized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from canvasrt.runtime.gpu.device_cache import ALIGNMENT
 
 
 class FakeDevice:
-    """Host memory as a device's: a queue of work that runs when someone waits for it."""
+    """Host memory in the role of a device's, with a queue of work that runs when the device is synchronized."""
 
     name = "fake"
 
@@ -89,16 +89,16 @@ class FakeDevice:
 
 
 class FakeEngine:
-    """One fp32 graph as an engine: the CUDA provider's own code, bound to host memory."""
+    """An fp32 graph as an engine: canvasrt's engine for the CUDA provider, with host memory."""
 
     def __init__(self, name: str, file: Path, profiles: Any, device: FakeDevice) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # Otherwise it makes integer products of quantized ones, which do not exist for FP8.
+        # Otherwise, ONNX Runtime replaces quantized products by integer products, which it lacks for FP8.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = ort.InferenceSession(str(file), options, ["CPUExecutionProvider"])
-        # By input: fixed sizes, or names of the sizes that depend on the call.
+        # Input or output → its sizes: a number, or the name of a size that depends on the call.
         known = (*session.get_inputs(), *session.get_outputs())
         self.shapes: dict[str, list[int | str]] = {v.name: v.shape for v in known}
         self._bound = OrtCudaEngine(name, session, device_type="cpu")
@@ -126,12 +126,12 @@ class FakeEngine:
 
 
 class FakeBackend:
-    """Opens plain fp32 graphs, or the CPU's form of them, as engines with any profiles."""
+    """Opens fp32 graphs, plain or rewritten for a CPU, as engines with arbitrary profiles."""
 
     made = FakeEngine
 
     def __init__(self, profiles: Mapping[str, Any] | None = None, rows_apart: bool = False) -> None:
-        """Open the device. `profiles` replace the bundle's, by segment kind: `body` or `head`."""
+        """`profiles` replace the bundle's, by kind of segment: `body`, `head` or `vision`."""
         self.device = FakeDevice()
         self.rows_apart = rows_apart
         self.engines: dict[str, FakeEngine] = {}
@@ -144,4 +144,4 @@ class FakeBackend:
         return engine
 
     def keep_compiled(self) -> None:
-        """Nothing is compiled."""
+        """Do nothing, since nothing is compiled."""

@@ -1,7 +1,7 @@
-"""A process's one fake GPU, under the names that the product imports: `tensorrt_rtx`, `tensorrt` and `cuda.bindings`.
+"""The only GPU of a process, a fake one. The product imports it as `tensorrt_rtx`, `tensorrt` and `cuda.bindings`.
 
-`CudaDevice` is the real one, over a fake of CUDA's runtime. `REHEARSAL` names a folder: its file `fault` has the fault to
-inject, and each event that a GPU would spend time on is a line of `events`.
+`CudaDevice` is the real class, on a fake of CUDA's runtime. The variable `REHEARSAL` names a folder. Its file `fault`
+contains the fault to inject, and its file `events` has a line for every event that takes time on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TEXTS = {
 
 
 def fault() -> list[str]:
-    """Return the words of the fault that is set: `memory BYTES`, `capture`, `illegal`."""
+    """Return the words of the current fault: `memory BYTES`, `capture` or `illegal`."""
     try:
         return (FOLDER / "fault").read_text().split()
     except OSError:
@@ -40,7 +40,7 @@ def fault() -> list[str]:
 
 
 class Gpu(FakeCudaDevice):
-    """Its compiled kernels take time and space, its contexts memory."""
+    """A fake device on which compiled kernels take time and disk space, and contexts take memory."""
 
     capability = (9, 0) if os.environ.get("REHEARSAL_GPU") == "h100" else (12, 0)
 
@@ -70,8 +70,8 @@ IRuntimeCache.per_shape = int(os.environ.get("REHEARSAL_KERNELS", "0"))
 
 
 def answers(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Make a call of CUDA's runtime, which returns its status first. After an error that stays, every call returns this
-    error."""
+    """Turn a function into a call of CUDA's runtime, which returns its status first. After a fatal error, every call
+    returns that error."""
 
     @wraps(function)
     def call(self: Runtime, *arguments: Any) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def answers(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
 
 class Runtime:
-    """CUDA's runtime, as `cuda.bindings.runtime` exposes it."""
+    """A fake of CUDA's runtime with the interface of `cuda.bindings.runtime`."""
 
     cudaError_t = int
     cudaStreamNonBlocking = 1

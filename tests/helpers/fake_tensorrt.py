@@ -1,9 +1,8 @@
-"""A fake TensorRT: the part of its API that the runtime uses, over the fake device and ONNX
-Runtime.
+"""A fake TensorRT: the part of its API that the runtime uses, on the fake device and ONNX Runtime.
 
-Its engine files name an fp32 graph and the profiles that it was built with. It is as strict as the real one: it refuses
-shapes outside the profile, compiles kernels for each new shape, captures a graph for each new call, and after an
-error of the device nothing works any more. A test compares its names with the real module's.
+Its engine files name an fp32 graph and the engine's profiles. It behaves like the real one: it refuses shapes outside
+the profile, compiles kernels for every new shape, captures a graph for every new call, and fails every call after an
+error of the device. A test compares its names with the real module's.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from canvasrt.runtime.gpu.device_cache import ALIGNMENT
 from tests.helpers.fake_engine import FakeDevice, FakeEngine
 
 ACTIVATIONS = 4096
-# Seconds that a request waits for each event: a guess at the order of magnitude.
+# Estimated seconds that a request waits for each kind of event.
 COMPILE, CONTEXT, CAPTURE = 2.0, 0.05, 0.01
 CONTEXT_BYTES = 2 << 20
 SQUARE = 9  # patches per soft token
 
 
 def engine_file(graph: Path, profiles: Any) -> bytes:
-    """Return an engine of a graph. Without profiles, every size works."""
+    """Return the file of an engine for a graph. Without profiles, the engine accepts every size."""
     return json.dumps({"graph": str(graph), "profiles": profiles or [{}]}).encode()
 
 
 class FakeCudaDevice(FakeDevice):
-    """The fake device with a stream whose work can be captured instead of queued."""
+    """A fake device with a stream, whose work can be captured instead of queued."""
 
     stream = 7
     capability = (12, 0)
@@ -47,11 +46,11 @@ class FakeCudaDevice(FakeDevice):
         self.graphs: dict[int, list[Callable[[], Any]]] = {}
         self.replayed = 0
         self.captures = True
-        self.breaks_captures = False  # although TensorRT said that the work could be captured
-        # What made a request wait: (what, engine), and seconds.
+        self.breaks_captures = False  # although TensorRT allows the capture
+        # Events for which a request waited, (what, engine), and all their seconds.
         self.stalls: list[tuple[str, str]] = []
         self.waited = 0.0
-        # How much work may be queued before a kernel fails; None for any amount.
+        # How many pieces of work may be queued before a kernel fails; None means that none fails.
         self.fails_after: int | None = None
         self._poisoned = False
         self._recording: list[Callable[[], Any]] | None = None
@@ -78,7 +77,7 @@ class FakeCudaDevice(FakeDevice):
         super().synchronize()
 
     def _check(self) -> None:
-        """A CUDA error stays: every later call on the device returns it."""
+        """Raise the device's error. After a CUDA error, every later call on the device returns that error."""
         if self._poisoned:
             raise EngineError("CUDA: an illegal memory access was encountered", "", fatal=True)
 
@@ -107,13 +106,13 @@ class FakeCudaDevice(FakeDevice):
 
 
 class Severity(IntEnum):
-    """Severity of a log line."""
+    """The severity of a log line."""
 
     ERROR = 1
 
 
 class ILogger:
-    """TensorRT's base class of loggers."""
+    """The base class of loggers."""
 
     ERROR = Severity.ERROR
 
@@ -128,7 +127,7 @@ class TensorIOMode(Enum):
 
 
 class ExecutionContextAllocationStrategy(IntEnum):
-    """Who gives a context its memory."""
+    """Who allocates the memory of a context."""
 
     STATIC = 0
     USER_MANAGED = 2
@@ -150,7 +149,7 @@ class DynamicShapesKernelSpecializationStrategy(IntEnum):
 
 
 class ProfilingVerbosity(IntEnum):
-    """How an engine describes its kernels."""
+    """How much an engine says about its kernels."""
 
     LAYER_NAMES_ONLY = 0
     NONE = 1
@@ -158,10 +157,10 @@ class ProfilingVerbosity(IntEnum):
 
 
 class IRuntimeCache:
-    """The kernels that were compiled for shapes, by engine and profile; TensorRT-RTX only."""
+    """Kernels compiled for shapes, by engine and profile; TensorRT-RTX only."""
 
     gpu = "fake"
-    per_shape = 0  # bytes of a shape's kernels
+    per_shape = 0  # bytes of the kernels of one shape
 
     def __init__(self) -> None:
         self.known: set[str] = set()
@@ -179,7 +178,7 @@ class IRuntimeCache:
 
 
 class IRuntimeConfig:
-    """How a context of TensorRT-RTX runs."""
+    """The settings of a context; TensorRT-RTX only."""
 
     cuda_graph_strategy = CudaGraphStrategy.DISABLED
     dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
@@ -199,9 +198,9 @@ class IRuntimeConfig:
 
 
 class IExecutionContext:
-    """One context: shapes, addresses, and the memory it was given."""
+    """One context: its shapes, addresses, and memory."""
 
-    nvtx_verbosity = ProfilingVerbosity.DETAILED  # the verbosity with which the engines were built
+    nvtx_verbosity = ProfilingVerbosity.DETAILED  # the default is that of the build
 
     def __init__(self, engine: ICudaEngine, config: Any) -> None:
         self._engine = engine
@@ -255,7 +254,7 @@ class IExecutionContext:
         return True
 
     def _compile(self) -> None:
-        """Kernels are made for a shape when it is first used, and kept in the cache of the context's configuration."""
+        """Compile kernels for a new shape, and keep them in the cache of the context's configuration."""
         shape = json.dumps([self._engine.graph, self.profile, sorted(self.shapes.items())])
         if shape not in self._compiled:
             self._compiled.add(shape)
@@ -266,12 +265,12 @@ class IExecutionContext:
             return
         call = (tuple(self.shapes.items()), tuple(self.addresses.items()))
         if self._engine.device.captures and call not in self._captured:
-            # A context keeps the graph of its last call.
+            # A context keeps only the graph of its latest call.
             self._captured = {call}
             self._engine.device.stall("capture", self._engine.fake.name, CAPTURE)
 
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the inputs' shapes, and the outputs', which TensorRT infers."""
+        """Return the shapes of inputs and of outputs. The real TensorRT infers the latter."""
         given = self.shapes
         if "pixel_values" in given:
             images, patches = given["pixel_values"][:2]
@@ -315,7 +314,7 @@ class ICudaEngine:
         self.num_io_tensors = len(self._names)
 
     def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a profile holds an input's shape."""
+        """Return whether the shape of an input is within a profile."""
         wanted = self.fake.shapes[name]
         return len(wanted) == len(shape) and all(
             size == dim if isinstance(dim, int) else _holds(self.profiles[profile].get(dim), size)
@@ -366,7 +365,7 @@ class Runtime:
         return ICudaEngine(Path(data["graph"]), data["profiles"], self.device)
 
 
-# What TensorRT-RTX has and TensorRT does not.
+# Classes that TensorRT-RTX has and TensorRT lacks.
 RTX = (CudaGraphStrategy, DynamicShapesKernelSpecializationStrategy)
 COMMON = (ILogger, TensorIOMode, ExecutionContextAllocationStrategy, ProfilingVerbosity)
 API = (
@@ -381,7 +380,7 @@ API = (
 
 
 def fake_tensorrt(version: str, rtx: bool, device: FakeCudaDevice) -> Any:
-    """Return the module, under either of its names, with one fake GPU."""
+    """Return a fake module for one fake GPU: `tensorrt_rtx` if `rtx` is set, otherwise `tensorrt`."""
     classes = {each.__name__: each for each in (*COMMON, *(RTX if rtx else ()))}
     runtime = type("Runtime", (Runtime,), {"device": device})
     return SimpleNamespace(__version__=version, Runtime=runtime, **classes)

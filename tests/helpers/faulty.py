@@ -1,7 +1,6 @@
-"""A package whose engines fail on demand: a file names the fault of the next passes.
+"""A package whose engines fail on demand. A file names the fault of the following passes.
 
-The engines, the server and their supervisor are the real ones; only a pass is made to fail, or a task on another thread
-to hang.
+The engines, the server and the supervisor are real. Only passes are made to fail, or tasks on other threads to hang.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from canvasrt.bundle import MANIFEST, Bundle, _digest
 from canvasrt.hashes import canonical, hash_files
 from tests.helpers.serving_process import Serving, call
 
-# A request whose grammar a thread of its own prepares.
+# Options of a request whose grammar is prepared on a separate thread.
 DIGITS: dict[str, Any] = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
 _MODEL = '''
 import os
@@ -112,22 +111,22 @@ if RESTART:
 
 @dataclass(frozen=True)
 class Faulty:
-    """The package, and the switch of its faults."""
+    """The package, and the file that switches its faults."""
 
     path: Path
     switch: Path
 
     def set(self, fault: str) -> None:
-        """Choose what happens to the passes from now on: cuda, fail, once, hang, nan, or nothing. To make a task hang
-        instead, give `read` or `search`; `read 2` takes two seconds."""
+        """Choose the fault of the following passes: `cuda`, `fail`, `once`, `hang`, `nan`, or an empty text. `read` and
+        `search` make a task on another thread hang instead; `read 2` makes it take two seconds."""
         fresh = self.switch.with_suffix(".new")
         fresh.write_text(fault)
         fresh.replace(self.switch)
 
 
 def faulty_package(packaged: Bundle, folder: Path, restart: bool = False) -> Faulty:
-    """Copy a package into `folder`. With `restart`, the fault `once` also fails the generator that
-    would take over."""
+    """Copy a package into `folder`. With `restart`, the fault `once` also fails the generator that replaces the
+    first."""
     folder.mkdir(parents=True, exist_ok=True)
     copy, switch = folder / "package", folder / "fault"
     shutil.copytree(packaged.path, copy, symlinks=True)
@@ -136,7 +135,7 @@ def faulty_package(packaged: Bundle, folder: Path, restart: bool = False) -> Fau
 
 
 def write_model(package: Path, text: str) -> None:
-    """Replace the Python that Triton runs for a package's model."""
+    """Replace the Python code that Triton runs for a package's model."""
     model = package / "models" / "canvasrt_stream" / "1" / "model.py"
     model.write_text(text)
     data = json.loads((package / MANIFEST).read_text())
@@ -151,7 +150,7 @@ def write_model(package: Path, text: str) -> None:
 
 
 class Watch:
-    """Calls both health routes until the server is gone, and records the statuses in order."""
+    """Calls both health routes until the server is gone, and records the statuses."""
 
     def __init__(self, running: Serving) -> None:
         self.seen: dict[str, list[int]] = {"live": [], "ready": []}
@@ -169,7 +168,8 @@ class Watch:
             time.sleep(0.02)
 
     def ends(self, code: int, *says: str) -> None:
-        """The server ends by itself with this exit code, having said that it is not well, and leaves nothing."""
+        """Check that the server reports itself unhealthy, ends by itself with this exit code and these messages, and
+        leaves nothing."""
         errors = self._running.process.communicate(timeout=120)[1]
         assert self._running.process.returncode == code
         assert all(each in errors for each in says), errors

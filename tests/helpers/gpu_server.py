@@ -1,4 +1,4 @@
-"""A bundle's engines behind a fake TensorRT, with the shapes of a build."""
+"""A bundle's engines on a fake TensorRT, with the profiles of a real build."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ RTX = {
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths for contexts as short as the tiny model's."""
+    """Make widths small enough for the tiny model's short context."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
 
 
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capacities that the tiny model's canvases overflow."""
+    """Make capacities so small that the tiny model's canvases overflow."""
     monkeypatch.setattr(
         "canvasrt.pass_shapes.usual_capacity", lambda model, tokens: max(4, tokens // 4)
     )
@@ -48,7 +48,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tiny: Pair, tmp_path: Path) -> Path:
-    """Engines with the profiles that a build gives them."""
+    """A bundle of fake engines with the profiles of a real build."""
     return write_engines(load_bundle(tiny.graphs, check=False), tmp_path)
 
 
@@ -61,9 +61,9 @@ def write_engines(
     planned: bool = False,
     **entry_fields: Any,
 ) -> Path:
-    """Write a bundle of fake engines of fp32 graphs; `entry_fields` change what profiles are made from. The engines find
-    their graphs at `seen_as`. Unless `planned`, the manifest has no passes, as those of earlier versions: they follow from
-    the options."""
+    """Write a bundle of fake engines for fp32 graphs. `entry_fields` change the segment entries from which profiles are
+    computed. The engines find their graphs at `seen_as`. Unless `planned` is set, the manifest has no pass plan, as in
+    earlier versions, so the plan follows from the options."""
     manifest = graphs.manifest
     entries, passes = [], plan_passes(manifest.model, CONTEXT, max_batch)
     out.mkdir(exist_ok=True)
@@ -95,7 +95,7 @@ def write_engines(
 
 
 class Server:
-    """A bundle's engines behind a fake TensorRT, warmed up as before the first request."""
+    """A bundle's engines on a fake TensorRT, opened as a server opens them."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Server:
         compiled: Path | Callable[[str], Path] | None = None,
         **options: Any,
     ) -> None:
-        """compiled: the file that keeps compiled kernels, whatever the GPU or by its name."""
+        """`compiled`: the file for compiled kernels, or a function that returns it for the GPU's name."""
         self.device = FakeCudaDevice()
         by_name = (lambda name: compiled) if isinstance(compiled, Path) else compiled
         options = {"compiled": by_name} | options
@@ -117,5 +117,5 @@ class Server:
         self.backend = backend
 
     def compiled(self) -> Counter[str]:
-        """Return the new shapes by engine."""
+        """Return the number of newly compiled shapes by engine."""
         return Counter(engine for what, engine in self.device.stalls if what == "compile")

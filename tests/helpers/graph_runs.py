@@ -1,4 +1,4 @@
-"""Exported graphs run by hand, and compared with transformers."""
+"""Runs exported graphs directly, and compares them with transformers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TOLERANCE = 1e-4
 
 
 def past_feeds(graphs: Graphs, body: dict[str, Any], cache: list[tuple], position: int) -> dict:
-    """Return the cache as the caller keeps it: the last window − 1 tokens in sliding layers, all in
-    full ones."""
+    """Return the cache as inputs of the graph: the last window − 1 tokens for sliding layers, and all tokens for full
+    layers."""
     feeds = {}
     for index in body["layers"]:
         layer = graphs.config.layers[index]
@@ -48,7 +48,7 @@ def run_body(
     capacity: int | None = None,
     shared: bool = False,
 ) -> tuple[np.ndarray, list[tuple], list[int]]:
-    """Run all body segments over one call; return hidden, the new keys and values, and the loads."""
+    """Run all body segments once; return the hidden states, the new keys and values, and the loads."""
     batch, length, _ = hidden.shape
     new, loads = [], []
     for body in graphs.bodies:
@@ -71,7 +71,7 @@ def run_body(
 
 
 def shared_queue(graphs: Graphs, tokens: int) -> dict[str, np.ndarray]:
-    """The inputs with which every expert's first product takes all tokens."""
+    """Return the inputs with which the first product of every expert takes all tokens."""
     return {"gate_slots": np.arange(tokens), "gate_queues": np.array([graphs.config.num_experts])}
 
 
@@ -84,7 +84,7 @@ def empty_cache(graphs: Graphs, batch: int) -> list[tuple]:
 
 
 def encode(graphs: Graphs, tokens: np.ndarray, cache: list[tuple], position: int) -> list[tuple]:
-    """Encode `tokens` from `position` on, and return the cache with them."""
+    """Encode `tokens` from `position` on; return the cache with the new keys and values."""
     embedded = graphs.table[tokens] * np.float32(graphs.config.hidden_size**0.5)
     _, new, _ = run_body(graphs, embedded, cache, position, causal=True)
     return [
@@ -136,14 +136,14 @@ def random_feeds(
 
 
 def without_slots(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what a graph with split experts takes of these inputs."""
+    """Return these inputs without those that a graph with split experts lacks."""
     return {name: each for name, each in feeds.items() if name not in SLOTS}
 
 
 def head_feeds(
     config: ModelConfig, rows: int, length: int, scale: float = 1.0
 ) -> dict[str, np.ndarray]:
-    """Return random inputs of a head's graph; `scale` multiplies the hidden states."""
+    """Return random inputs of a head's graph. `scale` multiplies the hidden states."""
     rng = np.random.default_rng(1)
     return {
         "hidden": rng.standard_normal((rows, length, config.hidden_size), np.float32) * scale,
@@ -157,7 +157,8 @@ def head_feeds(
 def run_graph(
     model: Path | onnx.ModelProto, feeds: Mapping[str, np.ndarray], *wanted: str
 ) -> dict[str, np.ndarray]:
-    """Run a graph in ONNX Runtime, and return the wanted outputs, or all. Inputs that it lacks are left out."""
+    """Run a graph in ONNX Runtime; return the wanted outputs, or all outputs. Feeds that the graph does not have are
+    ignored."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     given = model if isinstance(model, Path) else model.SerializeToString()
@@ -168,7 +169,7 @@ def run_graph(
 
 
 def show(model: onnx.ModelProto, file: Path, nodes: Iterable[onnx.NodeProto]) -> None:
-    """Write a float32 graph in which the first input and output of some nodes are outputs, too."""
+    """Write a float32 graph that also outputs the first input and output of some nodes."""
     known = {output.name for output in model.graph.output}
     values = (value for node in nodes for value in (node.input[0], node.output[0]))
     model.graph.output.extend(

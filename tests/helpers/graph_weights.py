@@ -1,4 +1,4 @@
-"""The weights of a graph, as numbers or codes."""
+"""Reads the weights of a graph as numbers or codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canvasrt.graphs import lowbits
 
 
 def weights_of(bundle: Bundle, segment: str = "body_0") -> dict[str, np.ndarray]:
-    """Return every weight of a graph: codes as bytes, the rest as float32."""
+    """Return every weight of a graph: codes as bytes, other weights as float32."""
     graph = ir.load(bundle.path / f"{segment}.onnx").graph
     found = {}
     for name, value in graph.initializers.items():

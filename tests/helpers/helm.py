@@ -1,4 +1,4 @@
-"""Runs helm on a chart, and checks what it renders."""
+"""Runs helm on a chart, and checks the rendered objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.ci import in_ci
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
 needs_helm = pytest.mark.skipif(HELM is None and not in_ci(), reason="helm is not installed")
 
-# Custom resources, whose schemas are not Kubernetes' own.
+# Custom resources, which are not in Kubernetes' schemas.
 CUSTOM = {"ServiceMonitor", "InferenceService"}
 
 
@@ -25,7 +25,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def render(chart: Path, *settings: str) -> dict[str, dict]:
-    """The objects by kind."""
+    """Return the rendered objects by kind."""
     flags = [part for each in settings for part in ("--set", each)]
     result = helm("template", "release", str(chart), *flags)
     assert result.returncode == 0, result.stderr

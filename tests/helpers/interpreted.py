@@ -1,4 +1,4 @@
-"""The kernels of sorted rows by Triton's interpreter: on a fake device, whose memory is the host's."""
+"""Runs the kernels over sorted rows in Triton's interpreter, on a fake device with host memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 with pytest.MonkeyPatch.context() as _patch:
-    # Kernels imported in this block are interpreted; processes that tests start still compile theirs. torch may have
-    # imported triton already, so it is imported anew.
+    # Kernels imported in this block are interpreted, while processes that tests start still compile kernels. Triton is
+    # imported anew, since torch may have imported it before.
     _patch.setenv("TRITON_INTERPRET", "1")
     for _name in [each for each in sys.modules if each.partition(".")[0] == "triton"]:
         if not _name.startswith("triton._C"):
             del sys.modules[_name]
     import triton
-    import triton.experimental.gluon  # which the interpreter imports when it first runs
+    import triton.experimental.gluon  # the interpreter would import it at its first run
     from triton.runtime import interpreter
 
     from canvasrt.sorted_rows import triton_kernels
@@ -47,7 +47,8 @@ _DTYPES = {
 }
 
 
-# The interpreter keeps bits of these, truncates where a GPU rounds, and multiplies bfloat16's bits as integers.
+# The interpreter represents these dtypes by their bits. It truncates where a GPU rounds, and multiplies bfloat16 bits
+# as integers, so these operations are replaced.
 _NARROW = {
     "bf16": ml_dtypes.bfloat16,
     "fp8e4nv": ml_dtypes.float8_e4m3fn,
@@ -59,7 +60,7 @@ _operate = _Builder.binary_op
 
 
 def _convert(bits: np.ndarray, source: Any, to: Any, rounding: Any) -> np.ndarray:
-    """Round to nearest, ties to even, as a GPU does."""
+    """Convert with rounding to nearest, ties to even, as a GPU does."""
     numbers = np.ascontiguousarray(bits).view(_NARROW[source.name]).astype(np.float32)
     return numbers.astype(_NARROW[to.name]).view(f"uint{to.primitive_bitwidth}")
 
@@ -71,12 +72,13 @@ def _widen(handle: Any) -> np.ndarray:
 
 
 def _dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
-    """Multiply exactly, and sum in float32, as tensor cores do."""
+    """Compute exact products and sum them in float32, as tensor cores do."""
     return _Handle(_widen(a) @ _widen(b) + total.data, total.dtype.scalar)
 
 
 def _dot_scaled(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, fast: Any, *packed: Any) -> Any:  # fmt: skip
-    """Multiply pairs of E2M1 codes along the inner axis, `[M, K / 2]` and `[K / 2, N]`, by scales `[M, K / 16]`, `[N, K / 16]`."""
+    """Multiply matrices of E2M1 codes, `[M, K / 2]` and `[K / 2, N]`, packed along K, with scales `[M, K / 16]` and
+    `[N, K / 16]`."""
     *along_inner, total = packed
     assert all(along_inner)
     assert {str(each).rpartition(".")[2] for each in (a_format, b_format)} == {"E2M1"}
@@ -105,7 +107,7 @@ def _constant(self: Any, value: float) -> Any:
 
 
 def _patch_for_good(function: Any) -> Any:
-    """Prepare Triton's modules for the interpreter once and for all: doing so takes nearly half the time of a run."""
+    """Patch Triton's modules for the interpreter only once, since patching takes nearly half the time of a run."""
     module = function.__globals__["__name__"]
     if module not in _patched:
         _patched[module] = _patch_modules(function)
@@ -128,7 +130,7 @@ def interpret(
     arguments: Sequence[Any],
     capability: tuple[int, int] = (8, 9),
 ) -> None:
-    """Run a kernel over tensors, or over addresses and numbers, in the order in which it takes them."""
+    """Run a kernel with tensors, or with addresses and numbers, in the order of its parameters."""
     given = [
         _at(each, kind) if kind.startswith("*") and isinstance(each, int) else each
         for each, kind in zip(arguments, argument_types(form).values(), strict=True)
@@ -138,13 +140,13 @@ def interpret(
 
 
 def _at(address: int, kind: str) -> torch.Tensor:
-    """Return a tensor that begins at an address. Kernels only take its address and dtype."""
+    """Return a tensor that begins at an address. Kernels use only its address and dtype."""
     memory = (ctypes.c_uint8 * 16).from_address(address)
     return torch.frombuffer(memory, dtype=_DTYPES[kind])
 
 
 class SortingDevice(FakeCudaDevice):
-    """The fake device, whose kernels are the names of interpreted ones."""
+    """A fake device whose kernel images only name a kernel, which is then interpreted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,5 +169,5 @@ class SortingDevice(FakeCudaDevice):
 
 
 def named_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKernel:
-    """Return what stands for a compiled kernel on the fake device."""
+    """Return an image for the fake device that names a kernel."""
     return CompiledKernel(json.dumps(asdict(form)).encode(), form.function, 0, 128, "")

@@ -1,7 +1,7 @@
-"""Checkpoints, exported graphs and built bundles, made once for all tests and workers of a run.
+"""Checkpoints, exported graphs and built bundles, created once for all tests and workers of a run.
 
-`CANVASRT_TEST_CACHE` names a folder that keeps them between runs; without it, every run begins with an empty one.
-The paths are read-only: copy what a test changes.
+`CANVASRT_TEST_CACHE` names a folder that keeps them between runs. Without it, every run begins with an empty folder.
+Tests must not change the files; they change copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRODUCT = (
     "canvasrt",
     *(f"canvasrt.{each}" for each in ("export", "build", "runtime", "containers")),
 )
-# The graphs that they are built from have the hash of the export's code in their own name.
+# The sources that determine a build. The folder name of the graphs already has the hash of the export's sources.
 BUILDING = ("canvasrt", "canvasrt.build")
 PACKAGES = ("numpy", "nvidia-modelopt", "onnx", "onnx-ir", "onnxruntime", "onnxscript")
 PACKAGES += ("tensorrt", "tensorrt-rtx", "torch", "transformers", "triton")
@@ -37,8 +37,8 @@ PACKAGES += ("tensorrt", "tensorrt-rtx", "torch", "transformers", "triton")
 def checkpoint(model: str) -> Path:
     """Return a checkpoint: `demo`, `demo-vision`, `undertrained`, or a random one.
 
-    The random ones are `tiny` (tests/helpers/reference.py), `served` (serving.py), `small` (quantized.py), the keys
-    of `SHAPES` in random_models.py, after `random-`, and the keys of `FORMS` in quantized_checkpoints.py, after `as-`.
+    Random ones are `tiny` (tests/helpers/reference.py), `served` (serving.py), `small` (quantized.py), `random-KEY` for
+    the keys of `SHAPES` in random_models.py, and `as-KEY` for the keys of `FORMS` in quantized_checkpoints.py.
     """
     from canvasrt.checkpoints.locate import find_checkpoint
 
@@ -52,9 +52,9 @@ def checkpoint(model: str) -> Path:
 def graphs(
     model: str | Path, precision: str | None = None, layers_per_segment: int | None = None
 ) -> Path:
-    """Return the graphs of a model or of a checkpoint's folder, by default in its own precision or fp32.
+    """Return the graphs of a model or of a checkpoint's folder, by default in the checkpoint's precision or fp32.
 
-    They lie in the product's cache, where builds by the command line find them, too.
+    They are in the product's cache, where builds by the command line also find them.
     """
     options = BuildOptions(precision=precision, layers_per_segment=layers_per_segment)
     target = "cpu" if precision in (None, *find_target("cpu").precisions) else "rtx-5090"
@@ -74,10 +74,10 @@ def package_of(engines: Path) -> Path:
 
 
 def kept(make: Callable[..., object], *arguments: Any, code: Sequence[str] = PRODUCT) -> Path:
-    """Return the folder that `make(folder, *arguments)` writes, from this run or an earlier one.
+    """Return the folder that `make(folder, *arguments)` writes, in this run or in an earlier one.
 
-    The folder does not exist when `make` is called. The key has the function's name, its arguments as text, its
-    module's source, those of tests/helpers, and those of the modules and packages `code`.
+    The folder does not exist when `make` is called. The key consists of the function's name, its arguments as text, and
+    the sources of its module, of tests/helpers, and of the modules and packages in `code`.
     """
     module = getattr(make, "__module__", "")
     text = [_relative(each) for each in arguments]
@@ -99,7 +99,7 @@ def kept(make: Callable[..., object], *arguments: Any, code: Sequence[str] = PRO
 
 
 def empty_cache(folder: Path) -> Path:
-    """Make a cache for the product that lacks everything but the layers traced in this run; return it."""
+    """Create a cache for the product that contains only the layers traced in this run; return it."""
     traces = cache_folder() / "traces"
     traces.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
@@ -108,14 +108,15 @@ def empty_cache(folder: Path) -> Path:
 
 
 def _folder() -> Path:
-    """The library of this run; tests/conftest.py names it."""
+    """Return the folder of this run's library, which tests/conftest.py chooses."""
     folder = Path(os.environ["CANVASRT_TEST_CACHE"]) / "library"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def _relative(argument: Any) -> str:
-    """An argument as text. A path in the cache or in the sources has the same name in every run; other paths do not."""
+    """Return an argument as text. A path must be in the cache or in the sources; its relative name is the same in every
+    run."""
     text = str(argument)
     for base in (os.environ["CANVASRT_TEST_CACHE"], str(ROOT)):
         text = text.removeprefix(base + os.sep)
@@ -125,7 +126,7 @@ def _relative(argument: Any) -> str:
 
 @cache
 def _made_by(modules: tuple[str, ...]) -> dict[str, Any]:
-    """Everything besides the arguments that determines the result: the imported sources, and packages."""
+    """Return what determines the result in addition to the arguments: sources and versions of packages."""
     sources: list[Path] = []
     for spec in (importlib.util.find_spec(each) for each in ("tests.helpers", *modules)):
         if spec is not None:
@@ -139,7 +140,7 @@ def _made_by(modules: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _source(model: str | Path) -> Path:
-    """A model's name or a folder as a folder."""
+    """Return the folder of a model, given its name or its folder."""
     return Path(model) if os.sep in str(model) else checkpoint(str(model))
 
 
@@ -149,7 +150,7 @@ def _is_graphs(model: str | Path) -> bool:
 
 @cache
 def _exported(model: str, target: str, options: BuildOptions) -> Path:
-    """Export and quantize into the product's cache. Two workers never export one model at once."""
+    """Export and quantize into the product's cache. Two workers never export the same model at the same time."""
     source = _source(model)
     with FileLock(_folder() / f"export-{source.name}.lock"):
         (plan,) = plan_all(source, [find_target(target)], _folder() / "none", options, check=False)

@@ -1,4 +1,4 @@
-"""Tokenizers whose control tokens' spellings ordinary tokens can write, too."""
+"""Tokenizers whose ordinary tokens can spell the text of control tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers import scripted
 
 
 class Side(NamedTuple):
-    """A tokenizer with a template, and the ids that only a template may write."""
+    """A tokenizer with a template, and the ids of control tokens, which only the template may write."""
 
     tokenizer: Tokenizer
     core: Core
@@ -21,7 +21,7 @@ class Side(NamedTuple):
 
     def controls(self, messages: list[Any], **variables: Any) -> list[int]:
         ids, _ = self.tokenizer.open_chat(messages, variables)
-        # Nothing is lost: the ids spell what the template wrote.
+        # The ids spell exactly what the template wrote.
         assert self.core.decode(ids, skip_special_tokens=False) == self.tokenizer.render_chat(
             messages, **variables
         )
@@ -35,7 +35,8 @@ def side(core: Core, template: str) -> Side:
 
 
 def trained(byte_level: bool) -> Core:
-    """A tokenizer, byte-level or with byte fallback like Gemma's, whose merges also apply inside the control tokens' spellings."""
+    """Return a tokenizer, byte-level or with byte fallback like Gemma's. Its merges also apply to the spelling of
+    control tokens."""
     special = [AddedToken(each, special=True, normalized=False) for each in scripted.SPECIAL]
     corpus = ["<|turn>user\nmodel<turn|>thought <|channel> <tool_call|> type 12+34= " * 9] * 9
     if byte_level:
@@ -53,7 +54,7 @@ def trained(byte_level: bool) -> Core:
         octets = [f"<0x{byte:02X}>" for byte in range(256)]
         trainer = trainers.BpeTrainer(vocab_size=560, special_tokens=octets, max_token_length=9)
     core.train_from_iterator(corpus, trainer)
-    if not byte_level:  # bytes are ordinary tokens
+    if not byte_level:  # make byte tokens ordinary tokens
         data = json.loads(core.to_str())
         data["added_tokens"] = []
         core = Core.from_str(json.dumps(data))

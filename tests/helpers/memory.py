@@ -1,4 +1,4 @@
-"""The memory estimate with its usual options, for tests."""
+"""The memory estimate with usual options, for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def estimate(
     prefill_chunk: int = PREFILL_CHUNK,
     sees: bool = True,
 ) -> Estimate:
-    """Estimate for `batch` requests of `context` tokens each."""
+    """Estimate the memory for `batch` requests of `context` tokens each."""
     model = model if sees else replace(model, vision=None)
     weights = Weights(model, precision, formats, layers_per_segment, on_cpu)
     return memory.estimate(weights, plan_passes(model, context, batch, prefill_chunk), kv_cache)

@@ -1,4 +1,4 @@
-"""All metrics of our own."""
+"""All metrics of canvasrt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canvasrt.containers.triton.metrics import Metrics
 
 
 def metrics() -> dict[str, str]:
-    """What each metric measures, by name."""
+    """Return the description of each metric, by name."""
     found: dict[str, str] = {}
 
     class Family:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def tiny() -> Pair:
     """The tiny random model."""
-    # Segments of four layers: the first has no full layer then, and hidden states cross a border.
+    # With segments of four layers, the first has no full layer, and hidden states pass from one segment to the next.
     return _pair("tiny", layers_per_segment=4)
 
 
@@ -37,13 +37,13 @@ def demo() -> Pair:
 
 @pytest.fixture(scope="session")
 def demo_vision() -> Pair:
-    """The bundled checkpoint that sees."""
+    """The bundled checkpoint with a vision tower."""
     return _pair("demo-vision")
 
 
 @pytest.fixture(scope="session")
 def undertrained() -> Pair:
-    """The demo checkpoint before it learned its tasks."""
+    """The demo checkpoint at an early point of its training."""
     return _pair("undertrained")
 
 
@@ -55,7 +55,7 @@ def _pair(name: str, **options: Any) -> Pair:
 
 @pytest.fixture(scope="session")
 def prompt() -> Callable[..., list[int]]:
-    """Random prompts without special tokens: `prompt(length, seed)`."""
+    """Return a function: `prompt(length, seed)` is a random prompt without special tokens."""
 
     def make(length: int, seed: int = 0) -> list[int]:
         return np.random.default_rng(seed).integers(3, 100, length).tolist()
@@ -65,7 +65,7 @@ def prompt() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def words(demo: Pair) -> Vocabulary:
-    """The demo's tokens, for grammars."""
+    """The demo's vocabulary, for grammars."""
     from tests.helpers.constrained import vocabulary
 
     return vocabulary(demo)
@@ -97,7 +97,8 @@ def plain_graphs() -> Bundle:
 def quantized(
     plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Quantized]:
-    """`quantized(format)` is the quantized body of `plain_graphs`, made once per set of options."""
+    """Return a function: `quantized(format)` is the quantized body of `plain_graphs`, created once per set of
+    options."""
     from tests.helpers.quantized import quantizer
 
     return quantizer(plain_graphs, tmp_path_factory)
@@ -105,7 +106,7 @@ def quantized(
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Graphs]]:
-    """`exported(shape)` returns the reference model and its graphs, made once per shape."""
+    """Return a function: `exported(shape)` returns the reference model and its graphs, created once per shape."""
     from tests.helpers.random_models import exporter
 
     return exporter(tmp_path_factory)

@@ -1,4 +1,4 @@
-"""A server and a model that one caller asks a lot of."""
+"""A server and a model for tests of demanding callers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.serving_process import ANY_PORTS, Serving, serving
 
 @pytest.fixture(scope="session")
 def running(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server without keys, with the usual limits."""
+    """A server without keys, with default limits."""
     with serving(packaged.path, tmp_path_factory.mktemp("running"), *ANY_PORTS) as found:
         yield found
 

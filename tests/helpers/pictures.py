@@ -7,7 +7,7 @@ import io
 import numpy as np
 from PIL import Image
 
-# As released: patches of 16 × 16 pixels, 3 × 3 of them to a soft token.
+# The released sizes: patches of 16 × 16 pixels, and 3 × 3 patches per soft token.
 VISION = {"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10_240}
 
 
@@ -18,7 +18,7 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def png(image: Image.Image) -> bytes:
-    """Return an image as a file."""
+    """Return the bytes of an image as a PNG file."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

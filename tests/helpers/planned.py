@@ -1,4 +1,4 @@
-"""One plan, as `plan_all` makes it before it checks it."""
+"""Creates one plan, as `plan_all` does before it checks plans."""
 
 from __future__ import annotations
 

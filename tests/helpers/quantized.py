@@ -1,4 +1,4 @@
-"""Graphs of small random models, and quantized ones made from them."""
+"""Graphs of small random models, and quantized graphs made from them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def quantize_file(
     pack: Callable[[str], Packed],
     cache_scales: Mapping[str, float] | None = None,
 ) -> None:
-    """Quantize the graph file `source` to `out`. Weights that it shares with other graphs stay in their files."""
+    """Quantize the graph file `source` to `out`. Weights that are shared with other graphs stay in their files."""
     model, items, apart = external.load(source)
     written = quantized_items(model, items, planned, lambda item: pack(item.name), cache_scales)
     write_graph(model, (each for each in written if each.name not in apart), out, own_files=apart)
 
 
 def write_small(folder: Path) -> None:
-    """Write one sliding layer with heads of 256 and one full layer with heads of 512."""
+    """Write a checkpoint of one sliding layer with heads of 256 and one full layer with heads of 512."""
     from bench import synthetic
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +73,7 @@ def small_graphs() -> Bundle:
 
 
 def calibrate(graphs: Bundle, recipe: Recipe, file: Path | None = None) -> Calibration:
-    """Calibrate with the weights of plain graphs, by default on the prompts that come with canvasrt."""
+    """Calibrate with the weights of plain graphs, by default on canvasrt's prompts."""
     manifest = graphs.manifest
     tokenizer = {Path(name).name: graphs.file(name) for name in manifest.tokenizer or ()}
     prompts = CalibrationPrompts.of(
@@ -85,7 +85,7 @@ def calibrate(graphs: Bundle, recipe: Recipe, file: Path | None = None) -> Calib
 
 
 class Quantized:
-    """A quantized body graph and the weights that it was made with."""
+    """A quantized body graph, and its weights before and after quantization."""
 
     def __init__(
         self, source: Path, out: Path, format: str, what: tuple[str, ...], weights: str, cache: bool
@@ -93,7 +93,7 @@ class Quantized:
         model = ir.load(source)
         self.file = out
         self.before = {
-            # Bundles share files by hard links, which onnx refuses to follow.
+            # Bundles share files by hard links, which onnx refuses to read.
             name: external.mapped(value.const_value).view(np.uint16)
             for name, value in model.graph.initializers.items()
             if any(part in name for part in what)
@@ -143,7 +143,7 @@ def quantizer(graphs: Bundle, folders: pytest.TempPathFactory) -> Callable[..., 
 
 
 def producers(model: ir.Model, name: str) -> dict[str, ir.Node]:
-    """Return the nodes of a quantized weight's form, by the suffix of their names."""
+    """Return the nodes that represent a quantized weight in the graph, by the suffix of their names."""
     return {
         str(node.name).removeprefix(f"{name}/"): node
         for node in model.graph
@@ -152,7 +152,7 @@ def producers(model: ir.Model, name: str) -> dict[str, ir.Node]:
 
 
 def dequantize(packed: Packed) -> npt.NDArray[np.float32]:
-    """Return the weight that `packed` stands for, including its factor."""
+    """Return the weight that `packed` represents, including its factor."""
     weight = lowbits.dequantize(packed.format, packed.values, packed.scale, packed.block_scales)
     if packed.factor is None:
         return weight

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of a small model, written by the tools that users get them from."""
+"""Quantized checkpoints of a small model, written by the tools that users use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NVFP4_EXPERTS = "huggingface/diffusion_gemma/ptq/nvfp4_experts_only"
 
 
 def base_model(**changes: Any) -> Any:
-    """Return a model whose weights are bfloat16 numbers, stored in float32."""
+    """Return a model whose float32 weights are exact in bfloat16."""
     model = random_model({**SMALL, **changes})
     stored = [*model.parameters(), *(b for n, b in model.named_buffers() if "layer_scalar" in n)]
     for tensor in stored:
@@ -28,13 +28,13 @@ def base_model(**changes: Any) -> Any:
 
 
 def modelopt_quantized(recipe: str, **changes: Any) -> Any:
-    """Return a model under ModelOpt's fake quantization: its own recipe for this model, or `FP8`."""
+    """Return a model with ModelOpt's fake quantization, by a recipe of ModelOpt or by `FP8`."""
     import modelopt.torch.quantization as mtq
     from modelopt.recipe import load_recipe
 
     config = mtq.FP8_DEFAULT_CFG if recipe == "FP8" else load_recipe(recipe).quantize.model_dump()
     model = base_model(**changes)
-    torch.manual_seed(0)  # the canvas is drawn
+    torch.manual_seed(0)  # the model draws its canvas
     return mtq.quantize(model, config, lambda each: [each(input_ids=ids) for ids in _prompts()])
 
 
@@ -48,7 +48,7 @@ def save_modelopt(model: Any, folder: Path) -> None:
 
 
 def without_vision(folder: Path) -> None:
-    """Drop the tower from a checkpoint's configuration: tracing it takes time."""
+    """Remove the vision tower from a checkpoint's configuration, since tracing it takes time."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config.pop("vision_config", None)
@@ -58,7 +58,8 @@ def without_vision(folder: Path) -> None:
 def save_compressed(
     model: Any, folder: Path, preset: str = "FP8_DYNAMIC", group_size: int | None = None
 ) -> None:
-    """As llm-compressor has it: experts as linear modules, a preset of compressed-tensors and its own packing."""
+    """Write a checkpoint like llm-compressor's: experts are linear modules, quantized by a preset of compressed-tensors
+    and packed by it."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -127,7 +128,7 @@ def _linear_experts(experts: Any) -> nn.Module:
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a checkpoint stores: tied ones once, under the decoder's name."""
+    """Return the tensors of a checkpoint. Tied tensors are stored once, with the decoder's name."""
     text = "model.encoder.language_model."
     return {
         name: tensor.contiguous()
@@ -143,7 +144,7 @@ def _prompts() -> Iterator[torch.Tensor]:
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Change the tensors of a checkpoint in one file."""
+    """Change the tensors of a checkpoint that is one file."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Random checkpoints of many shapes, and the graphs exported from them, run by ONNX Runtime."""
+"""Random checkpoints of many shapes, and their exported graphs in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ BASE: dict[str, Any] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
-    # Three queries per key, and odd numbers of heads, experts, layers per segment and factors of
-    # the vocabulary.
+    # Three queries per key. Numbers of heads, experts and layers per segment are odd, and so are factors of the
+    # vocabulary.
     "odd": {
         "vocab_size": 391,
         "hidden_size": 96,
@@ -64,7 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "top_k_experts": 3,
         "moe_intermediate_size": 48,
     },
-    # The released model's head sizes: a head of 512 has a different form in the graph. And a single expert.
+    # The released model's head sizes, since heads of 512 have a different form in the graph; and a single expert.
     "wide_heads": {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -81,8 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(
     shape: Mapping[str, Any], canvas: int = 16, vision: Mapping[str, Any] | None = None
 ) -> DiffusionGemmaForBlockDiffusion:
-    """Return a model with weights scaled up, so that predictions are far from uniform and differ by
-    position."""
+    """Return a model with large weights, so that predictions are far from uniform and depend on the position."""
     config = DiffusionGemmaConfig(
         text_config=DiffusionGemmaTextConfig(**{**BASE, **shape}),
         vision_config=Gemma4VisionConfig(
@@ -113,7 +112,7 @@ def random_model(
                     values * (1.5 if "embed_tokens" in name else 1.0) * parameter.shape[-1] ** -0.5
                 )
             else:
-                # No two norms are alike, so a swapped weight shows.
+                # All norms differ, so that swapped weights are detected.
                 parameter.copy_((1 + 0.2 * values) * (0.4 if "_norm" in name else 1.0))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
@@ -126,7 +125,7 @@ def random_model(
 
 
 class Graphs:
-    """The graphs of a bundle in ONNX Runtime; `expose` makes inner values of the head visible."""
+    """The graphs of a bundle in ONNX Runtime. The head also outputs its logits."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -156,7 +155,8 @@ def _session(file: Path) -> onnxruntime.InferenceSession:
 
 
 def _expose_logits(file: Path) -> None:
-    """Make the logits divided by the temperature an output of the graph; the head subtracts their largest."""
+    """Make the logits, divided by the temperature, an output of the graph. They are the input of the head's
+    ReduceMax."""
     model = ir.load(file)
     (largest,) = [node for node in model.graph if node.op_type == "ReduceMax"]
     logits = insert(model.graph, "Identity", [largest.inputs[0]], "logits")
@@ -166,12 +166,12 @@ def _expose_logits(file: Path) -> None:
 
 
 def exporter(folders: pytest.TempPathFactory) -> Callable[..., tuple[Any, Graphs]]:
-    """Return a function that returns the reference model of a shape and its graphs, made once per shape."""
+    """Return a function that returns the reference model of a shape and its graphs, created once per shape."""
 
     @cache
     def make(shape: str) -> tuple[Any, Graphs]:
         graphs = library.graphs(f"random-{shape}", layers_per_segment=3)
-        # A copy, as the logits become an output of its head.
+        # A copy, since its head will be changed to output logits.
         folder = folders.mktemp(shape) / "graphs"
         shutil.copytree(graphs, folder)
         return random_model(SHAPES[shape]), Graphs(load_bundle(folder, check=False))

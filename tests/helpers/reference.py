@@ -1,4 +1,4 @@
-"""The reference for the runtime's tests: transformers' `generate`, drawing from canvasrt's noise."""
+"""The reference for the runtime's tests: the `generate` of transformers, with canvasrt's noise for random draws."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ PAD = 0
 
 
 def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the first token `[N]` whose cumulative probability exceeds u times the total, over a
-    two-level sum.
+    """Return the first token `[N]` whose cumulative probability exceeds u times the total. The sum has two levels.
 
     `probabilities` `[N, V]`, `uniforms` `[N]`, float32.
     """
@@ -69,7 +68,7 @@ def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
 def boundary_distance(
     probabilities: torch.Tensor, uniforms: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return each draw's distance from another token, `[N]`, as a share of the whole mass."""
+    """Return how far each draw is from another token, `[N]`, as a share of the whole mass."""
     sums = probabilities.double().cumsum(-1)
     target = uniforms.double() * sums[:, -1]
     above = sums.gather(1, tokens[:, None])[:, 0]
@@ -91,7 +90,7 @@ class BiasProcessor(LogitsProcessor):
 
 
 def warpers_of(params: SamplingParams) -> LogitsProcessorList:
-    """Return transformers' own warpers for the candidates of a draw, in its order."""
+    """Return the warpers of transformers for the candidates of a draw, in the order of transformers."""
     warpers: list[LogitsProcessor] = []
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
@@ -104,13 +103,14 @@ def warpers_of(params: SamplingParams) -> LogitsProcessorList:
 
 @dataclass
 class Trace:
-    """What the reference did: per row, a list with an entry per block, with an entry per step."""
+    """A record of the reference's steps: `argmax` and `accepted` by row, block and step, and the closest calls by
+    row."""
 
     argmax: list[list[list[np.ndarray]]] = field(default_factory=list)
     accepted: list[list[list[np.ndarray]]] = field(default_factory=list)
-    # The distance of the closest accepted draw from another token.
+    # How far the closest accepted draw was from another token.
     closest: list[float] = field(default_factory=list)
-    # The smallest lead of the router's last chosen expert over the next one.
+    # The smallest lead of a router's last chosen expert over the next expert.
     ahead: list[float] = field(default_factory=list)
 
     def steps(self, row: int) -> list[int]:
@@ -119,16 +119,17 @@ class Trace:
 
 @dataclass
 class ReferenceOutput:
-    """Token ids per row, including the end of sequence, and their trace."""
+    """Token ids per row, including the end of sequence, and the trace."""
 
     tokens: list[list[int]]
     trace: Trace
 
     def check(self, results: Sequence[Result]) -> None:
-        """Assert that `results` have the same tokens and steps, row by row.
+        """Check that `results` have the same tokens and steps, row by row.
 
-        Both sides round, so a draw closer than about 1e-6 to another token's share may go either way, and so may the choice
-        between two experts. Such a seed proves nothing, so the message gives the smallest distances.
+        Both sides round. A draw closer than about 1e-6 to another token's share may therefore differ, and so may the
+        choice between two experts. With such a seed, a failure proves nothing, so the message gives the smallest
+        distances.
         """
         assert len(results) == len(self.tokens)
         for row, result in enumerate(results):
@@ -141,23 +142,23 @@ class ReferenceOutput:
 
 
 class Reference:
-    """transformers' own model and `generate`, with the random draws replaced by canvasrt's noise."""
+    """The model and `generate` of transformers, with canvasrt's noise instead of random draws."""
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion) -> None:
         self.model = model.eval()
         self.canvas = self._own = model.config.canvas_length
         self.vocab = model.config.text_config.vocab_size
-        self.processors: list[LogitsProcessor] = []  # before the temperature
+        self.processors: list[LogitsProcessor] = []  # applied before the temperature
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **inputs: Any
     ) -> ReferenceOutput:
-        """Generate from `prompts` of one length, as one batch; `params` differ only in their seeds.
+        """Generate from prompts of the same length as one batch. `params` differ only in their seeds.
 
-        `inputs` are what the processor makes of images.
+        `inputs` are the processor's outputs for images.
         """
         first = params[0]
-        # The same weights with another canvas length in their configuration.
+        # The weights stay the same; only the canvas length in the configuration changes.
         self.canvas = first.canvas_length or self._own
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=first.max_new_tokens,
@@ -184,7 +185,7 @@ class Reference:
         for row, ids in enumerate(new):
             ids, blocks = self._cut(ids, first)
             tokens.append(ids)
-            # Blocks after a row's end of sequence belong to the batch, not the row.
+            # After a row's end of sequence, blocks run only for other rows of the batch.
             del trace.argmax[row][blocks:], trace.accepted[row][blocks:]
         return ReferenceOutput(tokens, trace)
 
@@ -262,10 +263,11 @@ class Reference:
 
 
 def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
-    """Return a random model with every kind of layer, scaled so that it prefers some tokens and changes its choice.
+    """Return a random model with every kind of layer, scaled so that it prefers some tokens and changes its choice
+    between steps.
 
-    A large table makes each token its own likeliest successor, and damped branches let a canvas
-    settle after a while. So acceptance and early stop differ from block to block.
+    Because of the large table, each token is its own likeliest successor. Because of the damped branches, canvases
+    settle after some steps. So acceptance and early stop differ from block to block.
     """
     vision = Gemma4VisionConfig(
         hidden_size=64,
@@ -292,7 +294,7 @@ def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
                 scale = 3.0 if "embed_tokens" in name else 1.0
                 parameter.copy_(values * scale * parameter.shape[-1] ** -0.5)
             elif "q_norm" in name:
-                # Attention is not scaled by 1/sqrt(head_dim); anything larger amplifies rounding.
+                # Attention does not divide by sqrt(head_dim), so this does. Larger weights would amplify rounding.
                 parameter.copy_((1 + 0.2 * values) * parameter.shape[-1] ** -0.5)
             else:
                 parameter.copy_(1 + 0.2 * values)
@@ -304,7 +306,7 @@ def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
 
 @dataclass
 class Pair:
-    """One checkpoint twice: the reference in torch, and canvasrt's model over the exported graphs."""
+    """A checkpoint opened twice: as the reference in torch, and as canvasrt's model."""
 
     checkpoint: Path
     graphs: Path
@@ -325,7 +327,7 @@ class Pair:
 
 
 def make_pair(name: str, layers_per_segment: int | None = None) -> Pair:
-    """Load both sides of a model of tests/helpers/library.py, on one thread each."""
+    """Load both sides for a model of tests/helpers/library.py. Each uses one thread."""
     checkpoint = library.checkpoint(name)
     graphs = library.graphs(name, layers_per_segment=layers_per_segment)
     engines = library.bundle(graphs)

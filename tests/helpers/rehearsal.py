@@ -1,6 +1,6 @@
-"""A machine with a fake GPU, for whole processes: fake engines, modules that stand for NVIDIA's, and an nvidia-smi.
+"""A machine with a fake GPU, for real processes: fake engines, fakes of NVIDIA's modules, and a fake nvidia-smi.
 
-Everything but these is the real thing: the supervisor, Triton, its model's process, the cache, `CudaDevice`.
+Everything else is real: the supervisor, Triton, the model's process, the cache, and `CudaDevice`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tests.helpers.gpu_server import write_engines
 
 HELPERS = Path(__file__).parent
 BATCH = 2
-# The module's name, its version, the target, its capability, and what nvidia-smi says of the GPU.
+# The name of NVIDIA's module, its version, the target, its capability, and the GPU's line in nvidia-smi.
 RTX = ("tensorrt_rtx", "1.7.1.116", "rtx-5090", "12.0", "NVIDIA GeForce RTX 5090, 32607")
 H100 = ("tensorrt", "11.1.0.106", "h100", "9.0", "NVIDIA H100 80GB HBM3, 81559")
-_MODULE = '''"""Stands for the real module."""
+_MODULE = '''"""Replaces the real module."""
 import sys
 
 from tests.helpers import fake_gpu, fake_tensorrt
 
 sys.modules[__name__] = {made}
 '''
-# Triton's Python does not read PYTHONPATH.
+# The path is set here, since Triton's Python does not read PYTHONPATH.
 _MODEL = """
 import sys
 
@@ -40,7 +40,7 @@ from canvasrt.containers.triton.backend import StreamModel as TritonPythonModel
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """`folder` has modules and tools; `seen_as` is its path for the processes that use it."""
+    """The machine. `folder` contains modules and tools; processes that use it see it as `seen_as`."""
 
     folder: Path
     package: Path
@@ -53,7 +53,8 @@ class Rehearsal:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables under which a process sees the fake GPU; `PATH` needs `bin` in front."""
+        """The variables with which a process sees the fake GPU. In addition, `PATH` must begin with the folder's
+        `bin`."""
         return {
             "PYTHONPATH": str(self.seen_as),
             "REHEARSAL": str(self.seen_as / "state"),
@@ -61,30 +62,30 @@ class Rehearsal:
         }
 
     def inject(self, fault: str) -> None:
-        """Set the fault of `fake_gpu.fault`, at once; an empty text ends it."""
+        """Set the fault that `fake_gpu.fault` returns. An empty text ends the fault."""
         fresh = self.folder / "state" / "fresh"
         fresh.write_text(fault)
         fresh.replace(fresh.with_name("fault"))
 
     def events(self) -> Counter[str]:
-        """Return the number of events so far by kind: compile, context, capture."""
+        """Return the number of events by kind: compile, context, capture."""
         file = self.folder / "state" / "events"
         lines = file.read_text().splitlines() if file.exists() else []
         return Counter(line.split()[0] for line in lines)
 
     def taken(self) -> list[int]:
-        """Return the bytes of GPU memory in use after each new context."""
+        """Return how many bytes of GPU memory were in use after each new context."""
         lines = (self.folder / "state" / "events").read_text().splitlines()
         left = [int(line.split()[2]) for line in lines if line.startswith("context")]
         return [(1 << 32) - each for each in left]
 
     def forget(self) -> None:
-        """Restart the count."""
+        """Delete all recorded events."""
         (self.folder / "state" / "events").unlink(missing_ok=True)
 
 
 def kernels_in(cache: Path) -> Path:
-    """Return the only file of compiled kernels. A process that was killed while it wrote one may have left a part."""
+    """Return the only complete file of compiled kernels. A killed process may also have left a partial file."""
     (whole,) = (each for each in (cache / "compiled").iterdir() if PARTIAL not in each.name)
     return whole
 
@@ -92,7 +93,7 @@ def kernels_in(cache: Path) -> Path:
 def rehearsal(
     graphs: Bundle, folder: Path, machine: tuple[str, ...] = RTX, seen_as: Path | None = None
 ) -> Rehearsal:
-    """Write a package of fake engines from fp32 graphs, and the machine that can run it, to a folder."""
+    """Write a package of fake engines for fp32 graphs to a folder, and the machine that can run it."""
     module, version, target, capability, name = machine
     seen_as = seen_as or folder
     (folder / "state").mkdir(parents=True)
@@ -127,4 +128,4 @@ def _write_modules(folder: Path, module: str, version: str) -> None:
     bindings.mkdir(parents=True)
     (bindings / "__init__.py").touch()
     (bindings / "runtime.py").write_text(_MODULE.format(made="fake_gpu.Runtime()"))
-    (bindings / "driver.py").write_text(_MODULE.format(made="object()"))  # for our own kernels
+    (bindings / "driver.py").write_text(_MODULE.format(made="object()"))  # for canvasrt's kernels

@@ -1,4 +1,4 @@
-"""Requests and profiles for a model with its state on a device."""
+"""Requests and profiles for a model whose state is on a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The reference for canvases with restricted tokens: transformers' own steps, with other tokens' logits
-at minus infinity, drawing from canvasrt's noise."""
+"""The reference for canvases with restricted tokens: denoising steps of transformers with canvasrt's noise, in which
+tokens that are not allowed have logits of minus infinity."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Noise = Callable[[int], tuple[np.ndarray, np.ndarray]]  # step → uniforms and 
 
 @dataclass
 class ToldStep:
-    """One step's raw logits `[canvas, V]`, and what the sampler made of them, `[canvas]`."""
+    """The raw logits of a step, `[canvas, V]`, and the results of the sampler, `[canvas]`."""
 
     logits: np.ndarray
     argmax: np.ndarray
@@ -47,7 +47,7 @@ class _Only(LogitsProcessor):
 def cache_of(
     reference: Reference, prompt: Sequence[int], images: Mapping[str, torch.Tensor] | None = None
 ) -> DynamicCache:
-    """The cache of an encoded prompt, with its images as transformers' processor returns them."""
+    """Encode a prompt; return its cache. `images` are the outputs of transformers' processor."""
     model = reference.model
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     ids = torch.tensor([list(prompt)])
@@ -85,7 +85,7 @@ def restricted_steps(
     noise: Noise,
     count: int,
 ) -> list[ToldStep]:
-    """Run `count` of transformers' denoising steps from `canvas`, at positions from `begin` on."""
+    """Run `count` denoising steps of transformers from `canvas`, whose first position is `begin`."""
     model, length = reference.model, len(canvas)
     mask = np.ones((length, reference.vocab), bool)
     for position, tokens in allowed.items():

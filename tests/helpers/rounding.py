@@ -1,4 +1,4 @@
-"""What rounding to FP8 and NVFP4 means, in NumPy: to nearest, ties to the even code, saturating."""
+"""Rounding to FP8 and NVFP4 in NumPy: to nearest, ties to the even code, saturating."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 16
 
 
 def to_e4m3(x: npt.ArrayLike) -> Bytes:
-    """Return E4M3 codes of `x`. Beyond ±448 it saturates; NaN stays NaN."""
+    """Return E4M3 codes of `x`. Numbers beyond ±448 saturate; NaN stays NaN."""
     return np.clip(np.asarray(x, np.float32), -448, 448).astype(float8_e4m3fn).view(np.uint8)
 
 
@@ -24,7 +24,7 @@ def from_e4m3(bits: Bytes) -> Floats:
 
 
 def to_e2m1(x: npt.ArrayLike) -> Bytes:
-    """Return E2M1 codes 0 … 15 of `x`, one per byte. Beyond ±6 it saturates."""
+    """Return E2M1 codes 0 … 15 of `x`, one per byte. Numbers beyond ±6 saturate."""
     return np.clip(np.asarray(x, np.float32), -6, 6).astype(float4_e2m1fn).view(np.uint8)
 
 
@@ -34,17 +34,16 @@ def from_e2m1(codes: Bytes) -> Floats:
 
 
 def round_fp8(x: npt.ArrayLike, scale: float) -> Floats:
-    """Return what an FP8 activation with this scale keeps of `x`."""
+    """Round `x` as an FP8 activation with this scale."""
     wide = np.float32(scale)
     return from_e4m3(to_e4m3(np.asarray(x, np.float32) / wide)) * wide
 
 
 def round_nvfp4(x: npt.ArrayLike, scale: float) -> Floats:
-    """Return what an NVFP4 activation with this global scale keeps of `x` `[…, n]`, n a multiple of
-    16.
+    """Round `x`, `[…, n]` with n a multiple of 16, as an NVFP4 activation with this global scale.
 
-    A block's scale is E4M3 of its largest magnitude over 6 and the global scale. If that is 0, so
-    is the block.
+    The scale of a block is its largest magnitude, divided by 6 and by the global scale, in E4M3. If the scale is 0, the
+    block becomes 0.
     """
     values, wide = np.asarray(x, np.float32), np.float32(scale)
     blocks = values.reshape(*values.shape[:-1], -1, BLOCK)

@@ -1,9 +1,8 @@
-"""A model that says what its script says, through the real server: it emits exact tokens.
+"""A model for the real server that answers with the exact tokens of a script.
 
-Its two graphs are a few nodes each. The first counts certain tokens in the cache; the second
-answers with the script's canvas of that number. So the answer depends on how many tool results the
-prompt holds, and on the block. A request picks its script by `entropy_bound`, which nothing else
-here reads.
+Each of its two graphs has a few nodes. The first counts certain tokens in the cache; the second answers with the
+script's canvas of that number. So the answer depends on the number of tool results in the prompt, and on the block. A
+request selects its script by `entropy_bound`, which has no other effect here.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 CANVAS = 256
 SIZE = 8
-# As in Gemma 4's tokenizer. `<more>` ends a block that another one follows.
+# The tokens of Gemma 4, and `<more>`, which ends a block if another follows.
 SPECIAL = (
     *(
         "<pad>",
@@ -62,14 +61,15 @@ SPECIAL = (
     ),
     *("<|tool_response>", "<tool_response|>", '<|"|>', "<more>"),
 )
-# These advance the script by one canvas.
+# Each of these tokens advances the script by one canvas.
 COUNTED = ("<tool_response|>", "<more>")
-# The tokens that end an answer. As in the released checkpoint, the token that begins a call's result ends the call.
+# Tokens that end an answer. As in the released checkpoint, an answer with a call ends with the token that begins the
+# result.
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def gemma_template() -> str:
-    """Return DiffusionGemma's own chat template, which `trl` carries."""
+    """Return DiffusionGemma's chat template, which the package `trl` contains."""
     spec = importlib.util.find_spec("trl")
     assert spec is not None, "trl is not installed: make install"
     folder = Path(next(iter(spec.submodule_search_locations or ())))
@@ -87,12 +87,12 @@ def core() -> Core:
 
 
 class Script:
-    """The canvases of every script, one after another."""
+    """The canvases of all scripts, in one list."""
 
     def __init__(self, scripts: Mapping[str, Sequence[str]]) -> None:
-        """`scripts` are the answers by name: the first one, that after one tool result, and so on.
+        """`scripts`: name → the first answer, the answer after one tool result, and so on.
 
-        An answer longer than a canvas becomes several.
+        An answer that is longer than a canvas becomes several canvases.
         """
         tokenizer = core()
         self._begin: dict[str, int] = {}
@@ -108,12 +108,12 @@ class Script:
                 self.canvases.append((ids + [end] + [pad] * CANVAS)[:CANVAS])
 
     def choose(self, name: str, results: int = 0) -> dict[str, float]:
-        """Return the request field that picks a script. The first `results` tool results do not advance it."""
+        """Return the request field that selects a script. The first `results` tool results do not advance it."""
         return {"entropy_bound": float(self._begin[name] + 1 - results)}
 
 
 def write_bundle(out: Path, script: Script, template: str) -> Bundle:
-    """Write the graphs of the model that plays `script`, with its tokenizer."""
+    """Write the graphs of the model that follows `script`, with its tokenizer."""
     tokenizer = core()
     config = replace(
         CONFIG,
@@ -132,7 +132,7 @@ def write_bundle(out: Path, script: Script, template: str) -> Bundle:
     (out / "tokenizer" / "chat_template.jinja").write_text(template)
     table = np.zeros((config.vocab_size, SIZE), np.float32)
     for token in COUNTED:
-        table[tokenizer.token_to_id(token)] = 1 / np.sqrt(SIZE)  # the runtime scales by the root
+        table[tokenizer.token_to_id(token)] = 1 / np.sqrt(SIZE)  # undone by the runtime
     (out / "embedding.bin").write_bytes(table.tobytes())
     onnx.save(_body(), out / "body_0.onnx")
     onnx.save(_head(script.canvases), out / "head.onnx")
@@ -163,7 +163,7 @@ def _constant(name: str, array: np.ndarray) -> onnx.TensorProto:
 
 
 def _body() -> onnx.ModelProto:
-    """Keys are the embeddings; hidden states are their sum over the cache."""
+    """Return a body whose keys are the embeddings, and whose hidden states are the sum of the cached keys."""
     node, real = helper.make_node, TensorProto.FLOAT
     nodes = [
         node("Unsqueeze", ["hidden", "one"], ["new_key_0"]),
@@ -177,7 +177,7 @@ def _body() -> onnx.ModelProto:
     inputs = [
         _value("hidden", real, "batch", "length", SIZE),
         _value("past_key_0", real, "batch", 1, "octets", 8, SIZE),
-        # The experts' inputs, although there are no experts.
+        # The runtime feeds these inputs of experts, although there are no experts.
         *(_value(name, TensorProto.INT64, name) for name in ("slots", "gate_slots", "gate_queues")),
     ]
     outputs = [
@@ -196,7 +196,7 @@ def _body() -> onnx.ModelProto:
 
 
 def _head(canvases: Sequence[Sequence[int]]) -> onnx.ModelProto:
-    """The canvas whose number is the sum of `entropy_bound` and the count."""
+    """Return a head that answers with the canvas whose number is `entropy_bound` plus the count."""
     node, real, whole = helper.make_node, TensorProto.FLOAT, TensorProto.INT64
     nodes = [
         node("Slice", ["hidden", "zeros", "ones", "axes"], ["counts"]),
@@ -252,7 +252,7 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(bundle: Bundle, **options: object) -> Iterator[Served]:
-    """A real Triton and a real front end over a bundle."""
+    """Serve a bundle with a real Triton and a real front end."""
     with (
         tempfile.TemporaryDirectory() as logs,
         repository_of(bundle) as repository,
@@ -264,8 +264,8 @@ def serving(bundle: Bundle, **options: object) -> Iterator[Served]:
 
 @contextmanager
 def client_of(served: Served) -> Iterator[OpenAI]:
-    """The real client, which reports failures at once."""
-    from openai import OpenAI  # absent on some machines with a GPU
+    """Provide the real client without retries, so that failures are reported at once."""
+    from openai import OpenAI  # some GPU machines lack it
 
     with OpenAI(base_url=served.front.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -1,4 +1,4 @@
-"""One package of a random model and one real tritonserver for it, shared by these tests."""
+"""A package of a random model and a real tritonserver for it, shared by all tests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def is_skipped() -> bool:
-    """Whether tests that need Triton are skipped: never in CI, where they fail without it."""
+    """Return whether tests that need Triton are skipped. In CI they never are; without Triton, they fail."""
     return importlib.util.find_spec("pytriton") is None and not in_ci()
 
 
@@ -41,7 +41,7 @@ needs_triton = pytest.mark.skipif(
     reason="nvidia-pytriton is not installed: pip install -e '.[serve]'",
 )
 
-# Never stable, so it runs through all of its steps: far longer than any test waits.
+# A request with these options never stops early, so it runs far longer than any test waits.
 ENDLESS: dict[str, Any] = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
 
 Local = Callable[..., Result]
@@ -59,12 +59,12 @@ def write_random(folder: Path) -> None:
     model = build_model()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim >= 2:  # so that some tokens are likelier than others
+            if parameter.ndim >= 2:  # makes some tokens likelier than others
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
-    # At random, a call would begin every few tokens.
+    # Without tokens for calls, since random weights would begin a call every few tokens.
     build_tokenizer(calls=()).save_pretrained(folder)
-    # The committed demo's, which writes no images.
+    # The template of the committed demo, which does not support images.
     committed = Path(canvasrt.demo.__file__).with_name("checkpoint") / "chat_template.jinja"
     (folder / "chat_template.jinja").write_text(committed.read_text("utf-8"))
 
@@ -77,7 +77,7 @@ def graphs() -> Bundle:
 
 @pytest.fixture(scope="session")
 def engines(graphs: Bundle) -> Bundle:
-    """CPU engines from those graphs."""
+    """CPU engines built from these graphs."""
     return load_bundle(library.bundle(graphs.path), kind="engines", check=False)
 
 
@@ -88,7 +88,7 @@ def packaged(engines: Bundle) -> Bundle:
 
 @pytest.fixture(scope="session")
 def server(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A ready server, stopped and checked for stale processes and memory at the end."""
+    """A ready server. At the end, it is stopped and checked for stale processes and memory."""
     log = tmp_path_factory.mktemp("server") / "triton.log"
     with (
         repository_of(packaged) as repository,
@@ -100,7 +100,7 @@ def server(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def front(server: Server) -> Iterator[FrontEnd]:
-    """An OpenAI front end over the shared server, which serves its model under two names."""
+    """An OpenAI front end of the shared server. The model has two names."""
     options = FrontOptions(
         port=0, names=("canvasrt", "alias"), about={"digest": "0123456789abcdef", "thinking": False}
     )
@@ -110,8 +110,8 @@ def front(server: Server) -> Iterator[FrontEnd]:
 
 @pytest.fixture(scope="session")
 def openai(front: FrontEnd) -> Iterator[OpenAI]:
-    """The real client; it reports failures at once."""
-    from openai import OpenAI  # absent on some machines with a GPU
+    """The real client without retries, so that failures are reported at once."""
+    from openai import OpenAI  # some GPU machines lack it
 
     with OpenAI(base_url=front.url, api_key="none", max_retries=0, timeout=120) as client:
         yield client
@@ -136,7 +136,7 @@ def tokenizer(engines: Bundle) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
-    """Generates in this process: what the server must answer too."""
+    """Return a function that generates in this process. The server's answers must be the same."""
     model = open_model(engines.path, threads=1)
 
     def generate(prompt: str, **options: Any) -> Result:
@@ -149,7 +149,7 @@ def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
 
 
 def stale(server: Server) -> list[Path]:
-    """Leftovers of a stopped server: shared memory and processes with its name."""
+    """Return what is left of a stopped server: shared memory and processes with its name."""
     found = list(Path("/dev/shm").glob(f"{server.run_name}*"))
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -161,7 +161,7 @@ def stale(server: Server) -> list[Path]:
 
 
 def metric(server: Server, name: str) -> float:
-    """A metric's value on the server's metrics endpoint."""
+    """Return the value of a metric from the server's metrics endpoint."""
     url = f"http://127.0.0.1:{server.ports.metrics}/metrics"
     with urllib.request.urlopen(url, timeout=10) as reply:
         for line in reply.read().decode().splitlines():
@@ -171,7 +171,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def eventually(check: Callable[[], bool], seconds: float = 300) -> bool:
-    """Whether `check` becomes true in time."""
+    """Wait until `check` returns true; return whether it did in time."""
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:

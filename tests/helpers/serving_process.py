@@ -1,4 +1,4 @@
-"""`canvasrt serve` as a process of its own."""
+"""`canvasrt serve` as a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
 
 
 class Reply(NamedTuple):
-    """An HTTP answer, with a parsed body if that is JSON."""
+    """An HTTP answer. A JSON body is parsed."""
 
     status: int
     body: Any
@@ -37,7 +37,7 @@ def call(
     headers: Mapping[str, str] = JSON,
     timeout: float = 120,
 ) -> Reply:
-    """POST a body, bytes or what JSON can be made of; GET without one."""
+    """Send a POST with a body, given as bytes or as data for JSON. Without a body, send a GET."""
     connection = http.client.HTTPConnection(host, timeout=timeout)
     try:
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body)
@@ -53,20 +53,20 @@ def call(
 def chat(
     host: str, content: str = "12+34=", key: str = "none", timeout: float = 120, **options: Any
 ) -> Reply:
-    """The answer to one short chat, unless the options make it long."""
+    """Send a chat, which is short unless the options make it long; return the answer."""
     body = {"model": "canvasrt", "messages": [{"role": "user", "content": content}]}
     headers = {**JSON, "Authorization": f"Bearer {key}"}
     return call(host, "/v1/chat/completions", {**body, **SHORT, **options}, headers, timeout)
 
 
 def ask(running: Serving, content: str = "12+34=", **options: Any) -> Reply:
-    """The answer of a server to one short chat, unless the options make it long."""
+    """Send a server a chat, which is short unless the options make it long; return the answer."""
     return chat(running.host, content, **options)
 
 
 @dataclass
 class Serving:
-    """A `canvasrt serve` that is ready, and what it said about itself."""
+    """A ready `canvasrt serve`, and the addresses and ids that it printed."""
 
     process: subprocess.Popen[str]
     said: dict[str, Any]
@@ -81,19 +81,19 @@ class Serving:
         return Client(self.said["http"], timeout=60)
 
     def stop(self, number: int) -> str:
-        """Sends a signal, and returns what the process wrote to stderr by its end."""
+        """Send a signal and wait for the end; return what the process wrote to stderr."""
         self.process.send_signal(number)
         return self.process.communicate(timeout=120)[1]
 
     def stale(self) -> list[str]:
-        """Processes and shared memory whose names contain the serving process's id."""
+        """Return processes and shared memory whose names contain the serving process's id."""
         mark = f"-{self.process.pid}-"
         shared = [each.name for each in Path("/dev/shm").glob(f"canvasrt-*{mark}*")]
         lines = command_lines().values()
         return shared + [line for line in lines if "canvasrt-" in line and mark in line]
 
     def model_process(self) -> int:
-        """The stream model's process."""
+        """Return the id of the stream model's process."""
         wanted = ("/canvasrt_stream/1/model.py", f"-{self.process.pid}-")
         lines = command_lines().items()
         (found,) = (int(pid) for pid, line in lines if all(part in line for part in wanted))
@@ -105,7 +105,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
-    """Starts `canvasrt serve` with a state and a scratch folder of its own."""
+    """Run `canvasrt serve` with a separate state folder and a separate folder for temporary files."""
     process = started(bundle, folder, *options)
     try:
         assert process.stdout is not None
@@ -127,7 +127,7 @@ def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
 
 
 def started(bundle: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Like `serving`, but the server may not be ready yet, or may never be."""
+    """Start a server like `serving`, but do not wait until it is ready."""
     (folder / "tmp").mkdir(parents=True)
     env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder / "tmp")}
     command = [sys.executable, "-m", "canvasrt", "serve", str(bundle), "--json", *options]
@@ -137,7 +137,7 @@ def started(bundle: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def command_lines() -> dict[str, str]:
-    """The command line of every process, by its number."""
+    """Return the command line of every process, by process id."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):

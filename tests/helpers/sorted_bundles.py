@@ -1,4 +1,4 @@
-"""Bundles whose experts run between engines, for the fake TensorRT and Triton's interpreter."""
+"""Bundles with experts over sorted rows, for the fake TensorRT and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TARGET = "rtx-pro-6000"
 
 
 def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
-    """Build a bundle with `--experts sorted`, as for a GPU; its engines name graphs, and its kernels forms."""
+    """Build a bundle with `--experts sorted`. Its engine files name graphs, and its kernel files name kernels."""
     kept = out.with_name(f"{out.name}-graphs")
     kept.mkdir()
 
     def name_graph(job: Job, children: Any = None) -> int:
-        # The graphs of pieces are gone when the build ends.
+        # The graphs of pieces must be copied, since the build removes them at its end.
         data = job.graph.with_suffix(".bin")
         names = {
             entry.value
@@ -53,7 +53,7 @@ def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "compile_graph", name_graph)
         patch.setattr(ahead, "compile_kernel", named_kernel)
-        # Real engines compute in bf16, which ONNX Runtime does not on a CPU.
+        # The check would refuse fp32 graphs. Real engines compute in bf16, but ONNX Runtime cannot on a CPU.
         patch.setattr("canvasrt.build.checks.check_source", lambda *_: None)
         patch.setenv("CANVASRT_CACHE", str(out.with_name(f"{out.name}-cache")))
         made = BuildOptions(
@@ -68,12 +68,12 @@ def open_sorted(
     rtx: bool = True,
     then: Callable[[SortingDevice], object] = lambda device: None,
 ) -> tuple[DeviceModel, SortingDevice]:
-    """Open such a bundle on a fake device. `then` is called before its engines are opened."""
+    """Open such a bundle on a fake device. `then` is called with the device before the engines are opened."""
     backend, device = sorted_backend(bundle, share, rtx)
     then(device)
     model = open_model(bundle.path, backend=backend)
     assert isinstance(model, DeviceModel)
-    device.kernels_run = 0  # so far, to check them
+    device.kernels_run = 0  # not counting the checks
     return model, device
 
 

@@ -1,4 +1,4 @@
-"""The source's modules: their syntax trees, and who imports whom."""
+"""The modules of the source: their syntax trees, and which module imports which."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 STAGES = ("export", "build", "runtime", "containers")
 
-# The entry points of an image, which run there and not here.
+# Names entry points that run in an image, so these strings are not imports.
 ENTRY_POINTS = "canvasrt.containers.package.image_settings"
 
 
@@ -37,7 +37,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def named_modules(name: str, text: str, known: Collection[str]) -> set[str]:
-    """Return the module of ours that a string names, or the package it starts with."""
+    """Return the module of canvasrt that a string names, or the longest beginning of it that is one."""
     text = text.removeprefix("-m")
     if name == ENTRY_POINTS or not re.fullmatch(r"canvasrt(\.\w+)+\.?", text):
         return set()
@@ -47,7 +47,7 @@ def named_modules(name: str, text: str, known: Collection[str]) -> set[str]:
 
 
 def started_modules(name: str, node: ast.List | ast.Tuple) -> set[str]:
-    """Return the command line's module if a command's words run it: `-m canvasrt`."""
+    """Return the module of the command line if these words run it by `-m canvasrt`."""
     words = [each.value if isinstance(each, ast.Constant) else "" for each in node.elts]
     asked = ("-m", "canvasrt") in pairwise(words) or "-mcanvasrt" in words
     runs = name != ENTRY_POINTS and asked
@@ -56,9 +56,9 @@ def started_modules(name: str, node: ast.List | ast.Tuple) -> set[str]:
 
 @cache
 def imports() -> dict[str, frozenset[str]]:
-    """Return which of our modules each module imports, anywhere in its code.
+    """Return which modules of canvasrt each module imports, anywhere in its code.
 
-    A module whose name stands in a string counts too: it is imported by name or run by Python.
+    A module named in a string also counts, since it may be imported by name or run as a process.
     """
     known = modules()
     graph = {}
@@ -74,7 +74,7 @@ def imports() -> dict[str, frozenset[str]]:
                 found |= named_modules(name, node.value, known)
             elif isinstance(node, ast.List | ast.Tuple):
                 found |= started_modules(name, node)
-        # The package itself only holds its version.
+        # `canvasrt` itself contains only the version.
         graph[name] = frozenset(found & known.keys()) - {name, "canvasrt"}
     return graph
 

@@ -1,4 +1,4 @@
-"""The image of a package on a stand-in for NVIDIA's base, and a docker that has it: fixtures for tests that run it."""
+"""Fixtures: a package's image on a substitute for NVIDIA's base image, and docker with this image loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.serving import eventually
 STANDIN_TAG = "canvasrt-runs:1"
 SECRET = "hf_canaryCanaryCanaryCanaryCanary01"
 KEY = "nvapi-" + "canary_" * 8
-# Asks a server in three ways, and prints the answers.
+# Asks a server over three protocols, and prints the answers.
 THREE_PROTOCOLS = """
 import json, openai
 from canvasrt.containers.client.triton import Client
@@ -39,7 +39,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept() -> Iterator[None]:
-    """The stand-in and the wheels come over the network: they are kept from one test run to the next."""
+    """Keep the base image and the wheels between test runs, since they are downloaded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANVASRT_CACHE", str(Path.home() / ".cache" / "canvasrt-tests"))
         yield

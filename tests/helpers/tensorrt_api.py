@@ -1,4 +1,4 @@
-"""The part of TensorRT's API that the fake one has, and what the real one documents about it."""
+"""The part of TensorRT's API that the fake has, and its documentation in the real module."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _OWN = {
 
 
 def borrowed(fake: type) -> set[str]:
-    """Return those names of a class in `API` that the real class must have."""
+    """Return the names of a fake class that the real class must have."""
     return {name for name in vars(fake) if not name.startswith("_")} - _OWN
 
 
 def parameters(fake: type, name: str) -> list[str] | None:
-    """Return the parameters' names of a fake's method; None for anything else."""
+    """Return the names of the parameters of a fake's method, or None for other attributes."""
     method = vars(fake)[name]
     return list(inspect.signature(method).parameters)[1:] if inspect.isfunction(method) else None
 
 
 def documented(doc: str) -> list[list[str]]:
-    """Return the parameters' names in the signatures of a real method's docstring, without `self`."""
+    """Return the names of parameters, without `self`, for each signature in a real method's docstring."""
     found = [line for line in doc.splitlines() if "(self:" in line]
     heads = [re.sub(r"\[[^\[\]]*\]|<[^<>]*>", "", each.partition(") ->")[0]) for each in found]
     return [re.findall(r"(\w+): ", each.partition("(")[2])[1:] for each in heads]

@@ -1,4 +1,4 @@
-"""A made-up tokenizer as large as the released model's: words, other scripts, punctuation, bytes."""
+"""A made-up tokenizer as large as the released model's, with words, other scripts, punctuation and bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SCRIPTS = (
 
 
 def large_tokenizer(size: int = SIZE) -> Tokenizer:
-    """Return a tokenizer of `size` tokens. As in the released model's vocabulary, no token has two
-    digits. The ids of `SPECIAL` are 0, 1, 2, 3."""
+    """Return a tokenizer with `size` tokens. As in the released vocabulary, no token has two digits. The ids of
+    `SPECIAL` are 0 to 3."""
     tokens = dict.fromkeys(SPECIAL)
     for token in _tokens(random.Random(0)):
         if len(tokens) == size:
@@ -39,7 +39,7 @@ def large_tokenizer(size: int = SIZE) -> Tokenizer:
 
 
 def _tokens(draw: random.Random) -> Iterator[str]:
-    """Yield tokens without end, some of them twice."""
+    """Yield tokens forever, some of them repeatedly."""
     yield from (f"<0x{byte:02X}>" for byte in range(256))
     yield from ("\n" * count for count in range(1, 32))
     yield from (_SPACE * count for count in range(1, 32))

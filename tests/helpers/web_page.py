@@ -1,4 +1,4 @@
-"""A real browser, and what tests do with the page at `/`."""
+"""A real browser, and helpers for the page at `/`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Any]:
-    """Open the page; at the end, check that no script failed and no other site was called."""
+    """Provide a function that opens the page. At the end, check that no script failed and that no other site was
+    called."""
     contexts, problems, addresses = [], [], []
 
     def visit(front: FrontEnd, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Any:

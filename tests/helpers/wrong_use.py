@@ -1,6 +1,6 @@
-"""Every wrong use of every command: command lines, and what their errors say."""
+"""Wrong uses of every command: command lines, and texts of their errors."""
 
-# A command line → what its error says. None of them reads a bundle or calls a server.
+# Command line → a text in its error. None of these commands reads a bundle or calls a server.
 WRONG = {
     "nothing": "'nothing'",
     "--nothing": "--nothing",
@@ -61,16 +61,16 @@ WRONG = {
     "package e -o out --max-batch 0": "--max-batch",
     "batch": "QUESTIONS.jsonl",
     "batch q": "--out",
-    "batch q -o a --bundle b --url u": "--bundle does not go with --url",
-    "batch q -o a --bundle b --timeout 2": "--timeout does not go with --bundle",
-    "batch q -o a --threads 2": "--threads does not support servers",
+    "batch q -o a --bundle b --url u": "--bundle and --url cannot be combined",
+    "batch q -o a --bundle b --timeout 2": "--timeout has no effect with --bundle",
+    "batch q -o a --threads 2": "--threads has no effect on servers",
     "batch q -o a --concurrency 0": "--concurrency",
     "batch q -o a --timeout 0": "--timeout",
     "batch q -o a --seed -1": "--seed",
     "batch q -o a --url ftp://x": "--url ftp://x has the unsupported scheme ftp",
-    # generating here
+    # commands that generate in this process
     "generate": "BUNDLE",
-    "generate a b --image c --raw": "--image does not go with --raw",
+    "generate a b --image c --raw": "--image cannot be combined with --raw",
     "generate a b --image-tokens 71": "--image-tokens is 71",
     "generate b": "no prompt was given",
     "generate b ''": "the prompt is empty",
@@ -86,8 +86,8 @@ WRONG = {
     "generate b x --n 0": "--n",
     "generate b x --device tpu": "unknown device 'tpu'",
     "generate b x --device ''": "unknown device ''",
-    "generate b x --logprobs": "--logprobs prints nothing more without --json",
-    "generate b x --score-blocks": "--score-blocks prints nothing more without --json",
+    "generate b x --logprobs": "--logprobs has no effect without --json",
+    "generate b x --score-blocks": "--score-blocks has no effect without --json",
     "generate b x --n 2 --stream": "--n 2 does not allow --stream",
     "generate b x --n 2 --drafts": "--n 2 does not allow --drafts",
     "generate b x --threads 0": "--threads",
@@ -122,7 +122,7 @@ WRONG = {
     "bench http://h --model m --against http://h": "--against is http://h itself",
     "bench http://h --against vllm": "vllm is not an address of a server",
     "bench http://h --rate 0": "--rate",
-    # calling a server
+    # commands that call a server
     "infer": "no prompt was given",
     "infer ''": "the prompt is empty",
     "infer x --prompt-ids 3": "--prompt-ids is the whole prompt",
@@ -149,8 +149,8 @@ WRONG = {
     "chat --score-blocks": "--score-blocks",
     "chat --url a:port": "--url a:port is not an address",
     "ask": "BUNDLE_OR_URL",
-    "generate b --infill a{1}b --stream": "--infill fills one text",
-    "generate b --infill a{1}b --canvas {}": "--infill has a canvas of its own",
+    "generate b --infill a{1}b --stream": "--infill cannot be combined with",
+    "generate b --infill a{1}b --canvas {}": "--infill does not allow --canvas",
     "generate b --infill gapless": "--infill has no gap",
     "generate b x --canvas nope": "--canvas is not JSON",
     "generate b x --canvas '{\"nope\": 1}'": "--canvas",
@@ -160,9 +160,9 @@ WRONG = {
     "ask b q.yaml x --steps 0": "--steps",
     "ask b q.yaml x --image-tokens 71": "--image-tokens is 71",
     "ask b q.yaml x --layout nope": "--layout is 'nope'",
-    "ask http://h q.yaml x --threads 2": "--threads does not support a server",
-    "ask http://h q.yaml x --device cpu": "--device does not support a server",
-    # serving
+    "ask http://h q.yaml x --threads 2": "--threads has no effect on a server",
+    "ask http://h q.yaml x --device cpu": "--device has no effect on a server",
+    # commands that serve
     "serve b --ready-timeout -5": "--ready-timeout",
     "serve b --ready-timeout inf": "--ready-timeout",
     "infer x --timeout inf": "--timeout",
@@ -176,7 +176,7 @@ WRONG = {
     "serve b --max-model-len 0": "--max-model-len",
     "serve b --exit-timeout -1": "--exit-timeout",
     "serve b --devices two": "--devices is 'two'",
-    "serve b --devices all --device 0": "--device names one GPU",
+    "serve b --devices all --device 0": "--device and --devices are both set",
     "serve b --share-passes maybe": "--share-passes is 'maybe'",
     "serve b --device 99": "there is no GPU '99'",
     "serve b --log-level loud": "--log-level is 'loud': not one of TRACE",
@@ -190,7 +190,7 @@ WRONG = {
     "serve demo --ssl-mode tls --ssl-cert c": "--ssl-mode tls needs --ssl-key",
     "serve demo --ssl-mode tls --ssl-cert c --ssl-key k --ssl-ca a": "--ssl-ca has no effect",
     "serve demo --ssl-mode mtls --ssl-cert c --ssl-key k": "--ssl-mode mtls needs --ssl-ca",
-    "serve demo --profile p": "--profile has no effect: demo is a checkpoint",
+    "serve demo --profile p": "--profile has no effect on the checkpoint demo",
     "list-model-profiles": "no bundle was given",
     "download-to-cache": "no bundle was given",
     "download-to-cache b --all --profile p": "--all does not allow --profile",
@@ -213,7 +213,7 @@ WRONG = {
 }
 
 
-# Command lines that need variables or files.
+# Command lines whose errors need variables or files.
 VARIABLES = {
     "serve b --dry-run": {
         "NIM_PASSTHROUGH_ARGS": ("--nothing", "NIM_PASSTHROUGH_ARGS is '--nothing'"),
@@ -244,8 +244,8 @@ FILES = {
         "--reference does not support images",
     ),
 }
-# Errors that only Python code or a bundle can cause: their place and words of their message → the
-# test with these words.
+# Errors that only Python code or a bundle can cause: file and words of the message → the test that contains these
+# words.
 ELSEWHERE = {
     ("containers/serve/checks.py", "ports have no TLS"): "tests/faults/test_ports.py",
     ("containers/package/package.py", "no bundle was given"): (
@@ -271,7 +271,7 @@ ELSEWHERE = {
     ("containers/package/image_settings.py", "SOURCE_DATE_EPOCH is"): (
         "tests/containers/image/test_image.py"
     ),
-    # Typer refuses these values itself.
+    # On the command line, Typer refuses these values.
     ("build/options.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"
     ),

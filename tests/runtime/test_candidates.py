@@ -1,5 +1,5 @@
-"""`top_p`, `top_k`, `min_p` and `logit_bias`: whole generations equal those of transformers with its own
-warpers, and a step equals one that draws every token on the host."""
+"""`top_p`, `top_k`, `min_p` and `logit_bias`: generations equal those of transformers with its warpers, and a step
+equals one that draws every token on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.reference import Pair, warpers_of
 
-# Uncertain tokens are accepted, so that candidates matter.
+# The high bound accepts uncertain tokens, so that candidates matter.
 BASE = SamplingParams(
     max_new_tokens=64,
     max_denoising_steps=11,
@@ -61,7 +61,7 @@ def test_candidates_are_those_of_the_warpers(change: dict) -> None:
 
 
 def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair) -> None:
-    """A draw of the likeliest token can become another one, since other candidates' shares grow."""
+    """Restricting candidates may change even a draw of the likeliest token, since the shares of all candidates grow."""
     head, config, random = tiny.model.host_head, tiny.model.config, np.random.default_rng(0)
     params = SamplingParams(
         top_k=3, entropy_bound=1e6, max_denoising_steps=30, t_min=0.05, t_max=0.6
@@ -82,7 +82,7 @@ def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair) -> None:
 
 
 def test_few_places_are_scored(tiny: Pair, prompt: Prompt, monkeypatch) -> None:
-    """The host scores a place only if its draw may depend on the candidates."""
+    """The host computes logits of a position only if its draw may depend on the candidates."""
     scored = []
     logits = HostHead.logits
     monkeypatch.setattr(

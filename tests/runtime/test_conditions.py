@@ -1,5 +1,5 @@
-"""Seeds, pins and restricted positions equal transformers' own generation with other tokens' logits at minus
-infinity, drawing from the same noise."""
+"""Seeds, pins and restricted positions: generations equal those of transformers, with the same noise, and with logits
+of minus infinity for tokens that are not allowed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL = Conditions({1: 77, 2: 6}, {0: 40, 20: 99, 45: 400}, {2: (5, 6), 3: FEW, 50
 
 
 class Told(Reference):
-    """The reference under conditions, given as its own tables: block → position → tokens."""
+    """The reference with conditions, as tables: (block, position) → tokens."""
 
     def __init__(self, model: Any, given: Conditions, length: int, ends: tuple[int, ...]) -> None:
         super().__init__(model)
@@ -104,7 +104,7 @@ def run(pair: Pair, prompt: list[int], params: SamplingParams, given: Conditions
 def test_generations_equal_transformers(
     tiny: Pair, prompt: Prompt, seed: int, given: Conditions, length: int
 ) -> None:
-    """Several blocks, on canvases of two sizes, with early stop."""
+    """Generates several blocks with early stop, on canvases of two sizes."""
     params = replace(BASE, seed=seed, canvas_length=length)
     expected = reference(tiny, prompt(40, seed), params, given)
     result = run(tiny, prompt(40, seed), params, given)
@@ -119,7 +119,7 @@ def test_generations_equal_transformers(
 def test_no_answer_ends_before_its_last_pin_or_least(
     tiny: Pair, prompt: Prompt, given: Conditions
 ) -> None:
-    """Half of the vocabulary ends answers."""
+    """Half of the vocabulary would end the answer."""
     ends = tuple(range(0, tiny.model.config.vocab_size, 2))
     params = replace(BASE, eos_token_ids=ends, max_new_tokens=96)
     result, free = (run(tiny, prompt(20), params, each) for each in (given, Conditions()))

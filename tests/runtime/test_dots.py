@@ -1,5 +1,5 @@
-"""The bundled checkpoint that sees names the color of dots that it was never trained on, with
-transformers' tokens."""
+"""The bundled checkpoint with a vision tower names the color of dots on pictures that were not used in training, and
+its tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOR, COUNT = DOTS_PROMPTS
 
 
 def answer(pair: Pair, dots: Dots, text: str, budget: int, seed: int) -> tuple[str, Result]:
-    """Return our answer, after comparing it with transformers' own."""
+    """Return canvasrt's answer, after comparing it with that of transformers."""
     picture = read_picture(png(dots), pair.model.config.vision or {}, budget)
     content = [{"type": "image"}, {"type": "text", "text": text}]
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": content}])
@@ -84,7 +84,7 @@ def test_the_command_line_asks_about_images(
 def test_the_command_line_takes_images(
     demo_vision: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The README's picture."""
+    """The image is the README's picture."""
     call = ["generate", str(demo_vision.bundle), COLOR, "--seed", "1"]
     for budget in (SMALL, FULL):
         picture = ["--image", str(ROOT / "docs" / "dots.webp"), "--image-tokens", str(budget)]

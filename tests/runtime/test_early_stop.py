@@ -1,4 +1,4 @@
-"""When a block ends, and when tokens are final before their block, on chosen step results and on a real model."""
+"""When a block ends and when tokens settle before their block, for chosen step results and for a real model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.reference import Pair
 
 CALM, UNSURE = 0.001, 0.1
 EOS = 1
-# The first tokens of a canvas and their entropies, or those of all its positions.
+# Tokens and entropies of a step: lists for the first positions of the canvas, or numbers for all positions.
 Step = tuple[list[int] | int, list[float] | float]
 
 
@@ -51,11 +51,11 @@ def feed(pair: Pair, steps: Sequence[Step], **options: Any) -> list[Event]:
         ({"stability_threshold": 0}, [(7, CALM)], [1]),
         ({"stability_threshold": 1}, [(7, CALM), (8, CALM), (7, CALM)], []),
         ({"stability_threshold": 1}, [(7, CALM), (7, UNSURE)], []),
-        # The threshold itself is not below it.
+        # The entropy must be below the threshold, not equal.
         ({"stability_threshold": 0, "confidence_threshold": 0.005}, [(7, 0.005)], []),
-        # A new block forgets the last one's canvas.
+        # A new block does not remember the previous block's canvas.
         ({"stability_threshold": 1, "max_new_tokens": 64}, [(7, CALM)] * 4, [2, 2]),
-        # The last step ends a block in any case.
+        # The last step always ends a block.
         ({"max_denoising_steps": 6}, [(token, UNSURE) for token in range(3, 9)], [6]),
         ({"max_denoising_steps": 6, "early_stop": False}, [(7, CALM)] * 6, [6]),
     ],
@@ -75,7 +75,7 @@ def params(stability: int, adaptive: bool = True) -> SamplingParams:
 
 @pytest.mark.parametrize("stability", [0, 1, 2, 3])
 def test_the_rule_is_that_of_transformers(stability: int) -> None:
-    """Compare on random canvases that change occasionally, with logits between flat and peaked."""
+    """Compares with transformers on random canvases that change occasionally, with flat to peaked logits."""
     rng = np.random.default_rng(stability)
     theirs = StableAndConfidentStoppingCriteria(stability, 0.005)
     ours = EarlyStopping(params(stability))
@@ -105,24 +105,24 @@ def test_when_certain_the_first_step_without_entropy_is_enough() -> None:
 @pytest.mark.parametrize(
     ("settle_steps", "steps", "settled", "tokens"),
     [
-        # A position waits for all before it.
+        # A position waits for all earlier positions.
         (
             1,
             [([5, 6, 7], [CALM, UNSURE, CALM])] * 2 + [([5, 6, 7], [CALM] * 3)] * 2,
             [(2, [5]), (3, [6, 7])],
             None,
         ),
-        # A change or doubt starts the count again.
+        # A changed token or a high entropy restarts the count.
         (2, [([token], [CALM]) for token in (5, 5, 6, 6, 6)], [(5, [6])], None),
         (2, [([5], [each]) for each in (CALM, CALM, UNSURE, CALM, CALM)], [(5, [5])], None),
-        # A settled token stays when the model changes its mind.
+        # A settled token stays, even if the model later prefers another.
         (
             1,
             [([5, 6], [CALM, UNSURE])] * 2 + [([8, 6], [CALM, CALM])] * 18,
             [(2, [5])],
             [5, 6],
         ),
-        # A block ends once the end of the sequence has settled.
+        # A block ends when the end of the sequence has settled.
         (2, [([5, EOS], [CALM, CALM])] * 9, [], [5, EOS]),
         (0, [([5, 6], [CALM, CALM])] * 9, [], None),
     ],

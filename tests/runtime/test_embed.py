@@ -1,4 +1,4 @@
-"""Embeddings on the host equal transformers' in the table's own dtype, bit for bit."""
+"""Embeddings on the host equal those of transformers in the table's dtype, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canvasrt.runtime.bundle_facts import scaled_embeddings
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scaled_embeddings(dtype: str) -> None:
-    """2816 is the released model's size: its root, 53.07, is 53 in bf16."""
+    """2816 is the released hidden size. Its root, 53.07, is rounded to 53 in bf16."""
     from transformers.models.diffusion_gemma import modeling_diffusion_gemma as reference
 
     kind = next(v for name, v in vars(reference).items() if name.endswith("ScaledWordEmbedding"))

@@ -1,4 +1,4 @@
-"""Whole generations equal transformers' `generate`, token by token, when both draw the same noise."""
+"""With the same noise, whole generations equal the `generate` of transformers, token by token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def seeds(base: SamplingParams, count: int, first: int = 0) -> list[SamplingPara
 
 
 def common_token(results: list[Result]) -> int:
-    """Return a token that occurs inside a block of most results, as a stand-in for the end of sequence."""
+    """Return a token that occurs inside a block of most results. Tests use it as the end of sequence."""
     canvas = 32
     counts: dict[int, int] = {}
     for result in results:
@@ -70,7 +70,7 @@ def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt) -> None:
     base = replace(BASE, max_new_tokens=160)
     prompts = [prompt(20, seed) for seed in range(4)]
     params = seeds(base, 4, first=300)
-    # Use tokens that occur as ends of sequence: random weights would hardly ever write token 1.
+    # Ends of sequence must be tokens that occur: random weights would hardly ever generate token 1.
     free = tiny.generate(prompts, params)
     ends = (1, common_token(free), free[0].token_ids[45])
     results = check(tiny, prompts, [replace(each, eos_token_ids=ends) for each in params])
@@ -113,12 +113,12 @@ def test_prefill_in_chunks(tiny, prompt: Prompt, monkeypatch, chunk: int) -> Non
     passes = tiny.model.counters.encode_passes
     parts = tiny.generate([prompt(150)], [replace(BASE, max_new_tokens=64)])[0]
     assert parts.token_ids == whole.token_ids
-    # The prompt's chunks and the first block's; the last block is never encoded.
+    # Chunks of the prompt and of the first block. The last block is never encoded.
     assert tiny.model.counters.encode_passes - passes == -(-150 // chunk) + -(-32 // chunk)
 
 
 def test_prompts_of_the_demo_checkpoint(demo) -> None:
-    """The trained model, under its own settings: several blocks, and its own end of sequence."""
+    """A trained model with its default settings generates several blocks and ends the sequence itself."""
     results = []
     for index, text in enumerate(DEMO_PROMPTS):
         prompt = demo.tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -131,7 +131,7 @@ def test_prompts_of_the_demo_checkpoint(demo) -> None:
 
 
 def test_an_undertrained_checkpoint(undertrained) -> None:
-    """An unsure model takes many steps and accepts in part."""
+    """An unsure model takes many steps and accepts only some tokens in each."""
     text = "count 7 to 31"
     prompt = undertrained.tokenizer.encode_chat([{"role": "user", "content": text}])
     base = SamplingParams.from_defaults(
@@ -145,7 +145,7 @@ def test_an_undertrained_checkpoint(undertrained) -> None:
 
 
 def test_these_tests_are_not_vacuous(tiny, prompt: Prompt) -> None:
-    """The tiny model must change its mind, accept in part, and stop early now and then."""
+    """The tiny model changes tokens between steps, accepts only some, and stops early in some blocks."""
     out = tiny.reference.generate([prompt(40, s) for s in range(4)], seeds(BASE, 4))
     steps = [count for row in range(4) for count in out.trace.steps(row)]
     assert len(set(steps)) >= 3

@@ -1,4 +1,4 @@
-"""Generations from prompts with images equal transformers' `generate`, token by token."""
+"""Generations from prompts with images equal the `generate` of transformers, token by token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(
     max_new_tokens=64, max_denoising_steps=11, entropy_bound=1.0, confidence_threshold=1.0, seed=5
 )
 IMAGE = 510  # the tiny model's image token
-# Text lengths around images. In some cases an image's soft tokens exceed the sliding window of 64.
+# Lengths of the text around images, and the images. Some images have more soft tokens than the sliding window of 64.
 SHAPES = {
     "one": ([20, 30], [noise(90, 70)]),
     "first": ([1, 5], [noise(40, 160, 1)]),
@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def prompt_of(pair: Pair, texts: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-    """Random text of these lengths, with the images between."""
+    """Return a prompt with random text of these lengths and the images between."""
     random = np.random.default_rng(sum(texts))
     ids: list[int] = []
     for number, count in enumerate(texts):
@@ -90,10 +90,10 @@ def test_where_chunks_end() -> None:
     groups = np.array([-1, -1, 0, 0, 0, -1, 1, 1, 1, 1])
     cuts = [uncut(groups, most, most) for most in range(1, 12)]
     assert cuts == [1, 2, 2, 2, 5, 6, 6, 6, 6, 10, 10]
-    # An image is included whole if there is room.
+    # A chunk includes an image only whole, if there is room.
     assert [uncut(groups, 3, most) for most in range(3, 7)] == [2, 2, 5, 5]
     assert [uncut(groups, 7, most) for most in (9, 10)] == [6, 10]
-    # A longer image is a chunk of its own.
+    # An image that is longer than a chunk is a separate chunk.
     assert uncut(groups[2:], 2, 2) == 3
     assert uncut(groups[6:], 2, 2) == 4
     assert uncut(groups[:0], 3, 3) == 0

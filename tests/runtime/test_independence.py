@@ -1,4 +1,4 @@
-"""A request's result depends on the request alone, not on its neighbours, the batch, the device or the run."""
+"""The result of a request depends only on the request, not on other requests, the batch, the device or the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TEMPLATE = Template(
     tuple(range(100, 132)), (Blank(0, 2, Labels(((7,), (300,), (45,)))), Blank(1, 8, TREE))
 )
 GAPS = tuple(-1 if place % 3 else 40 + place for place in range(30)) + (1, 0)
-# The length of a prompt, and what a request for text can choose.
+# Lengths of prompts, and sampling parameters.
 TEXTS: list[tuple[int, dict[str, Any]]] = [
     (70, {}),
     (5, {"max_new_tokens": 96, "t_max": 0.5}),
@@ -65,7 +65,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def requests(tiny: Pair, demo: Pair) -> list[Request]:
-    """Requests of every kind, of three callers."""
+    """Requests of every kind, from three callers."""
     config = tiny.model.config
     made = [
         Request(prompt(length, given.get("seed", seed)), replace(BASE, **{"seed": seed, **given}))
@@ -94,12 +94,12 @@ def requests(tiny: Pair, demo: Pair) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Pair, requests: list[Request]) -> list[Result]:
-    """Each request by itself."""
+    """The results of requests that run alone."""
     return [Generator(tiny.model, 1).run([request])[0] for request in requests]
 
 
 def numbers(result: Result) -> list[float]:
-    """The probabilities in a result, which may differ by rounding."""
+    """Return the probabilities and scores in a result, which may differ by rounding."""
     found = [number for each in result.logprobs for _, number in each.top]
     found += [each.score for each in result.block_scores]
     found += [getattr(result, "logprob", 0.0)]
@@ -114,7 +114,7 @@ def check(results: Sequence[Result], expected: Sequence[Result]) -> None:
 
 
 def arriving(generator: Generator, requests: Sequence[Request], every: int) -> list[Result]:
-    """Add a request every few steps."""
+    """Run requests, adding one every few steps."""
     waiting, ids, steps = list(requests), list[int](), 0
     results: dict[int, Result] = {}
     while waiting or not generator.idle:
@@ -132,7 +132,7 @@ def device(pair: Pair, apart: bool = False) -> Model:
 
 
 def padded(pair: Pair) -> Model:
-    """Several requests in one pass on a CPU."""
+    """Return a model on a CPU that runs several requests in one pass."""
     model = open_model(pair.bundle, threads=1)
     model.rows_apart = False
     return model
@@ -145,7 +145,7 @@ WAYS: dict[str, Callable[[Pair, list[Request]], list[Result]]] = {
     "arriving": lambda pair, given: arriving(Generator(pair.model, 4), given, 1),
     "arriving late": lambda pair, given: arriving(Generator(pair.model, 4), given, 5),
     "new process": lambda pair, given: Generator(open_model(pair.bundle, threads=1)).run(given),
-    # Threads may run several requests at once, or share the products of one.
+    # Threads may run different requests, or share the matrix products of one.
     "threads": lambda pair, given: Generator(open_model(pair.bundle, threads=3), 4).run(given),
     "shared products": lambda pair, given: Generator(
         open_model(pair.bundle, backend=OrtBackend(threads=3)), 4
@@ -173,7 +173,7 @@ def test_requests_that_take_turns_go_on_where_they_were(
     on_device: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests of all kinds make room. On a device, a parked request's tokens are encoded again."""
+    """Requests of all kinds are parked. On a device, the tokens of a parked request are encoded again."""
     model = device(tiny) if on_device else tiny.model
     monkeypatch.setattr(model, "quantum", 5)
     parked, park = list[RequestState](), RequestState.park
@@ -234,19 +234,19 @@ def test_requests_really_differ(tiny: Pair, requests: list[Request], alone: list
     others = [replace(first, params=replace(first.params, seed=seed)) for seed in range(1, 4)]
     results = [alone[0], *Generator(tiny.model).run(others)]
     assert len({tuple(each.token_ids) for each in results}) == 4
-    # Log-probabilities and scores change no token.
+    # Asking for log-probabilities and scores changes no token.
     assert alone[8].token_ids == alone[9].token_ids == alone[0].token_ids
     assert len(alone[8].logprobs) == len(alone[14].logprobs) == 64
     assert [alone[14].token_ids[place] for place in CONDITIONS.pin] == list(CONDITIONS.pin.values())
 
 
 def test_what_the_host_cannot_compute_is_refused(tiny: Pair, requests: list[Request]) -> None:
-    """In the middle of a pass, the error would reach everyone in the batch."""
+    """The request is refused before a pass, since an error during a pass would affect all requests of the batch."""
     model, read = open_model(tiny.bundle, threads=1), requests[17]
     of_one_step = replace(read, params=replace(read.params, max_denoising_steps=1))
     del model.host_head._weights["signal_mlp.down.weight"]
     for each in (requests[6], requests[7], requests[14], *requests[16:]):
-        with pytest.raises(CanvasError, match="stores self-conditioning quantized"):
+        with pytest.raises(CanvasError, match="self-conditioning weights are quantized"):
             each.check(model)
     of_one_step.check(model)
     del model.host_head
@@ -280,7 +280,7 @@ def test_a_stream_that_is_left_or_whose_events_another_loop_took(tiny, requests)
     taken = generator.stream(requests[1])
     next(taken)
     generator.run([requests[0]])
-    with pytest.raises(CanvasError, match="another loop took events"):
+    with pytest.raises(CanvasError, match="another call of step took"):
         list(taken)
 
 
@@ -292,7 +292,7 @@ def test_threads_go_to_requests_when_passes_are_small(tiny) -> None:
 
 @pytest.mark.acceptance
 def test_packed_weights_keep_the_promise(requests) -> None:
-    """A CPU multiplies INT4 with different kernels, whose results must not depend on rows or threads either."""
+    """INT4 weights use other kernels on a CPU. Their results must not depend on rows or threads either."""
     bundle = library.bundle("demo", precision="int4")
     model, requests = open_model(bundle, threads=1), requests[:6]
     alone = [Generator(model, 1).run([request])[0] for request in requests]

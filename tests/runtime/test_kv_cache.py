@@ -1,4 +1,4 @@
-"""The key-value cache: what sliding and full layers keep, and how requests share a pass."""
+"""The KV cache: what sliding and full layers keep, and how requests share a pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.configs import CONFIG, LAYERS
 
 
 def filled(*counts: int) -> RequestCache:
-    """Return a cache filled in these portions; each value is its position."""
+    """Return a cache filled with tokens in these portions. Every value is the token's position."""
     cache = RequestCache(CONFIG)
     for count in counts:
         where = np.arange(cache.length, cache.length + count, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The log-probability of each final token, at the step that settled it, equals transformers'."""
+"""The log-probability of a final token, taken at the step that settled it, equals that of transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def params(pair: Pair, **options: object) -> SamplingParams:
 
 
 def reference_steps(pair: Pair, ids: list[int], given: SamplingParams) -> list[np.ndarray]:
-    """Log-probabilities `[canvas, V]` of each step of the first block."""
+    """Return the log-probabilities `[canvas, V]` of each step of the first block."""
 
     def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
         return step_noise(
@@ -97,7 +97,7 @@ def test_a_prompt_s_tokens_have_those_of_the_encoder(
     generator = Generator(model, prefixes=PrefixCache(model, 2**24))
     generator.run([request])
     told.clear()
-    generator.run([request])  # the prefix cache has no log-probabilities
+    generator.run([request])  # cached prefixes have no log-probabilities
     reference = tiny.reference.model
     with torch.no_grad():
         hidden = reference.model.encoder(input_ids=torch.tensor([ids])).last_hidden_state[0]
@@ -117,7 +117,7 @@ def test_a_prompt_s_tokens_have_those_of_the_encoder(
 def test_a_prompt_whose_chunks_overload_an_expert_is_scored_in_parts(
     tiny: Pair, prompt: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text model has no pass for 512 tokens in which no expert can overflow."""
+    """The model has no pass for 512 tokens in which experts cannot overflow, so chunks are divided."""
     monkeypatch.setattr("canvasrt.pass_shapes.usual_capacity", lambda model, tokens: 2)
     backend = FakeBackend(body_profiles(capacity=(1, 64, 256)))
     device = open_model(tiny.graphs, check=False, backend=backend)
@@ -156,6 +156,6 @@ def test_requests_that_share_a_list_score_a_prompt_once(
     generator = Generator(tiny.model, 3, prefixes=PrefixCache(tiny.model, cached))
     results = generator.run([Request(ids, given, prompt_scores=told) for _ in range(5)])
     assert told == alone
-    assert sum(counted) == each + 4  # the others score their one token
+    assert sum(counted) == each + 4  # each of the other four scores only its one new token
     assert sum(encoded) == (400 if cached else 5 * 400)
     assert all(result.token_ids == expected.token_ids for result in results)

@@ -1,4 +1,4 @@
-"""Noise: the published values, and that seed, block and step alone determine it."""
+"""Noise equals published values, and depends only on seed, block and step."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is refused before a bundle is loaded, and how it is loaded."""
+"""Errors before a bundle is loaded, and how segments are loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvasrt.runtime.backends.onnxruntime import OrtBackend, OrtSegment
 def test_weights_that_the_machine_cannot_hold_are_refused(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise weights would be copied until the kernel kills the process."""
+    """Otherwise, the kernel would kill the process while it copies weights."""
     files = opening.load_bundle(tiny.bundle).manifest.files
     weights = [name for name in files if name.startswith(("body", "head")) and name.endswith("bin")]
     need = sum(files[name]["bytes"] for name in weights)
@@ -30,7 +30,7 @@ def test_weights_that_the_machine_cannot_hold_are_refused(
 
 
 def test_segments_load_side_by_side(tiny: Any) -> None:
-    """Packing a segment's weights takes one thread, and most of the time."""
+    """Packing a segment's weights uses one thread and takes most of the loading time."""
     both = Barrier(2)
 
     class Meeting(OrtBackend):

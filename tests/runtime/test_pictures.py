@@ -1,4 +1,4 @@
-"""Images become the pixels of transformers' processor, and prompts its tokens."""
+"""The pixels of images and the tokens of prompts equal those of transformers' processor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_pixels_are_the_references(size: tuple[int, int], budget: int) -> None:
 
 
 def test_other_kinds_of_files() -> None:
-    """Images may be grey, transparent, turned or animated, in each format."""
+    """In each format, images may be grey, transparent, rotated or animated."""
     image = noise(90, 60)
     expected = read_picture(png(image), VISION)
     for kind in ("BMP", "GIF", "WEBP", "JPEG"):
@@ -78,7 +78,7 @@ def test_more_patches_than_the_tower_has_positions_are_refused() -> None:
     narrow, small = png(noise(2000, 90)), {**VISION, "position_embedding_size": 66}
     most = int(read_picture(narrow, VISION).positions.max()) + 1
     assert most > 66
-    with pytest.raises(CanvasError, match=f"would have {most} patches in a row.* knows 66 pos"):
+    with pytest.raises(CanvasError, match=f"would have {most} patches in a row.* only 66 pos"):
         read_picture(narrow, small)
     assert read_picture(png(noise(90, 90)), small).positions.max() < 66
     exact = {**VISION, "position_embedding_size": most}
@@ -86,7 +86,7 @@ def test_more_patches_than_the_tower_has_positions_are_refused() -> None:
 
 
 def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of a few kilobytes that would take gigabytes."""
+    """The file has a few kilobytes, but would take gigabytes when decoded."""
     file = io.BytesIO()
     Image.new("1", (9_000, 9_000)).save(file, "PNG")
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("it was decoded"))

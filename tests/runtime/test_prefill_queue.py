@@ -1,4 +1,4 @@
-"""The queue of tokens to encode: one list of chunks, and a cursor."""
+"""The queue of tokens to encode, a list of chunks with a cursor."""
 
 from __future__ import annotations
 

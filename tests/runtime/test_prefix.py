@@ -1,4 +1,4 @@
-"""The prefix cache: the same tokens with and without it, what it saves, and what it holds."""
+"""The prefix cache: it changes no tokens; what it saves, and what it holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Prompt = Callable[..., list[int]]
 
 @pytest.fixture(params=["cpu", "device"])
 def model(request: pytest.FixtureRequest, tiny: Any) -> Model:
-    """The tiny model in host memory, and in a device's."""
+    """The tiny model, once in host memory and once on a fake device."""
     if request.param == "cpu":
         return tiny.model
     return open_model(tiny.graphs, check=False, backend=FakeBackend())
@@ -49,7 +49,7 @@ def told(results: list[Result]) -> list[tuple[list[int], list[int]]]:
 
 
 def encoded(model: Model, run: Callable[[], Any]) -> int:
-    """Return how many tokens were encoded meanwhile."""
+    """Call `run`; return how many tokens were encoded."""
     before = model.counters.encode_tokens
     run()
     return model.counters.encode_tokens - before
@@ -57,8 +57,8 @@ def encoded(model: Model, run: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("shared", [300, 640])
 def test_tokens_are_the_same_with_and_without(model: Model, prompt: Prompt, shared: int) -> None:
-    """Beginnings of one chunk, of several, and longer than the longest chunk; with sliding layers
-    that have forgotten most of it."""
+    """Prompts share a beginning of several chunks, which may be longer than the longest chunk. Sliding layers keep only
+    its last tokens."""
     beginning = prompt(shared)
     prompts = [beginning + prompt(tail, tail) for tail in (1, 30, 200)] + [beginning]
     wanted = [request(model, each, seed) for seed, each in enumerate(prompts)]
@@ -72,7 +72,7 @@ def test_tokens_are_the_same_with_and_without(model: Model, prompt: Prompt, shar
 
 
 def test_callers_with_keys_share_nothing(model: Model, prompt: Prompt) -> None:
-    """Callers without a key share the cache, although each of their requests has its own name."""
+    """Only callers without a key share the cache, although each of their requests has a different owner."""
     beginning = prompt(300)
     generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
     owners = ["a", "b", "a", "~1", "b", "~2", ""]
@@ -80,7 +80,7 @@ def test_callers_with_keys_share_nothing(model: Model, prompt: Prompt) -> None:
     found = [generator.run([each])[0] for each in asked]
     assert [each.cached_tokens for each in found] == [0, 0, 300, 0, 300, 300, 300]
     assert len(set(map(str, told(found)))) == 1
-    # As many as run together, since one that is parked takes its own tokens from the cache.
+    # Only as many as run together: a parked request would find its own tokens in the cache.
     for some, shared in ((asked[:4], [0, 0, 1, 0]), (asked[3:], [0, 0, 1, 1])):
         at_once = Generator(model, prefixes=PrefixCache(model, 256 * MB)).run(some)
         assert [each.cached_tokens > 0 for each in at_once] == shared
@@ -92,7 +92,7 @@ def test_callers_with_keys_share_nothing(model: Model, prompt: Prompt) -> None:
 def test_keys_and_values_are_the_same_to_the_last_bit(
     tiny: Any, prompt: Prompt, plain: bool
 ) -> None:
-    """Only plain graphs have expert slots, whose number is learned."""
+    """Plain graphs have expert slots. Their learned number is also restored."""
     model = open_model(tiny.graphs if plain else tiny.bundle, threads=1)
     prefixes = PrefixCache(model, 256 * MB)
     tokens = prompt(700)
@@ -114,7 +114,7 @@ def test_keys_and_values_are_the_same_to_the_last_bit(
     (first, learned), (second, restored) = past(), past()
     assert all(np.array_equal(first[name], second[name]) for name in first)
     assert bool(learned) == plain
-    assert restored == learned  # so that the same shapes follow
+    assert restored == learned  # later passes then have the same shapes
 
 
 def test_the_least_recently_used_is_dropped_and_memory_is_bounded(
@@ -162,7 +162,7 @@ def test_a_cleared_cache_gives_its_memory_back(model: Model, prompt: Prompt) -> 
 
 
 def test_a_prompt_is_shared_with_its_own_images_alone(tiny: Any, prompt: Prompt) -> None:
-    """The tokens of two images are the same, and their pixels differ."""
+    """Two images have the same tokens, but different pixels."""
     model = tiny.model
     first, second = (
         read_picture(png(noise(90, 70, seed)), model.config.vision, 70) for seed in (0, 1)
@@ -178,14 +178,14 @@ def test_a_prompt_is_shared_with_its_own_images_alone(tiny: Any, prompt: Prompt)
         assert encoded(model, lambda each=each: generator.run([each])) == 0
     third = read_picture(png(noise(90, 70, 2)), model.config.vision, 70)
     later = replace(plain, pictures=[third])
-    # The text before the image is the same for all.
+    # The text before the image is shared by all prompts.
     assert encoded(model, lambda: generator.run([later])) == len(tokens) - 128
 
 
 def test_answers_to_one_prompt_share_its_prefill(
     model: Model, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its image is seen once."""
+    """The image of the prompt is encoded only once, too."""
     picture = read_picture(png(noise(90, 70)), model.config.vision or {}, 70)
     tokens = insert([*prompt(20), 510, *prompt(20)], [picture], model.config)
     wanted = [
@@ -218,7 +218,7 @@ def test_images_are_not_cut_and_count_for_the_key() -> None:
     groups[100:300], groups[400:540] = 0, 1
     chunks = chunks_of(tokens, 512, groups, [b"a", b"b"])
     assert [each.size for each in chunks] == [300, 240, 60]
-    # Too few tokens to include the first image with the text before it.
+    # Here, a chunk is too small for the first image together with the text before it.
     tight = chunks_of(tokens, 256, groups, [b"a", b"b"])
     assert [each.size for each in tight] == [100, 200, 240, 60]
     other = chunks_of(tokens, 256, groups, [b"a", b"c"])

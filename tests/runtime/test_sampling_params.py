@@ -1,4 +1,4 @@
-"""Sampling parameters: defaults, limits, and the reference's temperature schedule."""
+"""Sampling parameters: defaults, limits, and the temperature schedule of the reference."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def test_the_schedule_is_the_references_to_the_last_bit(
         ({"min_p": 2}, "min_p is 2"),
         ({"top_k": -2}, "top_k is -2"),
         ({"logit_bias": ((5, 101.0),)}, "logit_bias of token 5 is 101.0"),
+        ({"logit_bias": ((5, 1.0), (7, 1.0), (5, 1.0))}, "logit_bias of token 5 is given twice"),
         ({"logit_bias": ((512, 1.0),)}, "logit_bias names token 512"),
         ({"redo_below": 1.0}, "redo_below is 1"),
         ({"max_redos": 17}, "max_redos is 17"),
@@ -91,7 +92,8 @@ def test_what_is_out_of_range_is_named_with_a_hint(change: dict, named: str) -> 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
 def test_temperature_scales_the_schedule(factor: float) -> None:
-    """For powers of two, scaling rounds nothing: it is the reference with both ends scaled."""
+    """The scaled schedule equals the reference's with both ends scaled. Factors are powers of two, so scaling is
+    exact."""
     scaled = SamplingParams(temperature=factor)
     ends = SamplingParams(t_min=factor * 0.4, t_max=factor * 0.8)
     for step in range(1, 49):
@@ -104,7 +106,7 @@ def test_temperature_1_is_the_checkpoint_s_and_0_its_limit() -> None:
     for step in range(1, 49):
         assert same.temperature_at(step) == SamplingParams().temperature_at(step)
         assert cold.temperature_at(step) == np.float32(COLDEST)
-    # Whatever logits a head with a softcap of 30 gives, apart by a float32's last bit or more.
+    # Logits of a head with a softcap of 30. Two of them differ only in the last bit of float32.
     logits = np.array([3.0, np.nextafter(np.float32(3.0), np.float32(4)), -30.0], np.float32)
     shares = np.exp((logits - logits.max()) / cold.temperature_at(1))
     assert int(np.argmax(shares)) == 1

@@ -1,4 +1,4 @@
-"""Places in the batch are shared fairly: a simulation of passes, over lengths recorded from the demo."""
+"""Places in the batch are shared fairly, in a simulation of passes with lengths recorded from the demo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from canvasrt.runtime.schedule import Schedule
 
 BATCH, QUANTUM = 4, 8
-# Steps of the demo's answers to its held-out questions, and the same without most of the short ones.
+# Numbers of steps of the demo's answers to held-out questions; MIXED has fewer short answers.
 LENGTHS = [2] * 219 + [4] * 9 + [6] * 8 + [7, 7, 9, 9, 10, 11, 12, 14, 16]
 MIXED = LENGTHS[196:]
 
@@ -32,9 +32,9 @@ class Simulated:
 
 
 class Simulation:
-    """Clients that each ask again as soon as they are answered; time is counted in passes.
+    """Simulates clients that ask again as soon as they are answered. Time is counted in passes.
 
-    keys: every client has one; without keys, each request counts as a caller of its own.
+    keys: whether every client has a key. Without keys, every request counts as a separate caller.
     """
 
     def __init__(self, keys: bool = True) -> None:
@@ -53,7 +53,7 @@ class Simulation:
         return request
 
     def step(self) -> list[Simulated]:
-        """Run one pass, as the generator does; return the requests that it ends."""
+        """Simulate one pass of the generator; return the requests that end with it."""
         while self.waiting and len(self.running) < BATCH:
             self._place(self.schedule.next(self.waiting))
         while (pair := self.schedule.swap(self.waiting, self.running)) is not None:
@@ -74,7 +74,7 @@ class Simulation:
         self.running.append(request)
 
     def latencies(self, clients: list[str], lengths: list[int], requests: int) -> np.ndarray:
-        """Return the passes that `requests` requests took from arrival to end."""
+        """Simulate `requests` requests; return how many passes each took from arrival to end."""
         chance = random.Random(0)
         found: list[int] = []
         for client in clients:
@@ -100,7 +100,7 @@ def test_a_long_request_ends_under_endless_short_ones(keys: bool, client: str) -
     simulation = Simulation(keys)
     simulation.latencies([""] * 64, [2, 3], 500)
     long = simulation.ask(client, 40)
-    fair = 40 * 65 / BATCH  # if every request had the same share of all passes
+    fair = 40 * 65 / BATCH  # with equal shares of all passes
     while long.passes < long.need and simulation.time - long.arrived <= 1.5 * fair:
         for each in simulation.step():
             if each is not long:
@@ -109,7 +109,7 @@ def test_a_long_request_ends_under_endless_short_ones(keys: bool, client: str) -
 
 
 def test_a_hog_delays_others_by_its_share() -> None:
-    """One caller with 300 requests of 100 passes counts as one caller."""
+    """A caller with 300 requests of 100 passes has the share of one caller."""
     owners = [f"key {number}" for number in range(8)]
     alone = Simulation().latencies(owners, LENGTHS, 3000)
     simulation = Simulation()

@@ -1,4 +1,4 @@
-"""Scores of blocks against transformers, and blocks that are redone for a low score."""
+"""Scores of blocks compared with transformers, and redoing blocks with low scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.reference import PAD, Pair, Reference
 from tests.helpers.restricted import cache_of, restricted_steps
 
 CANVAS = 32
-ALWAYS = -1e-4  # no block of the tiny model is that likely
+ALWAYS = -1e-4  # no block of the tiny model has so high a score
 
 
 def params(pair: Pair, **overrides: object) -> SamplingParams:
@@ -37,7 +37,7 @@ def device(pair: Pair) -> Model:
 
 
 class Attempted(Reference):
-    """transformers' own generation of one block of an answer, under the noise of one attempt."""
+    """The reference for one attempt at one block: generation by transformers with the noise of that attempt."""
 
     def __init__(self, other: Reference, block: int, attempt: int) -> None:
         super().__init__(other.model)
@@ -51,7 +51,7 @@ class Attempted(Reference):
 
 
 def causal_score(pair: Pair, context: list[int], tokens: list[int]) -> float:
-    """The mean log-probability of tokens by transformers' encoder, in one pass over everything."""
+    """Return the mean log-probability of tokens after a context by the encoder of transformers, in one pass."""
     model = pair.reference.model
     with torch.no_grad():
         hidden = model.model.encoder(input_ids=torch.tensor([context + tokens])).last_hidden_state[
@@ -63,7 +63,7 @@ def causal_score(pair: Pair, context: list[int], tokens: list[int]) -> float:
 
 
 def denoised_score(pair: Pair, context: list[int], tokens: list[int], canvas: list[int]) -> float:
-    """The mean log-probability of tokens by transformers' denoiser, at their own places."""
+    """Return the mean log-probability of tokens at their positions of a canvas by the denoiser of transformers."""
     given, blank = params(pair), (np.zeros(CANVAS, np.float32), np.zeros(CANVAS, np.int64))
     cache = cache_of(pair.reference, context)
     step = restricted_steps(
@@ -73,7 +73,7 @@ def denoised_score(pair: Pair, context: list[int], tokens: list[int], canvas: li
 
 
 def expected(pair: Pair, prompt: list[int], given: SamplingParams) -> tuple[list, list, list]:
-    """Tokens, and per block its score and its steps: the loop over transformers' own blocks."""
+    """Return tokens, and the score and steps of each block, generated block by block with transformers."""
     context, tokens, scores, steps = list(prompt), [], [], []
     for block in range(given.blocks(pair.model.config)):
         attempts = []
@@ -94,7 +94,7 @@ def expected(pair: Pair, prompt: list[int], given: SamplingParams) -> tuple[list
         else:
             attempts.sort(
                 key=lambda each: -each[0]
-            )  # the sort is stable, so the first of equals comes first
+            )  # stable: of equal scores, the first attempt wins
             attempts.append(attempts[0])
         score, new, _ = attempts[-1]
         scores.append(score)
@@ -120,7 +120,8 @@ def check(
 def test_scores_are_those_of_transformers(
     tiny: Pair, prompt: Callable[..., list[int]], length: int, by_denoising: bool
 ) -> None:
-    """Over several blocks and the edge of the window; the last block is cut by the budget."""
+    """Prompts are shorter and longer than the sliding window. There are several blocks, and the budget cuts the
+    last."""
     given = params(tiny, max_new_tokens=80, score_by_denoising=by_denoising)
     result = check(tiny, prompt(length), given)
     assert len(result.block_scores) == 3
@@ -157,7 +158,7 @@ def test_the_best_attempt_stands_when_none_is_good_enough(
             [Request(prompt(40, seed), replace(given, seed=seed, redo_below=0.0))]
         )[0]
         chosen.add(plain.token_ids[:CANVAS] == result.token_ids[:CANVAS])
-    assert False in chosen  # the best attempt was not the first
+    assert False in chosen  # the first attempt was not always the best
 
 
 def test_the_first_attempt_that_is_good_enough_stands(
@@ -182,7 +183,8 @@ def test_the_first_attempt_that_is_good_enough_stands(
 def test_the_prefix_cache_spares_what_scores_need(
     tiny: Pair, prompt: Callable[..., list[int]], by_denoising: bool, cached: int
 ) -> None:
-    """The causal score needs the prompt's last output, which no cache holds."""
+    """The causal score needs the output of the prompt's last token, which is not cached, so its chunk is encoded
+    again."""
     wanted = Request(prompt(600, 7), params(tiny, score_by_denoising=by_denoising))
     generator = Generator(tiny.model, prefixes=PrefixCache(tiny.model, 2**28))
     first, again = (generator.run([wanted])[0] for _ in range(2))

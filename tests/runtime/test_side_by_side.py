@@ -1,4 +1,4 @@
-"""Passes of a small model on a CPU run side by side, on threads that take one after the other."""
+"""On a CPU, passes of a small model run in parallel on threads, which take one pass after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.serving import eventually
 
 @pytest.fixture
 def model(tiny: Any) -> Any:
-    """Two workers, and passes that return their input."""
+    """A model with two threads, whose passes return their input."""
     model: Any = open_model(tiny.bundle, threads=2)
     assert model._pool is not None
     model._denoise_pass = list

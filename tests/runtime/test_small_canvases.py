@@ -1,4 +1,4 @@
-"""Canvases smaller than the checkpoint's equal those of transformers with that length in its configuration."""
+"""Canvases smaller than the checkpoint's: results equal those of transformers with this length in its configuration."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ def test_sizes_are_an_eighth_a_quarter_a_half_and_all() -> None:
 def test_tokens_are_those_of_transformers(
     tiny: Pair, prompt: Prompt, size: int, length: int, adaptive: bool
 ) -> None:
-    """Several blocks, before, at and beyond the sliding window's edge, and several seeds."""
+    """Generates several blocks with several seeds, for prompts below, at and beyond the length of the sliding
+    window."""
     base = replace(BASE, canvas_length=size, early_stop=adaptive)
     check(
         tiny,
         [prompt(length, seed) for seed in range(3)],
-        # With seed 4, one draw would be 9e-8 from another token, so rounding would decide.
+        # Not seed 4: one of its draws is 9e-8 from another token, so rounding would decide.
         [replace(base, seed=s) for s in (5, 6, 7)],
     )
 
 
 def test_the_trained_checkpoints_too(undertrained: Pair) -> None:
-    """This model ends its sequences, and is unsure."""
+    """This model is unsure, and ends its answers itself."""
     model = undertrained.model
     text = [{"role": "user", "content": "count 7 to 31"}]
     base = SamplingParams.from_defaults(
@@ -67,7 +68,7 @@ def test_the_trained_checkpoints_too(undertrained: Pair) -> None:
 def test_a_batch_on_a_device_may_mix_sizes(
     tiny: Pair, prompt: Prompt, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In passes that are as long as the canvas, and in longer ones with padding."""
+    """Canvases run in passes of their own length, or in longer passes with padding."""
     monkeypatch.setattr("canvasrt.pass_shapes.LENGTHS", (8, 16))
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
     backend = FakeBackend(rows_apart=apart)
@@ -110,7 +111,7 @@ def test_other_sizes_are_refused(tiny: Pair, prompt: Prompt, size: int) -> None:
 
 
 def test_the_context_counts_small_blocks(tiny: Pair, prompt: Prompt) -> None:
-    """A small canvas leaves more room for the prompt."""
+    """A smaller canvas leaves more room for the prompt."""
     request = Request(prompt(90), replace(BASE, max_new_tokens=4, canvas_length=4))
     request.validate(tiny.model.config, 94)
     with pytest.raises(CanvasError, match="90 tokens and 4 new ones"):
@@ -130,6 +131,6 @@ def test_engines_from_before_say_so(tiny: Pair, prompt: Prompt) -> None:
 
 
 def test_a_context_of_one_canvas_can_be_probed(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker probes its engines after a failed pass, and gives up if they seem broken."""
+    """After a failed pass, a worker probes its engines. The probe must fit even the shortest context."""
     monkeypatch.setattr(demo.model, "max_context", demo.model.canvas_length)
     Generator(demo.model).probe()

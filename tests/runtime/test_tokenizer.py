@@ -1,4 +1,4 @@
-"""The tokenizer of a bundle agrees with transformers on the same files."""
+"""The tokenizer of a bundle agrees with transformers for the same files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_template_cannot_reach_python() -> None:
 
 
 def test_the_demo_takes_tools_and_reads_nothing_of_them(demo) -> None:
-    """The demo was not trained on tools."""
+    """The demo was not trained on tools, so its template ignores them."""
     question = {"role": "user", "content": "12+34="}
     call = {"id": "1", "function": {"name": "f", "arguments": {}}}
     turns = [
@@ -117,7 +117,7 @@ def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> 
 
 @pytest.mark.parametrize("name", ["demo", "diffusion_gemma", "gemma4", "gemma3", "gemma"])
 def test_rendering_is_transformers_own(reference, name: str) -> None:
-    """Some of these templates compare their control tokens with parts of messages."""
+    """Some of these templates compare control tokens with parts of messages."""
     folder = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations)))
     file = folder / "chat_templates" / f"{name}.jinja"
     source = file.read_text("utf-8") if file.exists() else reference.chat_template
@@ -143,7 +143,7 @@ def test_rendering_is_transformers_own(reference, name: str) -> None:
     [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("chat_template.jinja", "{% if")],
 )
 def test_a_damaged_file_is_named(name: str, text: str, tmp_path: Path) -> None:
-    """`build` reads the tokenizer before it calibrates."""
+    """`build` reads the tokenizer first, so it reports a damaged file before it calibrates."""
     whole = demo_checkpoint()
     files = {each: whole / each for each in ("tokenizer.json", "tokenizer_config.json")}
     (tmp_path / name).write_text(text)

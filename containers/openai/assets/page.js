@@ -18,10 +18,10 @@ function headers() {
   return key ? { ...all, Authorization: `Bearer ${key}` } : all;
 }
 
-// The error of a question or a poll when the server is gone.
+// Throw the error of a request or a read that failed because the server is gone.
 function gone(error) {
   if (error.name === "AbortError") throw error;
-  throw new Error("the server went away; this page notices when it is back");
+  throw new Error("the server went away; this page reconnects when it is back");
 }
 
 async function look() {
@@ -239,7 +239,7 @@ function examples() {
   })));
 }
 
-// Show the first `count` turns, the newest at the top. The turn that follows them is the one in the canvas.
+// Show the first `count` turns, the newest at the top. The turn after them is shown in the canvas.
 function chat(count) {
   $("chat").hidden = !turns.length;
   const sent = about.demo ? " (shown only: the demo model takes single questions)" : "";

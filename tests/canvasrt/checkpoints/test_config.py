@@ -1,4 +1,4 @@
-"""Reading a checkpoint's configuration: every valid form, and every way to be wrong."""
+"""Reading a checkpoint's configuration: every valid form, and every error."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_agrees_with_transformers_for_every_form_of_the_layer_overrides(tmp_path
 
 
 def test_reads_the_released_configuration_as_transformers_writes_it(tmp_path: Path) -> None:
-    """With more than ten layers, transformers writes the layers' numbers with leading zeros."""
+    """With more than ten layers, transformers writes layer numbers with leading zeros."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig, Gemma4VisionConfig
 
     text, vision = DiffusionGemmaTextConfig(**TEXT_CONFIG), Gemma4VisionConfig(**VISION_CONFIG)
@@ -100,7 +100,7 @@ def test_reads_the_released_configuration_as_transformers_writes_it(tmp_path: Pa
 
 
 def test_defaults_are_the_reference_s() -> None:
-    """Keys that a config.json leaves out get transformers' defaults."""
+    """Keys that config.json omits get the defaults of transformers."""
     from transformers import DiffusionGemmaTextConfig
 
     config = without("layer_types", "per_layer_config", "sliding_window", num_hidden_layers=7)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint, and noticing incomplete weights."""
+"""Finding a checkpoint, and detecting incomplete weights."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def test_the_fingerprint_covers_what_the_index_names(checkpoint_files: Path) -> 
 
 
 def test_links_of_the_hub_s_cache_are_followed(checkpoint_files: Path) -> None:
-    """A snapshot's files are links to blobs elsewhere, so only names are restricted."""
+    """The files of a snapshot are links to blobs in another folder. Links are allowed; only file names are
+    restricted."""
     blob = checkpoint_files.parent / "blob"
     (checkpoint_files / "model.safetensors").rename(blob)
     (checkpoint_files / "model.safetensors").symlink_to(blob)

@@ -1,4 +1,4 @@
-"""How a checkpoint's configuration describes its quantization, and how unknown kinds are refused."""
+"""Reading the quantization in a checkpoint's configuration, and refusing unknown kinds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compressed(format: str = "float-quantized", **group: Any) -> dict[str, Any]:
 
 
 def rotated(*locations: str) -> dict[str, Any]:
-    """As llm-compressor's QuIP and SpinQuant write it."""
+    """Return a configuration with rotations, as llm-compressor writes it for QuIP and SpinQuant."""
     from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
 
     args = [TransformArgs(targets=["Linear"], location=each) for each in locations]
@@ -50,7 +50,7 @@ def configured(quantization: dict[str, Any] | None) -> CheckpointFiles:
             Quantization("modelopt 0.45.0", "NVFP4", "nvfp4"),
         ),
         ({**_MODELOPT, "quant_algo": "FP8"}, Quantization("modelopt 0.45.0", "FP8", "fp8")),
-        # Only the key-value cache.
+        # Only the KV cache is quantized.
         ({**_MODELOPT, "quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
         (
             {
@@ -76,7 +76,7 @@ def configured(quantization: dict[str, Any] | None) -> CheckpointFiles:
             compressed("pack-quantized", weights=_INT4 | {"strategy": "channel"}),
             Quantization("compressed-tensors", "INT4", "int4"),
         ),
-        # These rotations are already in the weights.
+        # These rotations are already applied to the weights.
         (
             rotated("weight_input", "weight_output"),
             Quantization("compressed-tensors", "INT4", "int4"),

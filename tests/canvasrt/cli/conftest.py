@@ -1,4 +1,4 @@
-"""Models and servers for the commands, and ways to call one: in this process, and on a terminal."""
+"""Models and servers for tests of commands, and ways to run a command: in this process and on a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conftest import Command
 
 @pytest.fixture
 def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run `canvasrt` in this process."""
+    """Return a function that runs `canvasrt` in this process."""
 
     def call(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         monkeypatch.setenv("COLUMNS", "120")
@@ -38,7 +38,8 @@ Ask = Callable[..., str]
 
 @pytest.fixture
 def ask(here: Command) -> Ask:
-    """Run a command that succeeds, in this process; return its standard output."""
+    """Return a function that runs a command in this process, checks that it succeeds, and returns its standard
+    output."""
 
     def call(*arguments: object) -> str:
         done = here(*arguments)
@@ -49,7 +50,7 @@ def ask(here: Command) -> Ask:
 
 
 def fails(done: subprocess.CompletedProcess[str], said: str, code: int = 1) -> str:
-    """Check a failure: its exit code and message, in two lines without a traceback. Return the hint."""
+    """Check a failure's exit code and its message of two lines without a traceback. Return the hint."""
     assert done.returncode == code, done.stderr
     lines = done.stderr.splitlines()
     last = [line for line in lines if line.startswith(("error:", "hint:"))]
@@ -62,7 +63,7 @@ def fails(done: subprocess.CompletedProcess[str], said: str, code: int = 1) -> s
 
 
 class Terminal:
-    """A command on a terminal of its own."""
+    """A command on a pseudo-terminal."""
 
     def __init__(self, *arguments: object) -> None:
         size = {"TERM": "xterm", "COLUMNS": "200", "LINES": "40"}
@@ -86,7 +87,7 @@ class Terminal:
         os.close(self._parent)
 
     def until(self, text: str) -> str:
-        """Read until a text is shown; return the output up to it."""
+        """Read until the output contains `text`; return the output up to it."""
         while text not in self._shown and (piece := self._read()):
             self._shown += piece
         before, found, self._shown = self._shown.partition(text)
@@ -97,11 +98,11 @@ class Terminal:
         os.write(self._parent, text.encode())
 
     def interrupt(self) -> None:
-        """Send what Ctrl-C sends."""
+        """Send the signal of Ctrl-C."""
         self.running.send_signal(signal.SIGINT)
 
     def end(self) -> tuple[str, int]:
-        """Return what else is shown, and the exit code."""
+        """Wait for the end; return the remaining output and the exit code."""
         rest = self._shown
         while piece := self._read():
             rest += piece
@@ -111,5 +112,5 @@ class Terminal:
         assert select.select([self._parent], [], [], 60)[0], f"silent after {self._shown[-500:]!r}"
         try:
             return os.read(self._parent, 4096).decode(errors="replace").replace("\r\n", "\n")
-        except OSError:  # the terminal's other side is closed
+        except OSError:  # the command has closed the terminal
             return ""

@@ -1,4 +1,4 @@
-"""The command line as users meet it: help, exit codes, and one `error:` and one `hint:` line for every failure."""
+"""The command line: help, exit codes, and one `error:` and one `hint:` line for every failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CANVASRT = (sys.executable, "-m", "canvasrt")
     [
         ("assert run([]) == 0", HEAVY),
         ("assert run(['build', '--help']) == 0", HEAVY),
-        ("import canvasrt.pipeline", ("jinja2", "tokenizers")),  # a build that is up to date
+        ("import canvasrt.pipeline", ("jinja2", "tokenizers")),  # a build of an existing bundle
     ],
 )
 def test_what_is_quick_loads_nothing_heavy(code: str, heavy: tuple[str, ...]) -> None:
@@ -91,7 +91,7 @@ def test_failures_exit_with_1(line: str, said: str, here: Command, tmp_path: Pat
 
 
 def test_inspect_and_verify(here: Command, ask: Ask, tmp_path: Path) -> None:
-    bundle = make(tmp_path / "[bold]")  # text in brackets is no markup
+    bundle = make(tmp_path / "[bold]")  # text in brackets must not be taken for markup
     shown = ask("inspect", bundle.path)
     assert bundle.manifest.digest in shown
     assert "embedding.bin" in shown
@@ -121,7 +121,7 @@ def test_help_and_targets_cut_no_word_in_80_columns(
     targets = shown("80", "targets")
     assert max(map(len, targets.splitlines())) <= 80
     assert "  int4 fp8 bf16  " in targets
-    assert len(targets.splitlines()) == len(TARGETS) + 1  # a line each
+    assert len(targets.splitlines()) == len(TARGETS) + 1  # one line per target, and a header
     assert set(targets.split()) <= set(shown("60", "targets").split())
 
 
@@ -161,8 +161,8 @@ def test_doctor_says_whether_the_released_model_runs_here(
 
 
 def test_cuda_numbers_gpus_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_VISIBLE_DEVICES may hold nvidia-smi's numbers."""
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is restored
+    """Numbers in CUDA_VISIBLE_DEVICES then mean the same as in nvidia-smi."""
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # monkeypatch then restores it
     monkeypatch.delenv("CUDA_DEVICE_ORDER")
     assert app.run(["--version"]) == 0
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -208,7 +208,7 @@ def test_a_bug_is_shown_as_one(here: Command, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.acceptance
 def test_a_build_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
-    """The signal arrives during the export, the longest part; an interrupted demo is in test_demo.py."""
+    """The signal arrives during the export, the longest part of a build. test_demo.py interrupts the demo."""
     process = subprocess.Popen(
         [*CANVASRT, "build", "demo", "-t", "cpu", "-o", tmp_path / "out"],
         stderr=subprocess.PIPE,
@@ -221,7 +221,7 @@ def test_a_build_that_is_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 143, said
     assert "Traceback" not in said
     left = [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name]
-    # The traced layers that stay in the cache are complete, and the next build uses them.
+    # Only complete traced layers stay in the cache, for the next build.
     assert {path.parent.name for path in left if path.suffix != ".lock"} <= {"traces"}
     assert not (tmp_path / "out").exists()
 

@@ -1,12 +1,14 @@
-"""`canvasrt ask`, on a bundle and on wrong files; `canvasrt generate` with gaps and scores."""
+"""`canvasrt ask` with a bundle and with wrong files, and `canvasrt generate` with gaps and scores."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.recipes.fields import read_yaml
 from tests.canvasrt.cli.conftest import Ask, fails
 from tests.conftest import Command
@@ -49,6 +51,34 @@ def test_wrong_files(tmp_path: Path, here: Command, content: str, message: str) 
     file = tmp_path / "questions.yaml"
     file.write_text(content)
     fails(here("ask", "http://127.0.0.1:9", file, "text"), message)
+
+
+DECIDED = {"name": None, "type": "predicate", "probability": 0.5, "standard_error": None}
+TOLD = {"answers": [DECIDED], "canvasrt": {"seed": 0, "passes": 1}, "usage": {"input_tokens": 3}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: None} for name in TOLD),
+        {"answers": []},
+        {"answers": [{}]},
+        {"answers": [{**DECIDED, "probability": "high"}]},
+        {"usage": {"prompt_tokens": 3}},
+    ],
+)
+def test_another_vendor_s_answer_may_lack_anything(
+    tmp_path: Path, here: Command, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    file = tmp_path / "questions.yaml"
+    file.write_text("[{type: predicate, instructions: '?'}]")
+    monkeypatch.setattr(OpenAIClient, "model", "theirs")
+    for told in (TOLD | change, {name: TOLD[name] for name in TOLD if name not in change}):
+        monkeypatch.setattr(OpenAIClient, "post", lambda *_, told=told: told)
+        asked = here("ask", "http://127.0.0.1:9", file, "text")
+        fails(asked, "answers at http://127.0.0.1:9/v1 .* Decisions API")
+    monkeypatch.setattr(OpenAIClient, "post", lambda *_: TOLD)
+    assert "0.5000" in here("ask", "http://127.0.0.1:9", file, "text").stdout
 
 
 def test_generate_fills_gaps_and_shows_log_probabilities(demo: Pair, ask: Ask) -> None:

@@ -1,4 +1,4 @@
-"""`canvasrt verify --decisions` on a user's labelled questions."""
+"""`canvasrt verify --decisions` with labelled questions of a user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def item(left: int, right: int, answer: str) -> dict[str, Any]:
 
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
-    """Twelve sums, of which one is labelled wrongly."""
+    """A file of twelve sums, one of them with a wrong label."""
     items = [item(n, 90 - n, "90") for n in range(20, 80, 5)]
     items[0] = item(20, 71, "92")
     file = tmp_path / "labelled.jsonl"
@@ -42,7 +42,7 @@ def test_probabilities_are_measured(demo: Pair, labelled: Path, tmp_path: Path, 
     found = json.loads(ask(*call, "--json", "--fit", "--report", report))["decisions"]
     assert found["all"]["questions"] == 12
     assert found["all"]["right"] == pytest.approx(11 / 12)
-    # The wrong label counts against a confident answer.
+    # The model is confident of the right answer, which the wrong label marks as an error.
     assert found["all"]["ece"] == pytest.approx(1 / 12, abs=0.02)
     assert found["all"]["brier"] == pytest.approx(2 / 12, abs=0.03)
     assert [each["name"] for each in found["groups"]] == ["small", "large"]

@@ -1,4 +1,4 @@
-"""`canvasrt chat`: a conversation with a server, from a script and on a terminal."""
+"""`canvasrt chat`: a conversation with a server, with standard input from a script and on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHORT = ("--seed", "7", "--max-new-tokens", "40", "--steps", "6")
 
 @pytest.fixture
 def chat(front: FrontEnd, here: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Hold a conversation without a terminal; return what it prints."""
+    """Return a function that holds a conversation without a terminal and returns the output."""
 
     def say(text: str) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -34,7 +34,7 @@ def chat(front: FrontEnd, here: Command, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 def answer(openai: Any, *texts: str) -> str:
-    """Return the answer to the last of the messages, whose roles take turns."""
+    """Return the answer to the last message. The roles of messages alternate."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     reply = openai.chat.completions.create(
@@ -60,7 +60,8 @@ def on_a_terminal(front: FrontEnd, *options: str) -> Terminal:
 
 
 def interrupt_until_it_ends(terminal: Terminal) -> None:
-    """A signal between prompt and read only takes effect at the next key or signal."""
+    """Send signals until the command ends. A signal between prompt and read takes effect only at the next key or
+    signal."""
     while terminal.running.poll() is None:
         terminal.interrupt()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`canvasrt demo`: right answers over every protocol, and nothing left behind, however it ends."""
+"""`canvasrt demo`: right answers over every protocol, and no files or shared memory left, however it ends."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ needs_checkpoint = pytest.mark.skipif(
 
 
 def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `canvasrt demo` with its own scratch folder."""
+    """Start `canvasrt demo` with a separate folder for temporary files."""
     (folder / "tmp").mkdir()
-    # Under `-m`, Python kills itself with SIGINT, whatever the exit code, if the exception once passed through an
-    # exec(), such as that of a dataclass in a module that is being imported.
+    # Not with `python -m`: if KeyboardInterrupt has passed through an exec() (such as a dataclass's during an import),
+    # Python then ends itself with SIGINT, whatever the exit code.
     command = Path(sys.executable).with_name("canvasrt")
     return subprocess.Popen(
         [command, "demo", *options],
@@ -43,7 +43,7 @@ def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[s
 
 
 def left_by(process: subprocess.Popen[str], folder: Path) -> list[str]:
-    # torch creates its own cache folder there too.
+    # Only canvasrt's folders count: torch creates its cache folder there, too.
     scratch = (folder / "tmp").glob("canvasrt*")
     shared = Path("/dev/shm").glob(f"canvasrt-*-{process.pid}-*")
     return [each.name for each in (*scratch, *shared)]

@@ -1,4 +1,4 @@
-"""What `canvasrt doctor --report` writes, and what it leaves out."""
+"""What `canvasrt doctor --report` writes, and what it omits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
     )
     out = tmp_path / "report.json"
     assert run(["doctor", "--report", str(out)]) == 0
-    assert run(["doctor", "--report", str(out)]) == 1  # it exists
+    assert run(["doctor", "--report", str(out)]) == 1  # the file exists
     text = out.read_text()
     found = json.loads(text)
     assert found["checks"]
@@ -61,8 +61,8 @@ def test_a_report_has_what_is_asked_for_and_no_secret(
 
 
 def test_a_broken_machine_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted installation, logs that cannot be read, a variable that is not UTF-8, and whatever else fails. An API
-    key may be one digit, which does not spoil numbers."""
+    """The machine has a half-installed package, unreadable logs, a variable that is not UTF-8, and a check that fails.
+    The API key is one digit, which is not removed from numbers."""
     (tmp_path / "half-1.0.dist-info").mkdir()
     logs = tmp_path / "canvasrt"
     (logs / "folder.log").mkdir(parents=True)
@@ -99,7 +99,7 @@ def test_a_broken_machine_is_reported_too(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_report_lists_the_compiled_kernels_in_a_container_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an image, NIM's variable names the cache folder."""
+    """In a container, the cache folder is named by NIM's variable."""
     for variable in ("NIM_CACHE_PATH", "CANVASRT_CACHE"):
         compiled = tmp_path / variable / "compiled"
         compiled.mkdir(parents=True)

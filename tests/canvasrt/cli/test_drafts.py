@@ -1,4 +1,4 @@
-"""Drafts on a terminal that is shorter than they are."""
+"""Drafts with more lines than the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_end_of_a_long_draft_stays_in_view() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=20, height=10)
     text = Text("\n".join(f"row {i}" for i in range(30)))
-    text.append(" of the words that follow it", "bold")  # wraps into one row more
+    text.append(" of the words that follow it", "bold")  # wraps onto a further row
     with Live(console=console, transient=True, auto_refresh=False) as live:
         live.update(tail(text, console), refresh=True)
         shown = out.getvalue()

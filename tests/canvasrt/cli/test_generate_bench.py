@@ -1,4 +1,4 @@
-"""`canvasrt generate` and `canvasrt bench`, run as users do."""
+"""`canvasrt generate` and `canvasrt bench`, run in a separate process."""
 
 from __future__ import annotations
 

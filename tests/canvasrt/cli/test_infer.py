@@ -1,4 +1,4 @@
-"""`canvasrt infer`: its output, and its errors when no server answers."""
+"""`canvasrt infer`: its output, and its errors if no server answers."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def test_a_refusal_of_the_server_is_shown_with_its_hint(infer: Command, server: 
 @pytest.mark.parametrize(
     ("protocol", "at", "said"),
     [
-        ("http", "api", "is not Triton's http API"),
-        ("grpc", "api", "is not Triton's grpc API"),
-        ("http", "grpc", "is not Triton's http API"),
-        ("grpc", "http", "is not Triton's grpc API"),
+        ("http", "api", "does not have Triton's http API"),
+        ("grpc", "api", "does not have Triton's grpc API"),
+        ("http", "grpc", "does not have Triton's http API"),
+        ("grpc", "http", "does not have Triton's grpc API"),
         ("openai", "grpc", "does not speak HTTP"),
         ("openai", "http", 'HTTP 404: {"error":"Not Found"}'),
         ("openai", "https://api", "does not speak HTTPS"),
-        ("openai", "metrics", "is not an OpenAI API"),
-        ("http", "metrics", "is not Triton's http API"),
+        ("openai", "metrics", "has no OpenAI API"),
+        ("http", "metrics", "does not have Triton's http API"),
     ],
 )
 def test_a_port_of_another_protocol_is_named(

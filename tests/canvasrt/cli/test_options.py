@@ -1,4 +1,4 @@
-"""Which arguments are addresses."""
+"""Which arguments are taken for addresses of servers."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_an_address_may_leave_out_its_scheme(
     subject: str, url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("there:1").mkdir()  # a bundle may have such a name
+    Path("there:1").mkdir()  # a folder of this name is a bundle, not an address
     assert (as_url(subject) if is_url(subject) else None) == url

@@ -1,5 +1,4 @@
-"""Every wrong use of every command: exit code 2, one `error:` line, one `hint:` line, and nothing
-else."""
+"""Wrong use of every command: exit code 2, one `error:` line, one `hint:` line, and no other output."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def refused(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run a command line; assert that it is refused, and how."""
+    """Run a command line; check that it is refused with this message."""
     before = sorted(Path().rglob("*"))
     assert run(shlex.split(line)) == 2, line
     captured = capsys.readouterr()
@@ -56,7 +55,7 @@ def raised() -> dict[tuple[str, int], str]:
 def test_wrong_use_exits_with_2_and_every_usage_error_has_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A new error needs a row in `tests/helpers/wrong_use.py`."""
+    """A new `UsageError` needs a row in `tests/helpers/wrong_use.py`."""
     reached: set[tuple[str, int]] = set()
     before = UsageError.__init__
 
@@ -90,7 +89,7 @@ def test_wrong_use_exits_with_2_and_every_usage_error_has_a_test(
 
 
 def numbers() -> list[tuple[str, str, list[str]]]:
-    """Return every option with a number, by command, and values that it cannot take."""
+    """Return every option that takes a number: its command, its name, and values that it refuses."""
     found = []
     for command in COMMANDS:
         for each in parsed_command(command).params:

@@ -1,4 +1,4 @@
-"""Tasks with known probabilities, and pictures: their right answers, and the examples made from them."""
+"""Tasks with known probabilities and pictures: their right answers, and training examples made from them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_training_canvases_are_those_of_reads(demo: Pair) -> None:
         whole["choices"] = [{"value": each} for each in case.outcomes]
         bare, lettered = mixture._plain(case), mixture._closed(case)
         shown = demo.tokenizer.decode(lettered.prefix, False)
-        # The example asks some of the questions, in some order.
+        # The example asks some of the questions, in random order.
         numbered = {
             number: each.data
             for number in range(3)

@@ -1,4 +1,4 @@
-"""The demo's questions, how they are marked, and the checkpoint's answers."""
+"""The demo's questions, how answers are judged, and the checkpoint's answers."""
 
 import random
 

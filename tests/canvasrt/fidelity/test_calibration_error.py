@@ -1,4 +1,4 @@
-"""Calibration: figures are compared with their definitions, and fitted temperatures with known ones."""
+"""Calibration error: figures are compared with their definitions, and fitted temperatures with known ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvasrt.runtime.answers.questions import read_questions, tempered
 
 
 def choices(count: int, sharpness: float = 1.0, seed: int = 0) -> list[Scored]:
-    """Questions of three options with calibrated probabilities, which are then sharpened."""
+    """Return scored questions with three options. Probabilities are calibrated at a sharpness of 1."""
     random = np.random.default_rng(seed)
     found = []
     for _ in range(count):

@@ -1,5 +1,4 @@
-"""`canvasrt verify --reference`: a bundle matches its own checkpoint, or the report says where it
-does not."""
+"""`canvasrt verify --reference`: a bundle matches its checkpoint, or the report says where it differs."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ Edit = Callable[[np.ndarray], np.ndarray]
 
 
 def edited(bundle: Path, out: Path, edits: Mapping[str, Edit], **options: Any) -> Path:
-    """Copy a bundle with some weights changed and a manifest to match."""
+    """Copy a bundle, change some weights, and write a matching manifest."""
     made = load_bundle(bundle).manifest
     shutil.copytree(bundle, out)
     for file in sorted(out.glob("body_*.onnx")):
@@ -105,7 +104,7 @@ def test_a_bundle_agrees_with_its_checkpoint(
 
 @pytest.mark.acceptance
 def test_int4_is_within_its_limits_of_the_demo(capsys: Any) -> None:
-    """In the CPU's form, weights are packed and the experts' inputs are rounded in the CPU's own way."""
+    """For a CPU, weights stay packed, and the experts' inputs are rounded differently than on a GPU."""
     bundle = library.bundle("demo", precision="int4")
     arguments = ["verify", str(bundle), "--reference", "demo", "--questions", "0", "--json"]
     assert run(arguments) == 0
@@ -127,7 +126,7 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
     assert run(["verify", str(bundle), "--reference", str(copy), "--questions", "0"]) == 1
     captured = capsys.readouterr()
     assert "does not compute what" in captured.err
-    assert "it has adapters merged" in captured.err
+    assert "adapters are merged into it" in captured.err
     assert re.search(r"Layers, worst first\n.*\n3 +sliding", captured.out)
 
 
@@ -174,7 +173,7 @@ def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
     assert quality == json.loads(capsys.readouterr().out)["quality"]
     everything = quality["answers"]["all"]
     assert everything["asked"] == 8 * 3
-    # Under the same noise, both sides generate the same tokens.
+    # With the same noise, both sides generate the same tokens.
     assert everything["lost"] == everything["gained"] == 0
     assert everything["bundle"] == everything["reference"]
     assert quality["pace"]["bundle"] == quality["pace"]["reference"]
@@ -197,7 +196,7 @@ def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_wrong_layer_and_a_wrong_expert_are_found(demo: Any, tmp_path: Path) -> None:
-    # Next to a norm, a wrong scale would change nothing.
+    # Wrong scales only count in `gate_up`: a matrix next to a norm may be scaled without effect.
     wrong: dict[str, Edit] = {"layers.2.mlp.gate_up.weight": off_by_a_tenth}
     wrong |= {f"layers.2.experts.gate_up.{expert}": off_by_a_tenth for expert in range(8)}
     bundle = edited(demo.bundle, tmp_path / "wrong", wrong | {"layers.1.experts.down.5": noisy})
@@ -258,7 +257,7 @@ def test_weights_that_are_no_numbers_are_reported(demo: Any, tmp_path: Path, cap
 
 
 class WithoutInside(ObservedModel):
-    """Stands for GPU engines, whose graphs and logits cannot be read."""
+    """A model without access to graphs and logits, like GPU engines."""
 
     def __init__(self, bundle: Bundle, streamed: bool = False) -> None:
         super().__init__(bundle, streamed)
@@ -285,7 +284,7 @@ def test_engines_that_cannot_be_looked_into(
 def test_the_reference_generates_what_transformers_does(
     tiny: Any, prompt: Any, length: int
 ) -> None:
-    """Three blocks, with prompts at the edge of the window, and steps cut short by early stop."""
+    """Generates three blocks with prompts at the edge of the sliding window, and with early stop."""
     params = SamplingParams(
         seed=length,
         max_new_tokens=96,

@@ -1,4 +1,4 @@
-"""The demo's questions with known probabilities, on the bundled checkpoint that learned them."""
+"""The demo's questions with known probabilities, answered by the bundled checkpoint that was trained on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_probabilities_are_near_the_stated_ones(
     groups = {each["name"]: each for each in report["groups"]}
     for task in CASES:
         found = groups[f"{task}, bare"]
-        if found["distance"] is None:  # a comparison: one answer is right
+        if found["distance"] is None:  # a comparison, which has one right answer
             assert found["right"] > 0.85
             continue
         assert found["distance"] < 0.13

@@ -1,4 +1,4 @@
-"""The statistics of quality reports, against published values and independent computations."""
+"""The statistics of quality reports, compared with published values and independent computations."""
 
 from __future__ import annotations
 

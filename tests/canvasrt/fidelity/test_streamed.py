@@ -1,4 +1,4 @@
-"""Both sides of the quality report, read a part at a time: the same numbers, and never a whole model in memory."""
+"""Streaming both sides of the quality report yields the same numbers, and never holds a whole model in memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.helpers import library
 
 @pytest.fixture
 def int4() -> tuple[Path, Bundle]:
-    """An INT4 checkpoint, and the CPU's bundle of its codes."""
+    """An INT4 checkpoint, and a bundle for a CPU with the same codes."""
     return library.checkpoint("as-int4"), load_bundle(library.bundle("as-int4"), check=False)
 
 
 def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
-    """Logits after a prompt and several consecutive steps."""
+    """Return the logits after a prompt and several consecutive steps."""
     config, rng = model.config, np.random.default_rng(0)
     row = model.new_row()
     model.encode([EncodeInput(row, rng.integers(6, config.vocab_size, 70))])
@@ -52,18 +52,19 @@ def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
         ReferenceModel(describe(tiny.checkpoint)),
         ReferenceModel(describe(tiny.checkpoint), True),
     )
-    # On some CPUs, a product's last bits depend on its weight's alignment, and weights in a file are aligned differently.
+    # On some CPUs, a product's last bits depend on the weight's alignment. Weights mapped from a file are aligned
+    # differently, so they are copied.
     for parameter in whole.module.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(logits(whole), logits(streamed))
     held = [name for name, each in streamed.module.named_parameters() if each.device.type == "cpu"]
     assert held
-    # After a pass, no layer's weights are in memory.
+    # After a pass, no weights of layers are in memory.
     assert not any(".layers." in name for name in held)
 
 
 def edited(checkpoint: Path, to: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """Copy a checkpoint with its tensors changed."""
+    """Copy a checkpoint and change its tensors."""
     shutil.copytree(checkpoint, to)
     tensors = load_file(to / "model.safetensors")
     changed = {name: change(name, each) for name, each in tensors.items()}
@@ -74,7 +75,8 @@ def edited(checkpoint: Path, to: Path, change: Callable[[str, torch.Tensor], tor
 def test_a_quantized_checkpoint_stands_for_what_compressed_tensors_unpacks(
     int4: Any, tmp_path: Path
 ) -> None:
-    """The checkpoint's own scales count, although graphs round them to bfloat16."""
+    """The weights read equal those of compressed-tensors, with the checkpoint's exact scales, which graphs round to
+    bfloat16."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     def finer(name: str, each: torch.Tensor) -> torch.Tensor:
@@ -113,13 +115,14 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
     backend = sides[1].backend
     assert backend is not None
     opened = [each for each in backend.segments.values() if getattr(each, "_opened", None)]
-    # The head ran last; it is watched through a wrapper.
+    # Only the segment that ran last may be open. This is the head, which is inside a wrapper.
     assert opened == []
     assert backend.segments["head"]._segment._opened is not None
 
 
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
-    """The codes are the checkpoint's. The only differences are the table, and that the experts' inputs are in int8."""
+    """The bundle has the checkpoint's codes. Only the table differs, and the experts' inputs, which are rounded to
+    int8."""
     folder, bundle = int4
     found = measure_quality(bundle, describe(folder), 25)
     assert found["answers"] is found["pace"] is None
@@ -135,7 +138,8 @@ def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
 
 @pytest.mark.acceptance
 def test_four_requests_of_the_released_widths_agree_with_transformers(tmp_path: Path) -> None:
-    """transformers multiplies the same INT4 codes in fp32. If a request read another's past, this test would fail."""
+    """transformers multiplies the same INT4 codes in fp32. The test would fail if a request read another request's
+    cache."""
     folder = tmp_path / "checkpoint"
     config = write_random_checkpoint(folder, "released-8k", layers=1, format="int4")
     bundle = build_bundle(folder, "cpu", tmp_path / "bundle")
@@ -149,7 +153,7 @@ def test_four_requests_of_the_released_widths_agree_with_transformers(tmp_path: 
         length = config.canvas_length
         hidden = [side.first_hidden(rng.integers(0, config.vocab_size, length)) for _ in rows]
         for _ in range(2):
-            # With a bound below zero, nothing is accepted, so both sides get the same canvas.
+            # With a bound below zero, no token is accepted, so both sides get the same canvas.
             noise = [(rng.random(length).astype("f"), rng.integers(0, 8192, length)) for _ in rows]
             given = zip(rows, hidden, noise, strict=True)
             outs = side.denoise([DenoiseInput(r, h, np.float32(2), -1.0, *n) for r, h, n in given])
@@ -162,7 +166,7 @@ def test_four_requests_of_the_released_widths_agree_with_transformers(tmp_path: 
 
 
 def test_the_checkpoint_s_own_codes_must_be_the_same(int4: Any, tmp_path: Path) -> None:
-    """A matrix that was quantized here may differ by a tenth; one with the checkpoint's codes may not differ."""
+    """A matrix that canvasrt quantized may differ by a tenth; a matrix with the checkpoint's codes may not differ."""
     checkpoint, bundle = int4
     name = "model.decoder.layers.1.experts.3.down_proj.weight_scale"
 

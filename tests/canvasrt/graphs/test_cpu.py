@@ -1,4 +1,4 @@
-"""Graphs rewritten for a CPU compute the same as the exported ones, in fewer nodes."""
+"""Graphs rewritten for a CPU compute the same as the exported graphs, in fewer nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Feeds = dict[str, np.ndarray]
 
 
 class Session:
-    """A session with the interface of a segment, for `Geometry`."""
+    """An ONNX Runtime session with the interface of a segment, as `Geometry` expects it."""
 
     def __init__(self, model: ir.Model, folder: Path, name: str) -> None:
         file, optimized = folder / f"{name}.onnx", folder / f"{name}.optimized"
@@ -57,14 +57,14 @@ class Session:
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """The demo's, with its four layers in two bodies."""
+    """The demo's graphs, with its four layers in two body segments."""
     folder = tmp_path_factory.mktemp("cpu") / "graphs"
     shutil.copytree(library.graphs("demo", layers_per_segment=2), folder)
     return load_bundle(folder, check=False)
 
 
 def bodies(graphs: Bundle, *steps: Callable[[ir.Model], bool]) -> list[ir.Model]:
-    """Return the body graphs after some steps of the rewriting."""
+    """Return the body graphs after some rewriting steps."""
     files = [graphs.file(entry["file"]) for entry in graphs.manifest.segments if "layers" in entry]
     models = [ir.load(file) for file in files]
     for model in models:
@@ -91,7 +91,7 @@ def simple(graphs: Bundle) -> list[Session]:
 
 @pytest.fixture(scope="module")
 def cut(graphs: Bundle) -> tuple[Geometry, list[Session]]:
-    """The graph of position-dependent values, and the bodies that read it."""
+    """The graph that computes position-dependent values, and the bodies that read them."""
     models = bodies(graphs, split_experts, simplify_layers)
     geometry = Session(split_geometry(models), graphs.path, "geometry")
     names = [f"cut_{number}" for number in range(len(models))]
@@ -110,7 +110,7 @@ def compare(before: Feeds, after: Feeds, real: np.ndarray, tolerance: float) -> 
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# A single token leaves most experts without a row.
+# With a single token, most experts have no row.
 @pytest.mark.parametrize(
     ("rows", "length", "past", "padding"), [(1, 1, 0, 0), (2, 16, 4, 6), (3, 40, 9, 0)]
 )
@@ -143,7 +143,7 @@ def test_layers_in_fewer_nodes(
         compare(expected, after.run(given), real, 1e-4)
         assert not [name for name in part.inputs if name.startswith(POSITIONAL)]
         compare(after.run(given), part.run(completed), real, 0)
-        # With wrong phases or positions, results would differ.
+        # With other phases or positions, results differ, so the comparison is meaningful.
         others = before.run(given | {"causal": ~given["causal"]}), part.run(moved)
         for other in others:
             assert not np.allclose(
@@ -158,21 +158,22 @@ def test_each_question_is_asked_once(
     for before, after in zip(split, simple, strict=True):
         check(layers, after.kinds)
         assert after.kinds.total() < 0.82 * before.kinds.total()
-        # A layer's remaining `Mul` nodes: queries, keys, both gates, the experts' norm, weights and order, and its scalar.
+        # A layer keeps eight `Mul` nodes: for queries, keys, both gates, the experts' norm, weights and order, and the
+        # layer's scalar.
         assert after.kinds["Mul"] <= 8 * layers + 6
 
 
 def check(layers: int, found: Counter[str]) -> None:
-    assert found["RotaryEmbedding"] == 2 * layers  # queries and keys
-    assert found["Softmax"] == layers  # the router's Softmax; attention has its own inside
+    assert found["RotaryEmbedding"] == 2 * layers  # one for queries, one for keys
+    assert found["Softmax"] == layers  # the router's; attention's is inside a fused node
     assert found["SkipSimplifiedLayerNormalization"] == 2 * layers
     assert not found["Neg"], "a rotation was not recognised"
-    # A layer splits its heads, its two gates, and twice its experts' rows. Only positions are sliced.
+    # A layer has five splits: one for heads, two for gates, and two for the experts' rows. Only positions are sliced.
     assert found["Split"] == 5 * layers
     assert found["Slice"] <= 3
-    # One mask and one rotation for each kind of layer.
+    # There is one mask and one rotation per kind of layer.
     assert found["LessOrEqual"] == found["Cos"] == found["Sin"] <= 2
-    assert found["Range"] == 1  # numbers the rows to be sorted
+    assert found["Range"] == 1  # it numbers the rows for sorting
 
 
 @pytest.mark.parametrize("format", ["int4", "fp8"])
@@ -193,10 +194,10 @@ def test_bodies_share_what_is_equal(graphs: Bundle) -> None:
     models = bodies(graphs, split_experts, simplify_layers)
     together = split_geometry(models)
     kinds = Counter(node.op_type for node in together.graph)
-    # One rotation for each kind of layer, and one mask.
+    # There is one rotation and one mask per kind of layer.
     assert kinds["Cos"] == kinds["Sin"] == kinds["LessOrEqual"] == 2
     assert len(together.graph) < 0.7 * sum(len(each.graph) for each in apart)
-    # In this form, the comparison with the checkpoint finds the layers' weights by name.
+    # The layers' weights keep their names, by which quality reports compare them with the checkpoint.
     for model in models:
         assert {f"layers.{i}.encoder_scalar" for i in range(2)} <= model.graph.initializers.keys()
 
@@ -204,8 +205,8 @@ def test_bodies_share_what_is_equal(graphs: Bundle) -> None:
 def test_lengths_have_memory_plans_of_their_own(
     graphs: Bundle, cut: tuple[Geometry, list[Session]]
 ) -> None:
-    """ONNX Runtime's key for a plan is the exclusive or of the sizes, so two lengths could share one; passes with the
-    plan of another length are 7% slower."""
+    """ONNX Runtime identifies a memory plan by the exclusive or of the sizes, so two lengths could share a plan. With
+    the plan of another length, passes are 7% slower."""
     geometry, parts = cut
     for body in parts:
         keys = set()
@@ -220,12 +221,12 @@ def test_the_sampler_takes_fewer_passes(graphs: Bundle) -> None:
     model = ir.load(graphs.file("head.onnx"))
     before = Session(model, graphs.path, "whole_head")
     assert shorten_sampler(model)
-    # A constant is found wherever the exporter wrote it.
+    # The rewriting finds constants wherever the exporter wrote them.
     kinds = Counter(node.op_type for node in model.graph)
     assert kinds["LogSoftmax"] == kinds["Exp"] == kinds["Tanh"] == 1
     assert not kinds["ReduceMax"] + kinds["Log"]
     assert kinds["Div"] == 2  # hidden / cap, cap / temperature
-    assert kinds["ReduceSum"] == 4  # the sums of the entropy and of rows, and two that count tokens
+    assert kinds["ReduceSum"] == 4  # two sum entropies and rows, and two count tokens
     after = Session(model, graphs.path, "short_head")
     given = head_feeds(graphs.manifest.model, 3, graphs.manifest.model.canvas_length)
     for temperature in (0.4, 0.8, 1e-6):

@@ -1,4 +1,4 @@
-"""A body graph's pieces: their inputs and outputs. Tests of whole generations compare what the pieces compute."""
+"""The inputs and outputs of a body graph's pieces. Tests of whole generations check what the pieces compute."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_there_is_one_piece_more_than_layers(pieces: list[ir.Model]) -> None:
     assert names(second.inputs) == [*asked, kinds[1], *(f"{p}_1" for p in past), *TAKEN]
     assert names(first.outputs) == [*HANDED, "new_key_0", "new_value_0"]
     assert names(second.outputs) == [*HANDED, "new_key_1", "new_value_1"]
-    # The piece reads only the shape of `groups`.
+    # The last piece reads `groups`, but only its shape.
     assert names(last.inputs) == [*asked, *TAKEN]
     assert names(last.outputs) == ["hidden_out"]
 
 
 def test_tokens_have_two_axes_at_a_cut(pieces: list[ir.Model]) -> None:
-    """The segment's own inputs have the same two axes, so its profiles apply to the pieces."""
+    """The segment's inputs have the same two axes for tokens, so its profiles apply to the pieces."""
     states = f"batch, length, {D}"
     inputs, outputs = pieces[1].graph.inputs, pieces[1].graph.outputs
     assert shape(inputs, "carried_0") == shape(outputs, "carried_0_out") == f"BFLOAT16 {states}"
@@ -76,7 +76,7 @@ def test_every_other_weight_is_in_one_piece(pieces: list[ir.Model], plain_graphs
 def test_only_fp8_experts_get_rounded_tokens(
     quantized: Callable[..., Quantized], format: str
 ) -> None:
-    """For NVFP4 experts, a kernel rounds the tokens."""
+    """For NVFP4 experts, a separate kernel rounds the tokens."""
     first, *_ = cut_body(ir.load(quantized(format, ("experts.",)).file))
     dtype = "FLOAT8E4M3FN" if format == "fp8" else "BFLOAT16"
     assert shape(first.graph.outputs, "own") == f"{dtype} batch, length, {D}"

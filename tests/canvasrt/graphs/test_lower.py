@@ -1,4 +1,4 @@
-"""The lowered form of a quantized graph computes the same numbers in ONNX Runtime, rounding for rounding."""
+"""In ONNX Runtime, the lowered form of a quantized graph computes the same numbers with the same roundings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def feeds(graphs: Bundle) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("kind", ORACLE)
 @pytest.mark.parametrize("scale", [1.0, 0.013, 1e-4])
 def test_onnx_runtime_rounds_to_the_last_bit(kind: str, scale: float) -> None:
-    """The oracle itself is compared with another implementation in test_quantizers.py."""
+    """test_quantizers.py compares the oracle with another implementation."""
     rng = np.random.default_rng(0)
     codes = np.arange(256, dtype=np.uint8)
     grid = oracle.from_e4m3(codes[codes & 127 != 127])
@@ -66,7 +66,7 @@ def test_onnx_runtime_rounds_to_the_last_bit(kind: str, scale: float) -> None:
 
 
 class Lowered:
-    """A lowered body, with the inputs and results of its roundings and products as outputs."""
+    """A lowered body graph that also outputs the inputs and results of its roundings and matrix products."""
 
     def __init__(self, file: Path) -> None:
         model = onnx.load(file, load_external_data=False)
@@ -138,7 +138,7 @@ def test_int4_weights_stay_packed(
 def test_onnx_runtime_multiplies_the_same_codes(
     plain_graphs: Bundle, quantized: Callable, tmp_path: Path
 ) -> None:
-    """MatMulNBits multiplies its inputs by exactly the weights that were packed."""
+    """MatMulNBits multiplies its inputs by exactly the packed weights."""
     made = quantized("int4")
     lower_graph(made.file, tmp_path / "body_0.onnx")
     edited = ir.load(tmp_path / "body_0.onnx")
@@ -148,7 +148,7 @@ def test_onnx_runtime_multiplies_the_same_codes(
     model = ir.to_proto(edited)
     assert not any(node.op_type == UNPACK for node in model.graph.node)
     products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
-    # Two layers, each with four matrices, and two matrices for each of four experts.
+    # Each of two layers has four matrices, and two matrices for each of four experts.
     assert len(products) == 2 * (4 + 2 * 4)
     show(model, tmp_path / "fast.onnx", products)
     assert (tmp_path / "body_0.bin").read_bytes() == bytes_before
@@ -169,7 +169,7 @@ def test_onnx_runtime_multiplies_the_same_codes(
 
 
 def round_int8(x: np.ndarray, block: int) -> np.ndarray:
-    """Return inputs as MatMulNBits rounds them at accuracy level 4: in int8, scaled by each block's largest magnitude."""
+    """Round inputs as MatMulNBits does at accuracy level 4: to int8, with each block's largest magnitude as scale."""
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scale = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127), 1e-30)
     return (np.rint(blocks / scale) * scale).reshape(x.shape)
@@ -201,13 +201,13 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
         expected = oracle.round_fp8(plain[name], CACHE_SCALE)
         assert rounded[name].dtype == np.float32
         assert (expected != plain[name]).any()
-        if name.endswith("_0"):  # nothing differs before the first layer
+        if name.endswith("_0"):  # the first layer has the same inputs in both graphs
             np.testing.assert_array_equal(rounded[name], expected)
         np.testing.assert_array_equal(oracle.round_fp8(rounded[name], CACHE_SCALE), rounded[name])
 
 
 def test_a_bf16_bundle_is_widened(tmp_path: Path) -> None:
-    """The result equals an fp32 export of the same checkpoint, whose weights are bf16."""
+    """The result equals an fp32 export of the same checkpoint, which has bf16 weights."""
     narrow, right = (
         load_bundle(library.graphs("demo", precision), check=False)
         for precision in ("bf16", "fp32")

@@ -1,4 +1,4 @@
-"""The quantized forms in the graph."""
+"""How quantized weights are represented in the graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ NVFP4_EXPERTS = (
 @pytest.mark.parametrize(
     ("format", "name", "nodes", "shapes"),
     [
-        # TensorRT writes a product in 16 bits only if its weight has one scale, so an output's scale multiplies the product.
+        # TensorRT writes a product in 16 bits only if its weight has a single scale. So scales per output multiply the
+        # product instead.
         ("fp8", "layers.0.mlp.down.weight", FP8_PER_OUTPUT, {"scale": (64,)}),
         ("fp8", GATE_UP, None, {"scale": (), "factor": (4, 1, 64)}),
         (
@@ -62,7 +63,7 @@ def test_a_product_stands_in_the_graph_as_tensorrt_fuses_it(
 
 
 def test_heads_are_split_before_they_are_scaled(quantized) -> None:
-    """A reshape between the scales and the norm would cost a kernel."""
+    """A reshape between the scales and the norm would need a separate kernel."""
     model = ir.load(quantized("fp8", weights="per_channel").file)
     name = "layers.0.attention.qkv.weight"
     form = producers(model, name)
@@ -78,7 +79,7 @@ def test_heads_are_split_before_they_are_scaled(quantized) -> None:
 
 
 def product_of(weights: list[tuple[str, int]], used: str = "x", op: str = "MatMul") -> ir.Model:
-    """Return a graph that multiplies one input `[n, 32]` with several weights `[out, 32]`."""
+    """Return a graph that multiplies one input `[n, 32]` by several weights `[out, 32]`."""
     nodes, inits = [], []
     for name, out in weights:
         inits.append(onnx.numpy_helper.from_array(np.ones((out, 32), np.float32), name))

@@ -1,4 +1,4 @@
-"""The embedding table in INT8, and its products in FP8: codes, rounding, pieces on a CPU, and lookups."""
+"""The embedding table in INT8 or FP8: codes, rounding, pieces on a CPU, and lookups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ AMAX = 6.0
 
 
 class Head:
-    """The head of `plain_graphs` with its table, or the products with it, in another format; and the head lowered."""
+    """The head of `plain_graphs` with its table in INT8, or with the products of the table in FP8; and its lowered
+    form."""
 
     def __init__(self, graphs: Bundle, folder: Path, format: str) -> None:
         source, self.file = graphs.file("head.onnx"), folder / "head.onnx"
@@ -37,7 +38,7 @@ class Head:
         assert isinstance(stored, ir.ExternalTensor)
         shape = tuple(int(size) for size in stored.shape.numpy())
         self.given = lowbits.from_bf16(mapped(stored).view(np.uint16)).reshape(shape)
-        # In two parts, like larger tables.
+        # Quantized in two parts, as large tables are.
         parts = (self.given[:40], self.given[40:])
         if format == "fp8":
             self.packed = quantize_in_parts(lambda: iter(parts), format, AMAX, TABLE)
@@ -119,11 +120,11 @@ def test_in_pieces_it_computes_the_same(
     onnx.checker.check_model(split)
     graph = ir.to_proto(edited).graph
     wide = [node for node in graph.node if node.op_type == "DequantizeLinear"]
-    # Codes are mapped once for both products: except for lookups, every byte belongs to one initializer.
+    # Both products share initializers, so the codes are mapped once. Lookups have a separate initializer.
     codes = [each for each in graph.initializer if each.name.startswith(f"{TABLE_VALUES}.")]
     assert len(codes) == pieces
     assert sum(each.dims[0] for each in codes) == 96
-    # The products have separate scales. Otherwise they would share the dequantized pieces, which then stay in memory.
+    # The two products have separate scales. Otherwise, they would share dequantized pieces, which would stay in memory.
     assert len({node.input[1] for node in wide}) == len(wide) == 2 * pieces + 1
     assert table.read_bytes() == before
     given = int8.feeds()

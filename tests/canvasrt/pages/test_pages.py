@@ -1,4 +1,4 @@
-"""HTML reports: the content of sections, in which users' input is only text."""
+"""HTML reports: the content of sections, in which users' input is escaped."""
 
 from __future__ import annotations
 

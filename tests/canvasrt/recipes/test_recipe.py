@@ -1,4 +1,4 @@
-"""Recipes: canvasrt's own, valid files of users, and refusals."""
+"""Recipes: canvasrt's own, users' files, and files that are refused."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_cache_in_fp8_needs_a_gpu_that_has_fp8() -> None:
     recipe = Recipe.from_json({**MINE, "quantize": rules, "kv_cache": "fp8"})
     assert recipe.suits(find_target("rtx-4090"))
     assert not recipe.suits(find_target("rtx-3090"))
-    assert recipe.precision == "int4"  # its weights'
+    assert recipe.precision == "int4"  # the format of its weights
     with pytest.raises(CanvasError, match="lists rtx-3090, which does not support fp8"):
         Recipe.from_json({**recipe.to_json(), "targets": ["rtx-3090"]})
 
@@ -207,7 +207,7 @@ def test_files(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(MINE))
     assert load_recipe(file).name == "mine"
     assert load_recipe(str(file)).precision == "nvfp4"
-    file.write_text(yaml.safe_dump(MINE) + "limits: {kl_mean: 1e-3}\n")  # to PyYAML, a string
+    file.write_text(yaml.safe_dump(MINE) + "limits: {kl_mean: 1e-3}\n")  # a string in PyYAML
     assert load_recipe(file).limits.kl_mean == 0.001
     file.write_text("schema: 1\nname: [\n")
     with pytest.raises(CanvasError, match=r"mine.yaml, line 3 is not YAML"):

@@ -1,4 +1,4 @@
-"""Engines of the released widths, as the library of the tests keeps them: their manifests and kernel lists."""
+"""Engines of the released widths, of which the tests' library keeps only manifests and kernel lists."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Released = Callable[..., Bundle]
 
 @pytest.fixture(scope="session")
 def released() -> Released:
-    """Return a function that builds engines of two sliding layers and a full one, once per recipe, target and form of the
-    experts."""
+    """Return a function that returns engines of two sliding layers and a full one. They are built once per recipe,
+    target and form of the experts."""
     pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
     def engines(recipe: str, target: str, experts: str = SLOTTED) -> Bundle:
@@ -39,7 +39,7 @@ def released() -> Released:
 
 
 def _released_graphs(out: Path, recipe: str) -> None:
-    if recipe != "bf16":  # its graphs are quantized from those in bf16
+    if recipe != "bf16":  # quantized from the bf16 graphs
         plain = library.kept(_released_graphs, "bf16", code=SOURCES)
         out.mkdir()
         (out / "widths-graphs").symlink_to(plain / "widths-graphs")
@@ -48,16 +48,17 @@ def _released_graphs(out: Path, recipe: str) -> None:
 
 
 def _build_released(out: Path, recipe: str, target: str, experts: str) -> None:
-    """Keep what the tests read. The engines themselves are large, and are replaced by sparse files of their size."""
+    """Build engines and keep the files that tests read. The large engine files are replaced by sparse files of the same
+    size."""
     name = "widths-graphs" if recipe == "bf16" else f"widths-graphs-{recipe}"
     graphs = library.kept(_released_graphs, recipe, code=SOURCES) / name
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "engines"
-        # In a child process: in this one, Triton the language may be set to interpret, not compile.
+        # In a child process, since in this one, Triton (the language) may be set to interpret instead of compiling.
         line = ["build", str(graphs), "-t", target, "-o", str(made), "--experts", experts]
         line += ["--max-context", str(MAX_CONTEXT), "--max-batch", str(MAX_BATCH)]
         command = [sys.executable, "-m", "canvasrt", *line]
-        # A cache would keep the engines.
+        # The usual cache would keep the engines; this one is removed.
         env = {**os.environ, "CANVASRT_CACHE": f"{folder}/cache"}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What kernels must move and compute, by hand."""
+"""The bytes and operations of kernels, compared with numbers calculated by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_product_of_experts_in_four_bits() -> None:
     rows = 128 * 64
     assert found.operations == 2 * rows * 2816 * 1408
     assert (found.format, found.is_product) == ("fp4", True)
-    moved = rows * 2816 / 2 + 128 * 128 * 176  # numbers, and scales in whole tiles of 128 rows
+    moved = rows * 2816 / 2 + 128 * 128 * 176  # codes, and scales in whole tiles of 128 rows
     moved += 128 * 2816 * 1408 * (1 / 2 + 1 / 16) + 4
     assert found.moved == moved + rows * 1408 * 2
 
@@ -88,7 +88,7 @@ SHARED, MASK = (1, 8, "past_full+256", 256), bf16("mask", 1, 1, 256, "past_full+
     ("width", "inputs"),
     [
         (256, [bf16("k", *SHARED), bf16("v", *SHARED), bf16("q", 16, 256, 256), MASK]),
-        # If heads have keys of their own, the builder lists queries first, and keys transposed.
+        # If every head has its own keys, the builder lists queries first, and keys transposed.
         (
             128,
             [

@@ -1,4 +1,4 @@
-"""Sizes in terms of a call's dimensions."""
+"""Tensor sizes as expressions of a call's dimensions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_terms_become_text() -> None:
         (["8*batch", "length", 2], "16*batch*length"),
         ([4, 8], 32),
         (["length+past_full"], "length+past_full"),
-        ([2, "length+past_full"], UNKNOWN),  # the callers keep such sizes apart
+        ([2, "length+past_full"], UNKNOWN),  # callers never multiply sums
     ],
 )
 def test_products_of_sizes_merge_their_numbers(factors: list[Dim], product: Dim) -> None:

@@ -1,4 +1,4 @@
-"""The builder's list of kernels, and a builder whose list has a different form."""
+"""Parsing the builder's list of kernels, including lists in an unknown form."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def names(*lines: str) -> list[list[str]]:
 
 
 def test_kernels_are_sorted_by_profile() -> None:
-    """A kernel that states no profile belongs to the profile of kernels with the same Myelin number, or else to the
-    first."""
+    """A kernel that states no profile belongs to the profile of other kernels with its Myelin number; if there are
+    none, to the first profile."""
     lines = ("a_myl0_1", "b_myl3_1 [profile 1]", "c_myl3_2", "d")
     assert names(*map(line, lines)) == [["a_myl0_1", "d"], ["b_myl3_1", "c_myl3_2"]]
 
@@ -59,7 +59,7 @@ def test_a_profile_may_be_named_by_a_kernel_without_a_number_alone() -> None:
     ids=["short", "plain", "with weights"],
 )
 def test_forms_of_all_releases_are_parsed(form: str, dtype: str, place: str, rest: str) -> None:
-    """From TensorRT 8 to 11: forms in NVIDIA's documentation and in public issues."""
+    """The forms are from NVIDIA's documentation and public issues, for TensorRT 8 to 11."""
     tensor = f"{{ Name: x [profile 0], {place}Dimensions: [1,64,-1], {form} }}"
     tensors = f"Inputs: [ {tensor}, {tensor}], Outputs: [ {tensor}]"
     [[kernel]] = parse(f"Layers:\nName: conv + relu, LayerType: CaskConvolution, {tensors}{rest}")

@@ -1,4 +1,4 @@
-"""Predicted passes of real engines."""
+"""Predicted times of passes of real engines."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_decisions_encode_their_prompt_and_run_no_head(predictor: Predictor) -> 
 
 
 def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle) -> None:
-    """The floor's bytes are those of the weights' shapes; norms and scalars are negligible."""
+    """The expected bytes follow from the shapes of matrices; norms and scalars are negligible."""
     d, mlp, inner, experts = 2816, 2112, 704, WIDTHS["num_experts"]
     packed, plain = 0.5 + 1 / 16, 2
     layer = packed * 3 * d * (mlp + experts * inner) + plain * d * experts
     sliding = layer + packed * d * (8192 + 4096)
     full = layer + packed * d * (9216 + 8192)
-    head = engines.manifest.model.vocab_size * d + plain * 3 * d * mlp  # the table in FP8
+    head = engines.manifest.model.vocab_size * d + plain * 3 * d * mlp  # FP8 table
     rows = predictor.denoise(GPU, batch=1, context=0).rows
     assert weight_bytes(rows) == pytest.approx(2 * sliding + full + head, rel=1e-3)
 
 
 def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
-    """In a full layer, four kernels read the same values. Two layers have the sliding window, and one has all
-    tokens."""
+    """In a full layer, four kernels read the same values, which count once. Two layers read the sliding window, and one
+    reads all tokens."""
     for context, full in ((64, 2048), (2048, 2048), (4096, 4096)):
         made = predictor.denoise(GPU, 1, context)
         dims = made.sizes.dims(predictor.model, predictor.passes)
@@ -80,11 +80,12 @@ def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_floor_multiplies_only_what_was_routed(predictor: Predictor, batch: int) -> None:
-    """With one canvas, every expert's products take all tokens; with several, they take padded slots."""
+    """The kernels multiply more: every expert multiplies all tokens of a single canvas, and also empty slots of
+    several."""
     d, mlp, inner, chosen = 2816, 2112, 704, WIDTHS["top_k_experts"]
     dense = 3 * 3 * d * mlp + d * (2 * (8192 + 4096) + 9216 + 8192)
     operations = 2 * batch * 256 * (dense + 3 * chosen * 3 * d * inner)
-    # Only products in four bits take time here.
+    # With these rates, only products in four bits take time.
     fast = {"fp4": 1e15, "fp8": 1e30, "bf16": 1e30, "fp32": 1e30}
     made = predictor.denoise(replace(GPU, bandwidth=1e30, rates=fast), batch, 1024)
     assert made.floor_seconds == pytest.approx(operations / 1e15)
@@ -98,7 +99,7 @@ def test_work_grows_with_what_it_depends_on(predictor: Predictor) -> None:
 
     few, many = parts(capacity=32), parts(capacity=256)
     assert many.pop(EXPERTS) > 1.3 * few.pop(EXPERTS)
-    few.pop("routing"), many.pop("routing")  # it fills the slots
+    few.pop("routing"), many.pop("routing")  # routing takes longer, since it fills the slots
     assert many == pytest.approx(few)
     assert parts(context=4000)["attention"] > 1.2 * parts(context=0)["attention"]
     assert parts(context=4000)[HEAD] == parts(context=0)[HEAD]
@@ -120,19 +121,19 @@ def test_a_pass_has_as_many_rows_as_the_engines_take(predictor: Predictor) -> No
 
 
 def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
-    with pytest.raises(UsageError, match="the engines take no pass of batch 9 with"):
+    with pytest.raises(UsageError, match="the engines accept no pass of batch 9 with"):
         predictor.denoise(GPU, batch=9, context=1024)
     with pytest.raises(UsageError, match="5000 cached"):
         predictor.denoise(GPU, batch=1, context=5000)
 
 
 def test_every_target_with_a_gpu_has_rates_with_a_source() -> None:
-    # Several GPUs have no rates in common.
+    # A target for several capabilities has no rates.
     assert {each.name for each in TARGETS if len(each.capabilities) == 1} <= set(GPUS)
     for gpu in GPUS.values():
         assert "https://" in gpu.source
         assert 2e11 < gpu.bandwidth < 1e13
-        # The widest formats are the slowest.
+        # Wider formats are slower.
         assert gpu.rate("fp4") >= gpu.rate("fp8") >= gpu.rate("bf16") > gpu.rate("fp32")
     with pytest.raises(UsageError, match="unknown GPU 'warp'") as refused:
         find_gpu("warp")
@@ -159,7 +160,7 @@ def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
     assert found.arithmetic == pytest.approx(150 / 209.5)
     assert found.seconds(1.6e12, 0, "bf16") == pytest.approx(1 + GPU.launch)
     assert measured(GPU, rates(tmp_path, launch_seconds=2e-6)).launch == 2e-6 != GPU.launch
-    # Rates of a GPU that the table lacks are accepted for any GPU.
+    # Measured rates of a GPU that the table lacks are accepted for every GPU.
     other = measured(GPU, rates(tmp_path, device="NVIDIA RTX A5000"))
     assert other.bytes_per_second() == 1.6e12
     only = {name: RATES[name] for name in ("device", "copy_bytes_per_second")}
@@ -203,13 +204,13 @@ def test_engines_that_do_not_run_there_are_named(predictor: Predictor) -> None:
 
 
 def test_slots_that_cannot_hold_a_pass_are_refused(predictor: Predictor) -> None:
-    """Each of 256 tokens has 8 of 10 experts, and no expert has the same token twice."""
+    """256 tokens have 8 of 10 experts each, so an expert needs at least 205 slots, and at most one per token."""
     for capacity in (205, 256):
         predictor.check_capacity(1, capacity)
     for capacity in (204, 257):
         with pytest.raises(UsageError, match=f"{capacity} slots per expert do not suit"):
             predictor.check_capacity(1, capacity)
-    # The profile of a full batch has few slots.
+    # The profile of a full batch has fewer slots than tokens.
     most = max(
         each["capacity"]["max"]
         for each in predictor.entries["body_0"]["profiles"]
@@ -219,7 +220,7 @@ def test_slots_that_cannot_hold_a_pass_are_refused(predictor: Predictor) -> None
     with pytest.raises(UsageError, match="do not suit a pass of 1024 tokens") as refused:
         predictor.check_capacity(4, most + 1)
     assert f"at most {most}" in refused.value.hint
-    predictor.check_capacity(9, 48)  # the capacity is valid; the engines refuse the batch
+    predictor.check_capacity(9, 48)  # only the capacity is checked, not the batch
 
 
 def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Holds the released widths' kernels to their limits, for every capability and precision.
+"""The kernels of engines with the released widths: their formats, their number and the bytes they move.
 
-Engines of `bench.shape`.
+The engines are built from graphs of `bench.shape`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from canvasrt.roofline.dims import UNKNOWN, volume
 from canvasrt.roofline.parse import Kernel
 from tests.canvasrt.roofline.conftest import Released
 
-# Every capability, an engine for several, and every recipe. A recipe's kernels are the same on every capability so far, so
-# one or two stand for all.
+# All RTX capabilities and all recipes occur, and an engine for several capabilities. So far, a recipe has the same
+# kernels on every capability, so one or two targets per recipe are enough.
 TARGETS = [
     ("bf16", "rtx-3090"),
     *(("int4", target) for target in ("rtx-4090", "rtx")),
@@ -39,7 +39,7 @@ TARGETS = [
     ("fp8", "rtx-pro-6000", SORTED),
     ("nvfp4", "rtx-5090", SORTED),
 ]
-# Number format → the dtype of stored weights, and the format of products.
+# Number format → the dtype of stored weights, and the format in which they are multiplied.
 PRODUCTS = {
     None: ("BFloat16", "bf16"),
     "fp8": ("FP8", "fp8"),
@@ -71,11 +71,11 @@ SIZES = {
     "capacity": 64,
     "gate_rows": 64,
     "gate_queues": E,
-    # Half of every expert's last block is empty.
+    # It is assumed that half of every expert's last block is empty.
     "routed_rows": 256 * WIDTHS["top_k_experts"],
     "sorted_rows": 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2,
 }
-# Four canvases have four times as many slots and rows; a short encoding pass has a slot for each token.
+# Four canvases have four times as many slots and rows. A short encoding pass has one slot per token.
 SIZES_BY_PROGRAM = {
     "denoise": SIZES,
     "denoise_batch": SIZES
@@ -84,7 +84,7 @@ SIZES_BY_PROGRAM = {
     | {"sorted_rows": 4 * 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2},
     "encode": SIZES | {"capacity": 256, "gate_rows": 256},
 }
-# The tokens of a canvas, those of two heads of a group, and of a full batch of canvases.
+# Sizes of an axis of tokens: of a canvas, of a canvas for two heads of a group, and of a full batch.
 TOKENS = {256, 2 * 256, 4 * 256}
 LIMITS = Path(__file__).with_name("limits.json")
 
@@ -124,7 +124,7 @@ def test_every_profile_has_its_kernels_and_every_size_a_name(built: Bundle) -> N
 
 
 def test_what_is_read_is_what_was_written_or_an_even_part_of_it(built: Bundle) -> None:
-    """Odd sizes reveal a dimension that was mistaken for another."""
+    """With odd sizes, a dimension that is mistaken for another changes a tensor's volume."""
     odd = {"batch": 3, "length": 131, "octets_sliding": 39, "octets_full": 97, "capacity": 61}
     odd |= {"gate_rows": 61, "gate_queues": E, "routed_rows": 59, "sorted_rows": 67}
     for segment, profile, kernels in all_programs(built):
@@ -146,7 +146,7 @@ def recipe_name(bundle: Bundle) -> str:
 
 
 def choices(bundle: Bundle) -> dict[str, str]:
-    """Return the recipe's format of each quantized weight."""
+    """Return the format of each quantized weight in the recipe."""
     recipe = recipe_name(bundle)
     if recipe == "bf16":
         return {}
@@ -155,7 +155,7 @@ def choices(bundle: Bundle) -> dict[str, str]:
 
 
 def products(kernels: Sequence[Kernel]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
-    """Return for each product, by the shape of its weight, the weight's dtype and the product's format."""
+    """Return products by the shape of the weight: the weight's dtype and the product's format."""
     found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for kernel in kernels:
         matrix = cost.weight(kernel)
@@ -184,14 +184,14 @@ def test_the_head_multiplies_by_the_table_twice_in_its_recipe_s_format(built: Bu
     for profile, kernels in programs(built, "head").items():
         found = products(kernels)
         assert found[D, vocabulary] + found[vocabulary, D] == [wanted, wanted], profile
-        # Self-conditioning has an MLP of its own.
+        # Self-conditioning has a separate MLP.
         for name in ("signal_mlp.gate_up", "signal_mlp.down"):
             assert found[HEAD[name]] == [PRODUCTS[formats.get(name)]], (profile, name)
 
 
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
-    """No output has as many elements as any matrix of a layer or of the head; the router's matrix, which is small, is not
-    compared. An output without an axis of tokens has less than an eighth of the smallest matrix."""
+    """No output has as many elements as a matrix of a layer or of the head, except the small router's matrix. Outputs
+    without an axis of tokens are smaller than an eighth of the smallest matrix."""
     shapes = {shape for matrices in (*MATRICES.values(), HEAD) for shape in matrices.values()}
     sizes = {prod(shape) for shape in shapes - {SHARED["router.proj"]}}
     for segment, profile, kernels in all_programs(built):
@@ -205,22 +205,23 @@ def test_no_kernel_writes_a_weight(built: Bundle) -> None:
 
 
 def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
-    """The router's weights come in fp32. Scores of heads of 512 are widened first; their maximum and sum are fp32."""
+    """The router computes in fp32. For heads of 512, scores are widened to fp32, and their maximum and sum are fp32."""
     for profile, kernels in programs(built).items():
         inside = [k for k, _ in of_layer(kernels, FULL)]
         assert not [k.name for k in outside(kernels) if "Exp" in cost.step_names(k)], profile
         exp = f"layers.{FULL}.router/node_exp"
         (router,) = [k for k in inside if any(node.startswith(exp) for node in k.nodes)]
         top = [each.dtype for each in router.inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
-        # The integers are the experts' numbers.
+        # The integers are indices of experts.
         assert set(top) - {"Int32", "Int64"} == {"Float"}, (profile, top)
         attention = [k for k in inside if "Exp" in cost.step_names(k) and k is not router]
-        # Each piece has two such kernels, one over the cached and one over the new keys; further ones merge their results.
+        # Every piece has two such kernels, one over the cached keys and one over the new keys. Further kernels merge
+        # results.
         assert len(attention) >= 2 * pieces(built), profile
         for kernel in attention:
             steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
             assert "Cast" in steps[: steps.index("Exp")], (profile, kernel.name)
-            # This leaves out the zero that ties pieces together: it has one number per request.
+            # This excludes the zero that links the pieces, which has one number per request.
             ones = [each for each in kernel.tensors if each.dims[-1] == 1]
             sums = [each for each in ones if volume(each.dims, SIZES | {"batch": 4}) > 4]
             assert sums, (profile, kernel.name)
@@ -228,7 +229,7 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
 
 
 def outside(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Return the kernels of no layer."""
+    """Return the kernels that belong to no layer."""
     found = [group.place_of(kernel, "body_0", range(3)) for kernel in kernels]
     return [kernel for kernel, place in zip(kernels, found, strict=True) if place.layer is None]
 
@@ -240,7 +241,7 @@ def pieces(bundle: Bundle) -> int:
 
 
 def longest_chain(kernels: Sequence[Kernel]) -> int:
-    """Return the length of the longest chain of attention's own products, those without a weight."""
+    """Return the length of the longest chain of products without a weight, which are attention's products."""
     depth: dict[str, int] = {}
     for kernel in kernels:
         own = cost.is_product(kernel) and cost.weight(kernel) is None
@@ -251,16 +252,17 @@ def longest_chain(kernels: Sequence[Kernel]) -> int:
 
 
 def test_attention_with_heads_of_512_runs_piece_by_piece(built: Bundle) -> None:
-    """A piece reads the previous piece's result times a zero that comes from the mask, so that no builder can fold the zero.
-    If one did, all scores would be held at once.
+    """To run after the previous piece, a piece reads its result times a zero. The zero comes from the mask, so that no
+    builder can fold it. If it were folded, the scores of all pieces would be in memory at once.
 
-    A chain through two pieces has four products: scores and values of each.
+    A chain through two pieces has four products: scores and values of each piece.
     """
     count = pieces(built)
     for profile, kernels in programs(built).items():
         inside = [k for k, place in of_layer(kernels, FULL) if place.part == group.ATTENTION]
         assert longest_chain(inside) == 2 * count, profile
-        # If the builder had folded the zero, no queries would depend on a product.
+        # Without the dependency of queries on the previous piece, chains are shorter. So the builder did not fold the
+        # zero.
         own = [k for k in inside if cost.is_product(k) and cost.weight(k) is None]
         cut = [replace(k, inputs=k.inputs[1:]) if k in own else k for k in inside]
         assert longest_chain(cut) < 2 * count, profile
@@ -275,15 +277,15 @@ def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
 
 
 def pair_of(bundle: Bundle) -> str:
-    """Return the key of the limits: recipe, compute capability, and the form of the experts if it is not the default."""
+    """Return the key in `limits.json`: recipe, compute capability, and the form of the experts unless it is the
+    default."""
     target, experts = bundle.manifest.target, bundle.manifest.options.get("experts")
     assert target is not None
     return ", ".join([recipe_name(bundle), target["compute_capability"], *filter(None, [experts])])
 
 
 def measured(bundle: Bundle) -> dict[str, Any]:
-    """Return by place and program the number of kernels, and the megabytes of products and of other kernels, for denoising or
-    encoding one canvas."""
+    """Return by place and program: the number of kernels, and the megabytes that products and other kernels move."""
     bodies, head = programs(bundle), programs(bundle, "head")
     found: dict[str, Any] = {}
     for name, layer in (("sliding layer", SLIDING), ("full layer", FULL)):
@@ -295,10 +297,10 @@ def measured(bundle: Bundle) -> dict[str, Any]:
 
 
 def moved(kernels: Sequence[Kernel], inside: Sequence[Kernel], program: str) -> list[float]:
-    """Return the megabytes that the kernels `inside` move: by products, and by all others."""
+    """Return the megabytes that the kernels `inside` move: first the products, then all others."""
     if program not in SIZES_BY_PROGRAM:
         return []
-    # By identity, not by name: the engines of pieces share kernel names.
+    # Kernels are identified by object, since names repeat in the engines of pieces.
     chosen = {id(kernel) for kernel in inside}
     found = {True: 0.0, False: 0.0}
     for kernel, each in zip(kernels, cost.costs(kernels, SIZES_BY_PROGRAM[program]), strict=True):
@@ -308,8 +310,8 @@ def moved(kernels: Sequence[Kernel], inside: Sequence[Kernel], program: str) -> 
 
 
 def test_kernels_and_bytes_stay_within_their_limits(built: Bundle) -> None:
-    """`limits.json` has today's figures. When a figure falls, the lower one is written there too, so that it cannot
-    grow back unnoticed."""
+    """`limits.json` has the current figures. If a figure falls by more than 5%, the test demands the lower limit, so
+    that it cannot rise again unnoticed."""
     limits = json.loads(LIMITS.read_text())[pair_of(built)]
     found = measured(built)
     assert {where: set(held) for where, held in limits.items()} == {

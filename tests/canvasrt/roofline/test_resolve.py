@@ -1,4 +1,4 @@
-"""The builder's −1s, matched with the shapes of the graph."""
+"""Sizes that the builder prints as −1 are found by matching shapes of the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BODY = ("batch", "length", 2816)
 def kernel(
     nodes: tuple[str, ...], *inputs: KernelTensor, name: str = "k", **outputs: Dims
 ) -> Kernel:
-    """A kernel of some of the graph's nodes. `outputs`: name → sizes."""
+    """Return a kernel that runs these nodes of the graph. `outputs`: name → sizes."""
     written = tuple(KernelTensor(each, "Half", dims) for each, dims in outputs.items())
     return Kernel(name, "kgen", inputs, (), written, "", nodes)
 
@@ -34,7 +34,7 @@ def kernel(
         ((-1, 77), BODY, None),
         ((-1, 2816), (256, 2816), None),
         ((128, -1), (64, "capacity"), None),
-        # A router of 5 experts has 6 columns; three products side by side have all of their columns.
+        # A router's 5 columns are padded to 6. Three products that are computed as one have the columns of all three.
         ((1, -1, 6), (1, "length", 5), (1, "length", 6)),
         ((-1, 192), ("batch", "length", 64), ("batch*length", 192)),
         ((1, -1, 192), (1, "length", 64), (1, "length", 192)),
@@ -53,7 +53,8 @@ def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
 
 
 def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
-    """A tensor's shape is known to kernels that read it later, and sizes that the profile fixes are numbers."""
+    """Kernels that read a tensor use the shape found for the kernel that wrote it. Sizes that the profile fixes are
+    numbers."""
     shapes = Shapes({}, {"norm": Node([("x", BODY)], [("y", BODY)])})
     written = kernel(("norm",), t_1=(-1, 256, 2816))
     read = kernel((), KernelTensor("t_1", "Float", (-1, 2816)))
@@ -63,11 +64,12 @@ def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
 
 
 def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
-    """Slots of experts are found by counting over all tokens: `[T, E, C]` becomes `[E, C]`, printed as `[1, E, -1]`."""
+    """Finding the experts' slots sums `[T, E, C]` over all tokens to `[E, C]`, which the builder prints as `[1, E,
+    -1]`."""
     counted = ("batch", 256, 8, "capacity")
     nodes = {"count": Node([("less", (256, 8, "capacity"))], [("sum", (8, "capacity"))])}
     nodes["less"] = Node([("queue", (256, 8, 1)), ("slots", ("capacity",))], [("less", counted)])
-    # The builder names the nodes in any order.
+    # The builder lists nodes in any order.
     made = kernel(("count", "less"), KernelTensor("a_1", "Int32", (1, 1, -1)), t_1=(1, 8, -1))
     (found,) = resolve_sizes([made], Shapes({}, nodes))
     assert found.outputs[0].dims == (1, 8, "capacity")
@@ -86,16 +88,16 @@ PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
 @pytest.mark.parametrize(
     ("batch", "heads", "printed"),
     [
-        # Heads that share keys.
+        # Heads share keys.
         (
             2,
             2,
             {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32), "mask": (2, 1, -1, -1)},
         ),
-        # If each head has its own keys, these are transposed, with batch and heads on one axis.
+        # If every head has its own keys, the keys are transposed, and batch and heads share an axis.
         (1, 4, {"q": (4, -1, 32), "k": (4, 32, -1), "mask": (1, 1, -1, -1), "v": (4, -1, 32)}),
         (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "mask": (2, 1, -1, -1), "v": (8, -1, 32)}),
-        # Without a mask.
+        # There is no mask.
         (2, 2, {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32)}),
         (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "v": (8, -1, 32)}),
     ],
@@ -103,7 +105,8 @@ PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
 def test_attention_reads_the_past_and_the_new_keys(
     batch: int, heads: int, printed: dict[str, tuple[int, ...]]
 ) -> None:
-    """Keys and values are written by a kernel of many nodes, most of whose shapes fit them as well."""
+    """The kernel that writes keys and values has many nodes, and the shapes of most nodes would fit keys and values,
+    too."""
     queries, keys = (batch, 4, "length", 32), (batch, heads, JOINED, 32)
     read = [queries, keys, keys, *[(batch, 1, "length", JOINED)] * ("mask" in printed)]
     nodes = {
@@ -136,7 +139,8 @@ ROWS, CHOSEN = ("rows", 8), ("chosen", 8)
 
 
 def gathered(others: dict[str, Node], written: Dims) -> tuple[Kernel, Shapes]:
-    """Return a kernel, under the builder's own names, that gathers some rows; of `wide`, if another node writes that."""
+    """Return a kernel with the builder's tensor names that gathers some rows: rows of `wide` if another node writes it,
+    otherwise of `rows`."""
     wide = any(name == "wide" for each in others.values() for name, _ in each.outputs)
     source = "wide" if wide else "rows"
     gather = Node(
@@ -154,11 +158,11 @@ CAST = {"cast": Node([("rows", ROWS)], [("wide", ROWS)])}
     ("others", "written", "read"),
     [
         ({}, CHOSEN, "8*chosen"),
-        # A cast before the gather does not matter: only the gathered rows are read.
+        # With a cast before the gather, still only the gathered rows are read.
         (CAST, CHOSEN, "8*chosen"),
-        # If another node reads all rows, all of them count.
+        # If another node reads all rows, all rows count.
         ({"sum": Node([("rows", ROWS)], [("total", (1, 8))])}, CHOSEN, None),
-        # The gathered tensor is computed in this kernel, one of two of its size, or written by it.
+        # The gathered tensor is computed in this kernel from two inputs of the same size, or the kernel writes it.
         ({"add": Node([("rows", ROWS), ("b", ROWS)], [("wide", ROWS)])}, CHOSEN, None),
         (CAST, ROWS, None),
     ],

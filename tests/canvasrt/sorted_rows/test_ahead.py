@@ -1,4 +1,4 @@
-"""Kernels are compiled without their GPU, in a child process in which Triton the language does not interpret."""
+"""Compiling kernels without their GPU, in a child process in which Triton (the language) compiles."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
 from canvasrt.sorted_rows.predicted import instruction
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
-# Every kernel is compiled for these capabilities; for the others, only the first product in each format.
+# Every kernel is compiled for these capabilities. For other capabilities, only `gate_up` is, in each format but INT4.
 WHOLE = ((8, 9), (12, 0))
 WHOLE_ELSEWHERE = tuple(each for each in CAPABILITIES if each not in WHOLE)
-# 8.9 lacks NVFP4. Of the others, three have all three formats, one lacks NVFP4, and two lack FP8 too.
+# Capability 8.9 lacks NVFP4. Of the other capabilities, three have all formats, one lacks NVFP4, and two also lack FP8.
 IMAGES = {WHOLE: (7 + 10) + (3 * 3 + 2 + 2 * 1), WHOLE_ELSEWHERE: 3 * 10 + 7 + 2 * 5}
 CODE = """
 import json, sys, torch
@@ -79,17 +79,17 @@ def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, An
         assert f".target sm_{major}{minor}" in each["ptx"]
         assert f".visible .entry {each['entry']}(" in each["ptx"]
         assert f".reqntid {each['threads']}" in each["ptx"]
-        # Divisions are exact, so that they round as in the graph. (The division in exp need not be exact.)
+        # Divisions in this kernel must be exact, to round as the graph does. Other kernels may divide approximately.
         if each["name"] == "round_rows-bfloat16":
             assert "div.rn.f32" in each["ptx"]
             assert "div.full" not in each["ptx"]
-        # The shared memory that every GPU provides by default.
+        # Every GPU provides this much shared memory by default.
         assert each["shared"] <= 48 << 10
 
 
 def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    """Products are in 16 bits, or in FP8 or NVFP4 where Triton supports this few rows. Elsewhere, codes become float16,
-    which is exact."""
+    """FP8 and NVFP4 codes are multiplied directly where Triton supports it for this few rows. Elsewhere, they are
+    converted to float16 without loss."""
     for each in compiled:
         wanted = "bf16.bf16.f32"
         if "-nvfp4" in each["name"]:
@@ -105,7 +105,7 @@ def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
 
 
 def listed(images: list[dict[str, Any]], folder: Path, *options: str) -> list[str]:
-    """What CUDA's own tool says about compiled kernels."""
+    """Return the output of `cuobjdump` for each compiled kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -126,7 +126,7 @@ def test_nothing_is_spilled(compiled: list[dict[str, Any]], tmp_path: Path) -> N
 
 
 def test_int4_reads_a_block_s_scale_once(compiled: list[dict[str, Any]], tmp_path: Path) -> None:
-    """A step's two halves lie in one block."""
+    """Both halves of a step are in the same block."""
     products = [
         each
         for each in compiled
@@ -142,7 +142,7 @@ def test_int4_reads_a_block_s_scale_once(compiled: list[dict[str, Any]], tmp_pat
 def test_arguments_are_in_the_order_in_which_the_runtime_gives_them(
     compiled: list[dict[str, Any]],
 ) -> None:
-    """The arguments are followed by two addresses of scratch memory, which the compiler adds."""
+    """The compiler appends two addresses of scratch memory to the arguments."""
     kinds = {"*": "u64", "i32": "u32", "fp32": "f32"}
     for each in compiled:
         name, _, _ = each["name"].partition("-")

@@ -1,4 +1,4 @@
-"""The experts' weights between pieces are those of the graph."""
+"""The experts' weights for kernels between pieces equal the weights of the graph."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WEIGHTS = [f"layers.{layer}.experts.{name}" for layer in range(2) for name in ("
 
 
 def from_steps(data: np.ndarray, width: int, step: int) -> np.ndarray:
-    """Return the codes 0 … 15 of rows of `width`, in order."""
+    """Unpack stored steps to rows of `width` codes 0 … 15, in the order of columns."""
     each = data.reshape(-1, width // step, 1, step // 2)
     return np.concatenate([each & 15, each >> 4], axis=2).reshape(-1, width)
 
 
 def stacks(format: str, made: Quantized):
-    """Yield each weight's form, its values and scales, and the graph's original weight."""
+    """Yield each weight's kernel form, values, block scales, output scales, its form in the graph, and its layer."""
     experts = GraphExperts(ir.load(made.file), SIZES, dict.fromkeys(WEIGHTS, format))
     file = io.BytesIO()
     layers, data = experts.write(file), file.getvalue()
@@ -74,7 +74,7 @@ def test_a_weight_file_may_be_part_of_several_bundles(
 
 
 def output_scales(packed: Packed) -> np.ndarray:
-    """The scale of FP8 or NVFP4 codes times the scale of their inputs."""
+    """Return the scale of FP8 or NVFP4 weights times the scale of their inputs, per output."""
     factor = np.float32(1) if packed.factor is None else packed.factor
     factor = lowbits.from_bf16(lowbits.to_bf16(factor)).reshape(np.shape(factor))
     rows = (SIZES.experts, packed.shape[1])
@@ -92,7 +92,7 @@ def test_fp8_and_nvfp4(quantized: Callable[..., Quantized], format: str, weights
         assert blocks.tobytes() == (packed.block_scales.tobytes() if packs else b"")
         found = scales.view(np.float32).reshape(SIZES.experts, -1)
         np.testing.assert_array_equal(found, output_scales(packed))
-        # The piece before the experts rounds tokens to FP8, and a kernel rounds them to NVFP4.
+        # For FP8, the piece before the experts rounds tokens. For NVFP4, a kernel does.
         assert layer.rounding == ("round_rows-bfloat16" if packs else None)
         scale = layer.inner_scale if form.function == "down" else layer.input_scale
         assert scale == np.float32(packed.input_scale)

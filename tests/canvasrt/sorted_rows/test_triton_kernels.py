@@ -1,4 +1,4 @@
-"""The kernels by Triton's interpreter, against plain torch."""
+"""The kernels in Triton's interpreter, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def even(tokens: int, random: torch.Generator) -> Tensor:
 
 
 def same(tokens: int, random: torch.Generator) -> Tensor:
-    """Give all tokens the same experts, so that other experts have no rows."""
+    """Give all tokens the same experts; other experts have no rows."""
     return torch.tensor([[4, 0, 2]]).repeat(tokens, 1).int()
 
 
@@ -43,7 +43,7 @@ def skewed(tokens: int, random: torch.Generator) -> Tensor:
 
 
 class Layer:
-    """One layer's routing and rows, sorted by the kernel."""
+    """One layer's routing, and its rows as the kernel sorts them."""
 
     def __init__(self, tokens: int, routing: Routing = even, padding: int = 0, sizes=SIZES) -> None:
         self.random = torch.Generator().manual_seed(tokens)
@@ -52,7 +52,7 @@ class Layer:
         self.positions = torch.arange(tokens)
         if padding:
             self.positions[torch.randperm(tokens, generator=self.random)[:padding]] = -1
-        # Unwritten rows keep a number that no kernel computes.
+        # Rows that are not written keep this number, which no kernel computes.
         self.order = torch.full((sizes.experts, tokens), -7, dtype=torch.int32)
         self.counts = torch.full((sizes.experts,), -7, dtype=torch.int32)
         form = KernelForm("sort_rows", sizes, "float32")
@@ -62,7 +62,7 @@ class Layer:
         return [*first, self.order, self.counts]
 
     def run(self, form: KernelForm, x: Tensor, parts: Sequence[Tensor], out: Tensor, scale: float = 1.0, capability=(8, 9)) -> None:  # fmt: skip
-        """`parts`: the weights' values, and the scales of blocks and of outputs, if there are any."""
+        """`parts`: the weights' values, then the scales of blocks and of outputs if the format has them."""
         programs = -(-form.outputs // PROGRAM_OUTPUTS)
         arguments = [x, *parts, *(3 - len(parts)) * [NONE], *self._rows(), out, self.tokens, scale]
         interpret(form, (self.sizes.blocks(self.tokens), programs), arguments, capability)
@@ -88,7 +88,7 @@ def weights(random: torch.Generator, sizes: ExpertSizes = SIZES) -> tuple[Tensor
 
 
 def expected(layer: Layer, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return `[K, T, D]`, with the unchanged rows of padded tokens."""
+    """Return the expected rows `[K, T, D]`. Rows of padding stay unchanged."""
     result = torch.full((SIZES.top_k, *x.shape), -9.0)
     for token in range(len(x)):
         for choice, expert in enumerate(layer.index[token].tolist()):
@@ -151,7 +151,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """A row may lie anywhere in its block. The interpreter's products are NumPy's, whose last bits depend on that place."""
+    """A row may be at any place in its block. The interpreter multiplies with NumPy, whose last bits depend on the
+    place."""
     gate_up, down = weights(torch.Generator().manual_seed(1))
     together = Layer(40, skewed)
     x = torch.randn(40, SIZES.size, generator=together.random)
@@ -223,17 +224,18 @@ def test_fp8_codes_and_scales() -> None:
             states = F.gelu(gate, approximate="tanh") * up / scales[1]
             rounded = lowbits.numbers_of(E4M3, to_e4m3(states.numpy()))
             wanted = wide[1][expert] @ torch.from_numpy(rounded) * each[1][expert] * scales[1]
-            # A state on the edge between two codes may go either way.
+            # A state midway between two codes may be rounded up or down.
             torch.testing.assert_close(result[choice, token], wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))  # fmt: skip
 
 
 def to_nvfp4(x: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codes of `x` `[…, n]`, two per byte, the blocks' scales in E4M3, and the numbers that both stand for."""
+    """Quantize `x` `[…, n]`; return the codes, two per byte, the blocks' scales in E4M3, and the numbers they
+    represent."""
     blocks = x.reshape(*x.shape[:-1], -1, 16)
     scales = to_e4m3(np.abs(blocks).max(-1) / 6 / whole)
     step = (lowbits.numbers_of(E4M3, scales) * np.float32(whole))[..., None]
     numbers = lowbits.values_of(E2M1)[:8]
-    # The nearest number; if two are equally near, the one with the even code.
+    # Choose the nearest number; of two equally near numbers, choose the one with the even code.
     distance = np.abs(np.abs(blocks / np.where(step > 0, step, 1))[..., None] - numbers)
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     codes = order[distance[..., order].argmin(-1)] | (blocks < 0) << 3
@@ -244,7 +246,8 @@ def to_nvfp4(x: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray, np.nd
 def halves_of_steps(
     random: np.random.Generator, shape: tuple[int, ...], whole: float
 ) -> np.ndarray:
-    """Return numbers, many of which lie between two codes: quarters of the step, in blocks whose scale is a power of two."""
+    """Return multiples of a quarter of the step, many of them midway between two codes, in blocks whose scale is a
+    power of two."""
     x = random.integers(-24, 25, shape).astype(np.float32) / 4
     x.reshape(-1, 16)[:, 0] = 6
     x.reshape(-1, 16)[::3] *= 2
@@ -257,7 +260,7 @@ def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
     """Ties go to even, large numbers saturate, and nothing is written outside the rows."""
     random, whole = np.random.default_rng(0), 0.125
     x = halves_of_steps(random, (20, SIZES.size), whole)
-    x[3] = random.standard_normal(SIZES.size) * 3e4  # beyond the largest scale
+    x[3] = random.standard_normal(SIZES.size) * 3e4  # needs more than the largest scale
     x = torch.from_numpy(x).to(dtype)
     codes, scales, _ = to_nvfp4(x.float().numpy(), whole)
     out = torch.full((20 * SIZES.size * 9 // 16 + 5,), 77, dtype=torch.uint8)
@@ -265,7 +268,7 @@ def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
     interpret(form, (2, -(-SIZES.size // PROGRAM_OUTPUTS)), [x, out, 20, whole])
     begin = codes.size
     ours = lowbits.numbers_of(E2M1, out[:begin].numpy().reshape(codes.shape))
-    # Zero has two codes.
+    # Compare numbers, not codes, since zero has two codes.
     np.testing.assert_array_equal(ours, lowbits.numbers_of(E2M1, codes))
     assert out[begin : begin + scales.size].numpy().tobytes() == scales.tobytes()
     assert (out[begin + scales.size :] == 77).all()
@@ -273,7 +276,7 @@ def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_none(wrong: float) -> None:
-    """E2M1 has no code for NaN, so a block that holds one gets NaN as its scale."""
+    """E2M1 has no code for NaN, so a block with a NaN or an infinity gets NaN as its scale."""
     x = torch.ones(4, SIZES.size)
     x[2, 40] = wrong
     out = torch.zeros(4 * SIZES.size * 9 // 16, dtype=torch.uint8)
@@ -286,7 +289,7 @@ def test_what_is_no_number_stays_none(wrong: float) -> None:
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 @pytest.mark.parametrize("routing", [even, skewed])
 def test_nvfp4_codes_and_scales(routing: Routing, capability: tuple[int, int]) -> None:
-    """The tensor cores' scaled product and float16 give the same numbers."""
+    """The scaled product of tensor cores and the product in float16 give the same numbers."""
     layer = Layer(40, routing, padding=9)
     random, wholes = np.random.default_rng(0), (0.01, 0.02)
     parts, wide = [], []
@@ -317,5 +320,5 @@ def test_nvfp4_codes_and_scales(routing: Routing, capability: tuple[int, int]) -
             states = F.gelu(gate, approximate="tanh") * up
             _, _, rounded = to_nvfp4(states.numpy(), wholes[1])
             wanted = torch.from_numpy(wide[1][expert] @ rounded)
-            # A state on the edge between two codes may go either way.
+            # A state midway between two codes may be rounded up or down.
             torch.testing.assert_close(result[choice, token], wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))  # fmt: skip

@@ -1,4 +1,4 @@
-"""`canvasrt batch` in process and over HTTP: the same file from both, whatever happens on the way."""
+"""`canvasrt batch` in process and over HTTP: both write the same file, even after failures and interruptions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WRONG = ("hot", "long", "no decision")
 
 
 def asked(file: Path, name: str, opened: Any, at_once: int = 8) -> tuple[Done, list[Path]]:
-    """A finished batch, and its files."""
+    """Run a batch; return its result, and the files of answers and of errors."""
     done = run_batch(file, file.with_name(name), 0, "model", opened, at_once)
     return done, list(done.outputs[:2])
 
@@ -78,7 +78,7 @@ def test_the_same_file_in_process_and_over_http(
     answers = {each["custom_id"]: each["response"]["body"] for each in told[0]}
     assert json.loads(answers["schema"]["choices"][0]["message"]["content"])["n"] in (1, 2)
     files = [path.read_text() for path in local]
-    # The fixture's front end reports another build's digest.
+    # The front end of the fixture reports the digest of another bundle.
     mine, other = f"fp_{engines.manifest.digest[:12]}", "fp_0123456789ab"
     for at_once in (1, 8):
         _, remote = asked(file, f"remote{at_once}.jsonl", over(front), at_once)
@@ -116,11 +116,11 @@ def test_others_take_over_and_none_ends_it(
     monkeypatch.setattr(servers._log, "warning", lambda form, *told: said.append(form % told))
     done, _ = asked(file, "one.jsonl", Servers([dead, front.url], "", 60))
     assert (done.answers, done.errors) == (len(TEXTS), 0)
-    (once,) = said  # not for every attempt
-    assert once.startswith(f"{dead} is tried again later: Cannot connect")
+    (once,) = said  # one warning, not one per attempt
+    assert once.startswith(f"{dead} is down; requests to it are retried later: Cannot connect")
     monkeypatch.setattr(servers, "PATIENCE", 0.1)
     with pytest.raises(
-        CanvasError, match=r"no server has taken a request .*127\.0\.0\.1:9"
+        CanvasError, match=r"all servers have been down for .*127\.0\.0\.1:9"
     ) as error:
         asked(file, "none.jsonl", Servers([dead], "", 60))
     assert "continues from here" in error.value.hint
@@ -144,7 +144,7 @@ def test_a_busy_server_is_asked_again_and_named_once(
     done, _ = asked(file, "out.jsonl", over(front))
     assert (done.answers, done.errors) == (len(TEXTS), 0)
     assert said == [
-        f"{front.url.removesuffix('/v1')} is busy, and is asked again: too many requests"
+        f"{front.url.removesuffix('/v1')} is busy; the requests that it refused are retried: too many requests"
     ]
 
 
@@ -154,8 +154,8 @@ def test_a_busy_server_is_asked_again_and_named_once(
     [
         ("http", "http", "is Triton$"),
         ("metrics", "http", "is Triton$"),
-        ("grpc", "http", "does not speak HTTP as expected"),
-        ("grpc", "https", "does not speak HTTPS as expected"),
+        ("grpc", "http", "does not speak HTTP:"),
+        ("grpc", "https", "does not speak HTTPS:"),
     ],
 )
 def test_wrong_ports_end_it_before_the_first_line(
@@ -178,13 +178,13 @@ def test_a_key_is_sent_and_a_wrong_one_ends_it(
     with FrontEnd.over(server, FrontOptions(port=0, keys=("right",), max_key_requests=1)) as front:
         with pytest.raises(CanvasError, match="refused the request: Incorrect API key"):
             asked(file, "out.jsonl", Servers([front.url], "wrong", 60))
-        # The refused batch left nothing. Requests beyond the key's limit wait.
+        # The refused batch left no files. Requests beyond the key's limit wait.
         assert canvasrt(["batch", str(file), "-o", str(out), "--url", front.url]) == 0
     assert len(out.read_text().splitlines()) == 3
 
 
 def test_failed_passes(tmp_path: Path, engines: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that fails is repeated; engines that fail for good end the batch, but no finished answer is lost."""
+    """A failed pass is repeated. A fatal error of the engines ends the batch, but no finished answer is lost."""
     file = write(tmp_path, *(chat(text, content=text) for text in TEXTS))
     _, (expected, _) = asked(file, "expected.jsonl", Local(engines.path, 1))
     step, passes, fatal = Generator._denoise, 0, False
@@ -220,7 +220,8 @@ def test_the_command(tmp_path: Path, engines: Bundle, capsys: pytest.CaptureFixt
     assert "out.jsonl exists" in capsys.readouterr().err
 
 
-# Runs the command, reports when the journal has a given number of lines, and goes on once its input ends.
+# Runs the command, stops when the journal has a given number of lines and reports this, and continues once its input
+# ends.
 STOPS = """
 import sys
 from canvasrt.__main__ import main

@@ -1,4 +1,4 @@
-"""`canvasrt batch --ray` on a local cluster of two machines, one of which is lost on the way."""
+"""`canvasrt batch --ray` on a local cluster of two machines, one of which is lost during the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch's input, and its journal cut off anywhere: no model is needed."""
+"""A batch's input file, and its journal, which may be cut off at any byte. No model is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.batches import chat, write
 
 
 class Echo:
-    """Answers with the request's own body."""
+    """Answers every request with the request's body."""
 
     def __init__(self) -> None:
         self.asked: list[Line] = []
@@ -46,7 +46,7 @@ def test_urls_are_those_of_endpoints_that_take_a_seed() -> None:
         ("{", "line 2 is not JSON"),
         ("[]", "line 2 is not an object"),
         ({"custom_id": None}, "line 2 has no custom_id"),
-        ({"custom_id": "one"}, "line 2 has the custom_id 'one' of line 1"),
+        ({"custom_id": "one"}, "line 2 has the same custom_id as line 1: 'one'"),
         ({"method": "GET"}, "line 2: method is 'GET'"),
         ({"url": "/v1/embeddings"}, "line 2: url is '/v1/embeddings'"),
         ({"url": ["/v1/completions"]}, "line 2: url is ['/v1/completions']"),
@@ -76,7 +76,7 @@ def test_a_seed_follows_from_the_custom_id(tmp_path: Path) -> None:
     assert (first["own"], first["read"]) == (7, None)
     assert seeds(own, two, one) == {each: first[each] for each in ("own", "two", "one")}
     assert seeds(one, seed=1)["one"] != first["one"]
-    assert seeds(chat("one", seed=-1)) == {"one": first["one"]}  # -1 asks a server for a random one
+    assert seeds(chat("one", seed=-1)) == {"one": first["one"]}  # -1 is no seed
 
 
 def test_prompts_with_one_beginning_run_together(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_journal_cut_anywhere_gives_the_same_files(
 
     def keep(self: Journal) -> int:
         whole.write_bytes(outputs.journal.read_bytes())
-        assert all(map(json.loads, whole.read_bytes().splitlines()))  # another start can read it
+        assert all(map(json.loads, whole.read_bytes().splitlines()))  # for another start
         return finish(self)
 
     monkeypatch.setattr(Journal, "finish", keep)
@@ -141,7 +141,7 @@ def test_a_batch_without_any_answer_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path, chat("one"))
-    monkeypatch.setattr(Echo, "ask", None)  # such as a bundle that does not open
+    monkeypatch.setattr(Echo, "ask", None)  # every request fails
     with pytest.raises(TypeError):
         run(file, tmp_path / "out.jsonl")
     assert list(tmp_path.iterdir()) == [file]
@@ -170,7 +170,7 @@ def test_another_file_in_the_journals_place_stays(
     there.write_bytes(data)
     if linked:
         outputs.journal.symlink_to(there)
-    with pytest.raises(CanvasError, match="is damaged, or not a batch's"):
+    with pytest.raises(CanvasError, match="is damaged, or is not the journal"):
         run(file, outputs.answers)
     assert there.read_bytes() == data
 
@@ -186,7 +186,7 @@ def test_a_link_in_the_place_of_a_temporary_file_is_not_followed(tmp_path: Path)
 def test_a_journal_that_another_process_finishes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever that happens between looking for the journal and locking it, the output stays."""
+    """The other process finishes between this one's search for the journal and its lock. Its output is kept."""
     file, outputs = write(tmp_path, chat("one")), Outputs.of(tmp_path / "out.jsonl")
     lock = Journal._lock
 

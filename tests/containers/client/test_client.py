@@ -1,4 +1,4 @@
-"""How the client reports servers that cannot answer."""
+"""The client's errors for servers that cannot answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("tritonclient", reason="tritonclient is not installed")
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """A port that takes connections and never answers."""
+    """A port that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -80,7 +80,7 @@ def test_triton_streams_over_grpc_alone():
 
 @needs_triton
 def test_a_kept_stream_takes_request_after_request(server: Server):
-    """A request may follow one that was left early, or one that failed."""
+    """A request may follow one that the caller left early, and one that failed."""
     asked = {"prompt": "12+34=", "seed": 7, "max_new_tokens": 40, "max_denoising_steps": 6}
     url = f"127.0.0.1:{server.ports.grpc}"
 

@@ -1,4 +1,4 @@
-"""`canvasrt deploy`: the command that it runs, and what it refuses before it runs anything."""
+"""`canvasrt deploy`: the command that it runs, and what it refuses before running it."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def test_without_keys_it_answers_under_names_that_users_expect():
     assert hosts(name="mine") == "127.0.0.1,::1,localhost,mine"
     given = {"CANVASRT_ALLOWED_HOSTS": "a.example,b"}
     assert hosts(server=given) == "a.example,b"
-    assert hosts(listen="0.0.0.0") == ""  # under any host name, as `serve` does
+    assert hosts(listen="0.0.0.0") == ""  # accepts any host name, as `serve` does
     assert hosts(listen="0.0.0.0", server=given) == "a.example,b"
     assert "ALLOWED_HOSTS" not in words(CPU, server={"CANVASRT_ALLOWED_HOSTS": ""})
     (shown,) = (each for each in parsed_command("deploy").params if each.name == "hosts")
     assert shown.show_default == "127.0.0.1,::1,localhost,NAME, on loopback"
-    # The user's options come later, and win.
+    # The user's options come later, so they take precedence.
     said = words(CPU, variables=("CANVASRT_ALLOWED_HOSTS=mine",))
     assert said.index("ALLOWED_HOSTS=127") < said.index("ALLOWED_HOSTS=mine")
 
 
 def test_a_file_of_variables_takes_precedence_over_defaults(tmp_path: Path):
-    """docker's --env takes precedence over --env-file."""
+    """If a file is given, no default is passed by --env: docker would prefer it to the file."""
     (file := tmp_path / "env").write_text("CANVASRT_ALLOWED_HOSTS=api.example\n")
     assert "ALLOWED_HOSTS=" not in words(CPU, variables_file=file)
     given = {"CANVASRT_ALLOWED_HOSTS": "a.example"}
@@ -129,7 +129,7 @@ def test_on_the_hosts_network_it_uses_the_ports_that_were_asked_for():
     assert "--publish" not in said
     assert "--host 127.0.0.1 --grpc-port" in said
     assert "ALLOWED_HOSTS=127.0.0.1" in said
-    # A container on the host's network, too, is open to other machines on purpose only.
+    # On the host's network, too, a container is reachable from other machines only if asked for.
     assert words(CPU, network="host").endswith("--exit-timeout 30 --host 127.0.0.1")
     said = words(CPU, network="host", listen="0.0.0.0")
     assert said.endswith("--host 0.0.0.0")
@@ -187,7 +187,7 @@ def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyP
     ("known", "wanted"),
     [
         ({"Config": {"Healthcheck": {"StartPeriod": 5000 * 10**9}}}, 5000),
-        ({"HealthCheck": {"StartPeriod": 5000 * 10**9}}, 5000),  # podman
+        ({"HealthCheck": {"StartPeriod": 5000 * 10**9}}, 5000),  # podman's spelling
         ({"Config": {"Healthcheck": {"StartPeriod": 10**9}}}, 3600),
         ({"Config": {}}, 3600),
         (None, 3600),
@@ -196,7 +196,7 @@ def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyP
 def test_a_start_may_take_as_long_as_the_image_allows(
     known: dict | None, wanted: float, monkeypatch: pytest.MonkeyPatch
 ):
-    """Building engines in bf16 for an H100 is allowed more than an hour."""
+    """Building bf16 engines for an H100 may take more than an hour."""
     monkeypatch.setattr(ContainerEngine, "inspect", lambda *_: known)
     assert deploying.start_limit(DOCKER, "canvasrt:1") == wanted
 
@@ -218,7 +218,7 @@ def test_a_port_in_use_is_refused():
 @pytest.mark.parametrize(
     ("said", "meaning"),
     [
-        # The messages of docker 20.10 and 28, and of podman 4.3.
+        # Messages of docker 20.10 and 28 and of podman 4.3.
         (
             'docker: Error response from daemon: could not select device driver "" with'
             " capabilities: [[gpu]].",
@@ -303,7 +303,7 @@ def test_print_copies_a_layout_to_the_engine_that_runs_it(
 def test_a_container_that_is_not_restarted_is_said_to_be(
     updates: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """podman before 5.1 cannot set a restart policy later, and nobody was told."""
+    """podman before 5.1 cannot set a restart policy of an existing container, so the output says that there is none."""
 
     def run(_: ContainerEngine, *words: str, **__: object) -> subprocess.CompletedProcess[str]:
         failed = words[0] == "update" and not updates
@@ -316,7 +316,7 @@ def test_a_container_that_is_not_restarted_is_said_to_be(
     with bind("127.0.0.1", 0, "--port") as held:  # so that nobody else takes it
         port = str(held.getsockname()[1])
         assert run_command_line(["deploy", "one", "--port", port]) == 0
-    assert ("does not restart it" in capsys.readouterr().out) != updates
+    assert ("does not restart the container" in capsys.readouterr().out) != updates
 
 
 def test_an_interrupted_start_leaves_no_container(monkeypatch: pytest.MonkeyPatch):

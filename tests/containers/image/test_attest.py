@@ -1,4 +1,4 @@
-"""Provenance names an image's materials, and only the holder of the key can sign it."""
+"""The provenance of an image names its materials, and only the holder of the key can sign it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def image(tmp_path: Path) -> Image:
 
 @pytest.fixture
 def signed(image: Image, engines: Bundle, keys: Keys) -> Path:
-    """The attestation of the image."""
+    """The signed attestation of the image."""
     return sign(image, engines, keys)
 
 
@@ -92,7 +92,7 @@ def test_it_says_what_went_in(image: Image, signed: Path, keys: Keys, engines: B
 
 
 def test_any_implementation_of_dsse_can_check_it(image: Image, signed: Path, keys: Keys) -> None:
-    """Check the signature by the specification, without any code of canvasrt."""
+    """Checks the signature as the specification describes, without any code of canvasrt."""
     envelope = json.loads(signed.read_text())
     payload = base64.b64decode(envelope["payload"])
     signature = base64.b64decode(envelope["signatures"][0]["sig"])
@@ -113,7 +113,7 @@ def test_the_same_image_gets_the_same_statement(
     image: Image, signed: Path, engines: Bundle, keys: Keys
 ) -> None:
     first = signed.read_text()
-    assert sign(image, engines, keys).read_text() == first  # Ed25519 needs no randomness
+    assert sign(image, engines, keys).read_text() == first  # Ed25519 signatures are deterministic
 
 
 def test_an_archive_of_the_image_is_the_same_image(
@@ -128,7 +128,8 @@ def test_an_archive_of_the_image_is_the_same_image(
 def test_an_image_next_to_the_signed_one_is_refused(
     image: Image, signed: Path, keys: Keys, tmp_path: Path
 ) -> None:
-    """skopeo chooses a layout's image by its tag. `_only` skips images of an unknown platform."""
+    """A layout must contain only the signed image, since tools like skopeo choose an image by its tag. The second image
+    has an unknown platform, which canvasrt's own reader skips."""
     other = write(tmp_path / "other", b"two")
     shutil.copytree(other.path / "blobs", image.path / "blobs", dirs_exist_ok=True)
     index = json.loads((image.path / "index.json").read_text())
@@ -139,7 +140,7 @@ def test_an_image_next_to_the_signed_one_is_refused(
     with pytest.raises(CanvasError, match="more than the signed image"):
         verify_image(image.path, keys[1])
     archive = tmp_path / "archive.tar"
-    write_archive(image.path, image.tag, archive)  # as `canvasrt deploy` does
+    write_archive(image.path, image.tag, archive)  # as `canvasrt deploy` writes it
     assert read_base(archive).digest == image.image_id
 
 
@@ -150,7 +151,7 @@ def test_an_archive_of_more_than_the_signed_image_is_refused(
     archive = tmp_path / "archive.tar"
     write_archive(image.path, image.tag, archive)
     attestation_of(archive).write_text(signed.read_text())
-    with pytest.raises(CanvasError, match="contains no package"):  # the signature is right
+    with pytest.raises(CanvasError, match="contains no package"):  # the signature is valid
         verify_image(archive, keys[1])
     with tarfile.open(archive) as whole:
         member = whole.getmember("manifest.json")
@@ -241,5 +242,5 @@ def test_documents_of_an_image_are_small(tmp_path: Path) -> None:
     large = LayerEntry(f"{PACKAGE.lstrip('/')}/manifest.json", content=b" " * (5 << 20))
     layer = blobs.add_layer([large], "t", compress=True)
     image = write_layout(folder, Base(folder, CONFIG, (), ""), blobs, [layer], {}, "image:1")
-    with pytest.raises(CanvasError, match="5242880 bytes; it may have 4194304"):
+    with pytest.raises(CanvasError, match="5242880 bytes; the limit is 4194304"):
         verify_image(image.path)

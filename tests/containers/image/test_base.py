@@ -1,4 +1,4 @@
-"""A base image is untrusted: names in its files are checked before use."""
+"""A base image is untrusted, so names in its files are checked before use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = {
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """An image of two layers, as an OCI layout."""
+    """An image with two layers, as an OCI layout."""
     folder = tmp_path / "base"
     folder.mkdir()
     blobs = Blobs(folder)
@@ -47,7 +47,7 @@ def base(tmp_path: Path) -> Path:
 
 @contextmanager
 def seconds(limit: int) -> Iterator[None]:
-    """Fail if the block takes longer than this many seconds."""
+    """Fail if the `with` block takes longer than this many seconds."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"still running after {limit} s")
@@ -68,7 +68,7 @@ def manifest_of(layout: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def edit(layout: Path, change: Any) -> None:
-    """Change the manifest, and make the index match it."""
+    """Change the manifest, and update the index to match."""
     index, manifest = manifest_of(layout)
     change(manifest, index)
     content = json.dumps(manifest).encode()
@@ -149,7 +149,7 @@ def test_a_manifest_of_gigabytes_is_not_read(base: Path):
 
 
 def archive(base: Path, out: Path, change: Any = lambda members: members) -> Path:
-    """Write an archive as `docker save` does, with its members changed."""
+    """Write an archive as `docker save` does, after `change` has changed its members."""
     write_archive(base, "base:1", out)
     with tarfile.open(out) as opened:
         members = {
@@ -182,7 +182,7 @@ def test_an_archive_is_read_as_it_was_written(base: Path, tmp_path: Path):
 
 
 def as_old_versions_link(members: dict[str, Any]) -> dict[str, Any]:
-    """Move a layer, and leave a link where it was."""
+    """Move a layer and leave a link in its place, as old versions of docker do."""
     name = layers_of(members)[0]
     info, content = members.pop(name)
     info.name = "layers/kept.tar"
@@ -310,7 +310,7 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     above = [
         LayerEntry("var/lib/dpkg/status", content=STATUS.encode()),
         LayerEntry(f"{python}/.wh.pip-24.0.dist-info", content=b""),
-        # This layer replaces the whole folder.
+        # This entry hides the folder of the lower layer.
         LayerEntry("opt/site-packages/.wh..wh..opq", content=b""),
         LayerEntry("opt/site-packages/kept-1.dist-info/METADATA", content=b"Name: kept"),
     ]
@@ -318,7 +318,7 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
     base = read_base(folder)
     intact = (top := base.layers[-1].file).read_bytes()
-    for position in (20, len(intact) - 1):  # a byte of the compressed data, and one after it
+    for position in (20, len(intact) - 1):  # in the compressed data, and in its trailer
         top.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
         with pytest.raises(CanvasError, match=r"sha256:\w+ does not match its content"):
             contents(base)
@@ -331,7 +331,7 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     for layer in base.layers:
         layer.file.unlink()
-    assert contents(base) == found  # remembered
+    assert contents(base) == found  # from memory
 
 
 @pytest.mark.parametrize("names", [(), ("nvcr.io/nvidia/tritonserver:26.07-py3",)])

@@ -1,4 +1,4 @@
-"""Written images: reproducible and complete, and refused if they could not work."""
+"""Written images are reproducible and complete. An image that could not work is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def base_config(architecture: str = "amd64", **variables: str) -> dict[str, Any]
 
 
 def write_base(folder: Path, **config: str) -> Path:
-    """A base image with nothing but a link where Python is."""
+    """Write a base image that contains only a link in place of Python."""
     folder.mkdir()
     blobs = Blobs(folder)
     entries = [LayerEntry("usr/bin/python3", link="python3.12")]
@@ -50,7 +50,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def write(out: Path, base: Path, packaged: Bundle) -> Image:
-    """An image of a package's files on a base, without Python packages."""
+    """Write an image with a package's files on a base, without Python packages."""
     out.mkdir()
     blobs = Blobs(out)
     entries = [

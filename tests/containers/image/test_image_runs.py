@@ -1,4 +1,4 @@
-"""The image of a package on a stand-in for NVIDIA's base, run by a real docker and a real podman."""
+"""A package's image on a substitute for NVIDIA's base image, run by real docker and real podman."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ __all__ = ["_kept", "base", "docker", "made"]
 
 pytestmark = [needs_triton, pytest.mark.acceptance]
 CACHE, PER_SHAPE = "/opt/nim/.cache", 20 << 20
-# Private keys, keys of common services, and the two that are set while the image is made.
+# Patterns of private keys, of keys of common services, and of the two secrets that are set while the image is built.
 _SECRETS = re.compile(
     rb"-----BEGIN (?:RSA |EC |OPENSSH )?PRIVATE KEY-----\n[A-Za-z0-9+/]{40}|\bAKIA[0-9A-Z]{16}\b"
     rb"|\bhf_[A-Za-z0-9]{30,}\b|\bghp_[A-Za-z0-9]{36}\b|\bnvapi-[A-Za-z0-9_-]{40,}"
 )
 _BEGINNINGS = (b" PRIVATE KEY-----\n", b"AKIA", b"hf_", b"ghp_", b"nvapi-")
-# Stops every process of a container except the first and itself, then kills the front end, so that no health check has to wait.
+# Stops all processes of a container except the first and itself, and kills the front end, so that health checks fail at
+# once.
 _STOP_ALL = """
 import os, signal
 from pathlib import Path
@@ -88,7 +89,7 @@ print(json.dumps({"answers": answers, "errors": errors}))
 
 @pytest.fixture(scope="module")
 def running(docker: ContainerEngine) -> Iterator[str]:
-    """A container, hardened and without a network, whose health check has turned healthy."""
+    """A healthy container, hardened and without a network."""
     with tools.container(docker, STANDIN_TAG, *tools.HARDENED) as name:
         healthy(docker, name)
         yield name
@@ -117,7 +118,7 @@ def test_no_layer_holds_a_secret_or_what_only_building_needs(made: WrittenImage)
     text = json.dumps(image.config).encode()
     assert not _SECRETS.search(text)
     for planted in (SECRET, KEY):
-        assert _SECRETS.search(planted.encode())  # it would be found
+        assert _SECRETS.search(planted.encode())  # the patterns find planted secrets
         assert any(each in planted.encode() for each in _BEGINNINGS)
     seen = 0
     for layer in image.layers[-len(made.image.layers) :]:
@@ -136,7 +137,7 @@ def test_no_layer_holds_a_secret_or_what_only_building_needs(made: WrittenImage)
                     if member.isfile():
                         seen += 1
                         content = archive.extractfile(member).read()  # type: ignore[union-attr]
-                        if any(each in content for each in _BEGINNINGS):  # much faster
+                        if any(each in content for each in _BEGINNINGS):  # for speed
                             found = _SECRETS.search(content)
                             assert found is None, f"{member.name}: {found[0]!r}"
     assert seen > 1000
@@ -167,7 +168,7 @@ def test_it_runs_as_nobody_in_particular(docker: ContainerEngine, running: str):
     assert facts["Uid"].split() == ["1000"] * 4
     assert int(facts["CapEff"], 16) == int(facts["CapBnd"], 16) == 0
     assert facts["NoNewPrivs"] == "1"
-    assert facts["Seccomp"] == "2"  # docker's default profile filters
+    assert facts["Seccomp"] == "2"  # the seccomp filter is on
     assert docker.run("exec", running, "touch", "/opt/canvasrt/x").returncode != 0
 
 
@@ -177,7 +178,7 @@ def test_nims_commands_work_inside(docker: ContainerEngine):
 
 
 def test_a_stop_under_load_loses_no_request(docker: ContainerEngine, running: str):
-    """This must be the last test that uses the shared container, since it stops it."""
+    """This must be the last test that uses the shared container, since the container is stopped."""
     client = tools.enter(docker, running, _LOAD)
     assert client.stdout is not None
     assert client.stdout.readline() == "asked\n"
@@ -221,7 +222,7 @@ def test_docker_builds_the_same_without_a_network(
     for setting in ("Entrypoint", "Cmd", "User", "Healthcheck", "WorkingDir", "StopSignal"):
         assert built["Config"][setting] == written["Config"][setting], setting
     assert sorted(built["Config"]["Env"]) == sorted(written["Config"]["Env"])
-    # docker does not tell a Dockerfile its base's digest.
+    # A Dockerfile cannot know the digest of its base, so it sets no labels about the base.
     labels = written["Config"]["Labels"]
     known = {name: text for name, text in labels.items() if ".image.base." not in name}
     assert built["Config"]["Labels"] == known
@@ -237,7 +238,7 @@ def test_docker_builds_the_same_without_a_network(
 
 
 def test_a_dead_server_is_restarted(docker: ContainerEngine):
-    """As in the compose file, the container has an init, CANVASRT_END_UNHEALTHY and a restart policy."""
+    """The container has an init, CANVASRT_END_UNHEALTHY and a restart policy, as in the compose file."""
     options = ("--init", "--restart", "unless-stopped", "--env", "CANVASRT_END_UNHEALTHY=1")
     often = ("--health-interval", "1s", "--stop-signal", "SIGKILL")
     with tools.container(docker, STANDIN_TAG, *tools.HARDENED, *options, *often) as name:
@@ -254,9 +255,9 @@ def test_a_dead_server_is_restarted(docker: ContainerEngine):
 def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
     docker: ContainerEngine, graphs: Bundle, tmp_path: Path
 ):
-    """The GPU is fake; the environment, the user and the read-only root are real. /tmp has 256 MiB, and the compiled
-    kernels take more. A shape takes as long as the plan allows a layer, and the server is ready before its probes give
-    up."""
+    """The GPU is fake; the environment, the user and the read-only root are real. Compiled kernels take more than the
+    256 MiB of /tmp. Compiling a shape takes as long as the plan allows per layer, and the server is ready before its
+    probes give up."""
     gpu = rehearsal(graphs, tmp_path / "machine", seen_as=Path("/rehearsal"))
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -292,7 +293,7 @@ def test_kernels_lie_in_the_volume_and_a_killed_start_goes_on(
         compiled = kernels_in(cache)
         shapes = compiled.stat().st_size // PER_SHAPE
         assert compiled.stat().st_size > 256 << 20
-        if start == "second":  # the shape that was being compiled may be lost
+        if start == "second":  # a shape may be lost while it is compiled
             assert before + gpu.events()["compile"] - shapes in (0, 1)
         else:
             assert gpu.events()["compile"] == 0
@@ -310,7 +311,7 @@ def test_podman_runs_it_too(made: WrittenImage):
 
 @pytest.fixture
 def free_ports() -> Iterator[tuple[str, ...]]:
-    """Options with ports of the host's network. They stay reserved: only servers that are told of them get them."""
+    """Return options with free ports of the host's network, which stay reserved for the servers that are told of them."""
     with Ports(0, 0, 0).held("0.0.0.0") as held:
         ports = {"--port": held.metrics, "--grpc-port": held.grpc, "--http-port": held.http}
         yield tuple(str(word) for each in ports.items() for word in each)
@@ -350,7 +351,7 @@ def test_deploy_shows_the_log_of_what_fails(
 def test_deploy_says_when_docker_has_no_gpu_runtime(
     docker: ContainerEngine, command: Command, free_ports: tuple[str, ...]
 ):
-    """A package that its label declares for a GPU, on a docker without a GPU runtime."""
+    """The image's label says that it needs a GPU, and docker has no GPU runtime."""
     text = f"FROM {STANDIN_TAG}\nLABEL canvasrt.target=rtx-5090\n"
     subprocess.run(
         [docker.name, "build", "--tag", "canvasrt-gpu:1", "-"],

@@ -1,4 +1,4 @@
-"""Load tests of a real HTTP server whose pace is known: the figures must be that pace."""
+"""Load tests of a real HTTP server with a known pace, which the figures must reproduce."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.conftest import Command
 
 FIRST, GAP = 0.06, 0.03  # seconds
 PIECES, TOKENS, STEPS = 4, 40, 8
-SLACK = 0.03  # a busy machine may take longer in some of the tries, but not in all
+SLACK = 0.03  # on a busy machine, some tries take longer, but not all
 
 
 class _Server(http.server.BaseHTTPRequestHandler):
@@ -51,7 +51,8 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self._answer(body["messages"][-1]["content"], len(kind.asked))
 
     def _pace(self, piece: int) -> None:
-        """Count a request only while its client waits: once the last byte is sent, the next request may arrive at any time."""
+        """Count the request as active while its client waits. It must not count once the last byte is sent, since the
+        client's next request may then arrive."""
         kind = type(self)
         with kind.lock:
             kind.active += 1
@@ -124,7 +125,7 @@ def test_a_call_is_timed(endpoint: Endpoint) -> None:
 
 
 def test_a_call_has_to_end_in_time(endpoint: Endpoint) -> None:
-    """Although every piece arrives in time."""
+    """The whole call takes too long, although every piece arrives in time."""
     short = LoadConnection(replace(endpoint, timeout=FIRST + GAP))
     call = short.call([{"role": "user", "content": "x"}], time.perf_counter())
     assert call.error == "no answer within 0.09 s"
@@ -133,7 +134,7 @@ def test_a_call_has_to_end_in_time(endpoint: Endpoint) -> None:
 def test_a_connection_that_was_idle_is_opened_anew(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server may have closed the connection in the meantime."""
+    """The server may have closed an idle connection."""
     messages: list[Any] = [{"role": "user", "content": "x"}]
     for idle, error in ((60.0, True), (0.0, False)):
         monkeypatch.setattr(calls, "_IDLE", idle)
@@ -161,7 +162,7 @@ def test_concurrency_is_what_was_asked_for(endpoint: Endpoint) -> None:
 
 
 def test_arrivals_do_not_wait_for_answers_and_waiting_counts(endpoint: Endpoint) -> None:
-    """With one place for two arrivals at a time, a call's wait is part of its latency."""
+    """If only one request may run and more arrive, a call's wait counts as part of its latency."""
     sessions = built_in("short", 8)
     wide = LoadSummary.of([run_sessions(endpoint, sessions, Load(8, rate=40.0))])
     narrow = LoadSummary.of([run_sessions(endpoint, sessions, Load(1, rate=40.0))])
@@ -171,7 +172,7 @@ def test_arrivals_do_not_wait_for_answers_and_waiting_counts(endpoint: Endpoint)
     dues = [call.due for call in run_sessions(endpoint, sessions, Load(8, rate=40.0)).calls]
     again = [call.due for call in run_sessions(endpoint, sessions, Load(8, rate=40.0)).calls]
     offsets = [[due - all[0] for due in all] for all in (dues, again)]
-    assert offsets[0] == pytest.approx(offsets[1])  # the same arrivals for both servers
+    assert offsets[0] == pytest.approx(offsets[1])  # every run has the same arrival times
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_a_server_that_answers_nothing_is_a_failure(
     file.write_text("refuse\n")
     done = command("bench", endpoint.url, "--prompts", file, "--sessions", 2, "--rounds", 1)
     assert done.returncode == 1
-    assert "429" in done.stdout  # the table still lists the errors
+    assert "429" in done.stdout  # the table lists the errors
     assert "answered none of 2 calls: HTTP 429" in done.stderr
 
 

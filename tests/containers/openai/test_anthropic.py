@@ -1,4 +1,4 @@
-"""Anthropic's API: its form on the wire, and as the real `anthropic` client sees it; the model plays a script."""
+"""Anthropic's API, on the wire and through the real `anthropic` client. The model answers from a script."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def client(acting_server: Served) -> Iterator[Any]:
 
 @pytest.fixture
 def ask(client: Any, acting: Script):
-    """`ask(script, …)` returns a message."""
+    """Return a function: `ask(script, …)` returns a message."""
 
     def call(script: str, messages: Any = HELLO, **options: Any) -> Any:
         extra = {**acting.choose(script), **options.pop("extra_body", {})}
@@ -99,7 +99,7 @@ def test_a_stream_builds_the_whole_message(client: Any, ask: Any, acting: Script
 
 
 def bare(block: Any) -> dict[str, Any]:
-    """A block without its random and derived fields."""
+    """Return a block without its random and derived fields."""
     names = ("type", "text", "thinking", "name", "input")
     return {name: getattr(block, name) for name in names if hasattr(block, name)}
 
@@ -150,7 +150,7 @@ def test_the_whole_conversation_goes_back(client: Any, ask: Any, agent: Any, act
 
 
 def test_names_of_tools_may_be_long(ask: Any) -> None:
-    """Claude Code makes such names of a plugin's, a server's and a tool's."""
+    """Claude Code joins the names of a plugin, a server and a tool to such a name."""
     tool = {"name": "mcp__" + "x" * 123, "input_schema": SCHEMA}
     assert ask("plain", tools=[tool]).content[0].text == "Hello there."
 
@@ -171,7 +171,7 @@ def test_limits(ask: Any) -> None:
 
 
 def test_formats(front: FrontEnd) -> None:
-    """The model is random, so only a grammar can make it follow a schema."""
+    """The model's weights are random, so it follows a schema only because of the grammar."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
     form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
     for field in ({"output_config": {"format": form}}, {"output_format": form}):
@@ -181,7 +181,7 @@ def test_formats(front: FrontEnd) -> None:
 
 
 def test_images_are_a_chats() -> None:
-    """Images become a chat's images, whichever way they are sent."""
+    """In both of the API's forms, images become images of the chat."""
     sources = [
         {"type": "base64", "media_type": "image/png", "data": "aGk="},
         {"type": "url", "url": "https://example.com/a.png"},
@@ -209,7 +209,7 @@ def test_a_refusal_of_thoughts_names_its_field() -> None:
     [
         ({"max_tokens": 1 << 20}, "max_tokens"),
         ({"output_config": {"format": {"schema": {"type": "x"}}}}, r"output_config\.format"),
-        # Claude Code then asks for fewer tokens, or compacts the conversation.
+        # On this message, Claude Code asks for fewer tokens or compacts the conversation.
         (
             {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 32760},
             r"^input length and `max_tokens` exceed context limit: \d+ \+ 32768 > 32768\b",

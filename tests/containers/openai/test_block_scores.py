@@ -1,4 +1,4 @@
-"""Scores of blocks over the OpenAI API and Triton: those of the runtime, only if asked for."""
+"""Scores of blocks over the OpenAI API and Triton: they equal the runtime's, and are returned only if asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.serving import Local, needs_triton
 
 pytestmark = needs_triton
 MESSAGES: Any = [{"role": "user", "content": "12+34="}]
-# No attempt is good enough, so the best of three stands.
+# No attempt reaches the score, so the best of three is kept.
 OWN = {"max_denoising_steps": 4, "redo_below": -1e-9, "max_redos": 2}
 
 

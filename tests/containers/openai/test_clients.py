@@ -1,4 +1,4 @@
-"""Clients other than OpenAI's: tritonclient and AIPerf."""
+"""NVIDIA's clients: tritonclient and AIPerf."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = needs_triton
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_tritonclient(acting_server: Served, acting: Script, protocol: str) -> None:
-    """NVIDIA's own client, over both protocols, without anything of ours."""
+    """Calls the server over both protocols without code of canvasrt."""
     module = importlib.import_module(f"tritonclient.{protocol}")
     port = getattr(acting_server.server.ports, protocol)
     values = {"prompt": np.array([b"Hello"], object)}
@@ -51,7 +51,7 @@ AIPERF = os.environ.get("CANVASRT_AIPERF") or shutil.which("aiperf")
 
 @pytest.mark.skipif(
     AIPERF is None,
-    reason="aiperf is not found: install it into an environment of its own, since it needs other "
+    reason="aiperf is not found: install it into a separate environment, since it needs other "
     "versions than these tests, and name it in CANVASRT_AIPERF",
 )
 def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> No
 
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    # AIPerf may come with an older transformers, which knows this class.
+    # AIPerf may use an older transformers, which knows only this class.
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
     )
@@ -73,6 +73,6 @@ def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> No
     report = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == 10
     assert report["error_summary"] == []
-    # Every answer is "Hello there.", and AIPerf counts each of its characters as a token.
+    # Every answer is "Hello there.", and AIPerf counts one token per character.
     assert report["output_sequence_length"]["avg"] == 12
     assert report["time_to_first_token"]["p50"] > 0

@@ -1,4 +1,4 @@
-"""Closed questions over every protocol, with the real clients: the same probabilities as in process."""
+"""Closed questions over every protocol with real clients: probabilities equal those computed in process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUESTIONS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def expected(engines: Bundle) -> list[dict[str, Any]]:
-    """The answers computed in this process, with seed 7 and two draws."""
+    """Return the answers, computed in this process with seed 7 and two draws."""
     model, tokenizer = open_model(engines.path, threads=1), Tokenizer.load(engines)
     ask = Ask.from_json({"questions": QUESTIONS, "samples": 2})
     request = ask.request([{"role": "user", "content": STATE}], model, tokenizer, 7)
@@ -55,7 +55,7 @@ def expected(engines: Bundle) -> list[dict[str, Any]]:
 
 
 def test_openai_client(openai: OpenAI, expected: list[dict[str, Any]]) -> None:
-    for _ in range(2):  # the same request gives the same probabilities
+    for _ in range(2):  # repeating a request gives the same probabilities
         reply = openai.decisions.create(
             model="canvasrt",
             input=STATE,

@@ -1,4 +1,4 @@
-"""If a caller leaves a stream, work on it ends, and no error is logged."""
+"""If a caller leaves a stream, work on the request ends, and no error is logged."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_silent_stream_sends_comments(
             found.append(each)
         return found
 
-    if fails and silence == 60:  # the error still sets the status
+    if fails and silence == 60:  # nothing is sent yet, so the error sets the status
         with pytest.raises(ApiError, match="no"):
             asyncio.run(read())
         return

@@ -1,5 +1,5 @@
-"""`/openapi.json` and `/docs` are complete and right: requests made from the document meet no server error and no undocumented
-status, type or shape."""
+"""`/openapi.json` and `/docs` are complete and correct: requests generated from the document get no server error, and
+no status, type or shape that is not documented."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_page_needs_nothing_else() -> None:
 
 @pytest.fixture(scope="module")
 def bounded(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
-    """A server that allows little, so that no request takes long."""
+    """A server with low limits, so that no request takes long."""
     limits = ModelOptions(max_steps=4, max_passes=64)
     log = str(tmp_path_factory.mktemp("bounded") / "triton.log")
     settings = Settings(ports=Ports(0, 0, 0), model=limits, log=log)

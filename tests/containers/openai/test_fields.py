@@ -1,4 +1,4 @@
-"""Fields that real clients send: those that change no answer pass, and refusals use the caller's names."""
+"""Fields that real clients send: fields that change no answer are accepted, and errors use the caller's names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parsed(kind: Any, fields: dict[str, Any], ignored: Ignored | None = None) ->
 
 
 FORM = {"type": "json_schema", "json_schema": {"schema": SCHEMA, "foo": 1}}
-# A body, where its unknown field is, and the fields that it is in.
+# The kind of body, the path of its unknown field, and the body's fields.
 NESTED: list[tuple[Any, str, dict[str, Any]]] = [
     (ChatRequest, "response_format.json_schema.foo", CHAT | {"response_format": FORM}),
     (
@@ -96,18 +96,19 @@ def test_nested_unknown_fields_are_left_out(kind: Any, path: str, fields: dict[s
 
 
 def test_what_clients_of_others_send() -> None:
-    """More stop strings than OpenAI allows, an empty one, no model, an object's schema as in llama.cpp."""
+    """The front end accepts more stop strings than OpenAI's, an empty stop string, a missing model, and llama.cpp's
+    form of a schema."""
     stops = [str(number) for number in range(15)]
     form = {"type": "json_object", "schema": SCHEMA}
     asked = parsed(ChatRequest, CHAT | {"stop": ["", *stops], "response_format": form})
     assert asked.options["stop"] == stops
     assert json.loads(asked.options["grammar"]) == {"type": "json_schema", "schema": SCHEMA}
     assert "stop" not in parsed(ChatRequest, CHAT | {"stop": ""}).options
-    # LM Studio's examples send -1 for no limit.
+    # The examples of LM Studio send -1 for "no limit".
     assert "max_new_tokens" not in parsed(ChatRequest, CHAT | {"max_tokens": -1}).options
     whole = {"prompt": "1", "max_tokens": -1}
     assert "max_new_tokens" not in parsed(CompletionRequest, whole).options
-    # As in Ollama, null streams.
+    # In Ollama, too, null means a stream.
     assert read_body(ollama.OllamaPrompt, b'{"prompt": "a", "stream": null}').stream
     for kind in PARSERS:
         body = kind.model_construct()
@@ -116,7 +117,7 @@ def test_what_clients_of_others_send() -> None:
 
 
 def test_a_completion_may_have_its_budget_under_both_names() -> None:
-    """As GuideLLM sends it up to 0.3."""
+    """GuideLLM up to 0.3 sends both names."""
     both = {"prompt": "1", "max_tokens": 5, "max_completion_tokens": 5}
     assert parsed(CompletionRequest, both).options["max_new_tokens"] == 5
     for other in ({"prompt": "1", "max_completion_tokens": 5}, both | {"max_tokens": 6}):
@@ -142,14 +143,14 @@ def test_a_prompt_beyond_the_context_is_told_a_length_that_fits() -> None:
 
 
 def test_whole_numbers_may_have_a_point() -> None:
-    """As vLLM and Ollama allow, and as JSON means: 8.0 is the integer 8."""
+    """In JSON, 8.0 is the integer 8; vLLM and Ollama accept it, too."""
     floats = {"max_tokens": 8.0, "n": 2.0, "seed": 3.0, "min_tokens": 1.0, "top_k": 4.0}
     read = read_body(CompletionRequest, json.dumps({"prompt": "1", **floats}).encode())
     assert all(type(getattr(read, name)) is int for name in floats)
     assert {name: getattr(read, name) for name in floats} == floats
     negative = read_body(CompletionRequest, b'{"prompt": "1", "seed": -5}')
     assert negative.seed == 2**64 - 5
-    options = {"num_predict": 0, "seed": 3.0, "top_k": 4.0}  # 0: no limit
+    options = {"num_predict": 0, "seed": 3.0, "top_k": 4.0}  # 0 means no limit
     fields = json.dumps({"prompt": "1", "options": options}).encode()
     asked = ollama.generate(read_body(ollama.OllamaPrompt, fields))
     assert (asked.seed, asked.options["top_k"], "max_new_tokens" in asked.options) == (3, 4, False)
@@ -164,7 +165,7 @@ def test_ollamas_penalty_is_not_passed_over_in_silence() -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_vllms_settings_of_this_model(nested: bool) -> None:
-    """The canvas of vLLM's structured_diffusion example, whose fixed tokens stay on every step."""
+    """The fields are those of vLLM's structured_diffusion example. Pinned tokens stay in every step."""
     theirs = {"diffusion_seed_canvas": [5, 6, 7, 8], "diffusion_pinned": [0, 2]}
     theirs |= {"diffusion_max_steps": 3, "diffusion_canvas_length": 4}
     fields = {"vllm_xargs": theirs | {"diffusion_read_only": False}} if nested else theirs
@@ -179,7 +180,7 @@ def test_vllms_settings_of_this_model(nested: bool) -> None:
     assert json.loads(options["canvas"])["allow"] == {"1": [9, 4], "3": [9, 4]}
     assert (options["max_new_tokens"], options["ignore_eos"], options["early_stop"]) == (4, 1, 0)
     assert options["logprob_token_ids"] == [9, 4]
-    smallest = {"diffusion_canvas_length": -1}  # whose length the seed's tells
+    smallest = {"diffusion_canvas_length": -1}  # the length of the seed canvas determines it
     options = parsed(
         CompletionRequest, {"prompt": "a", **theirs, **read, **more, **smallest}
     ).options
@@ -192,7 +193,7 @@ def test_vllms_settings_of_this_model(nested: bool) -> None:
 
 @pytest.mark.parametrize(("token", "logprob"), [(3, -3.0), (4, -0.0067)])
 def test_only_labels_of_a_read_are_normalized(token: int, logprob: float) -> None:
-    """Relative to the labels, the probability of a pinned token would exceed 1."""
+    """The probability of a pinned token is not divided by the labels' sum; it would exceed 1."""
     read = {"diffusion_constrained": True, "logprob_token_ids": [4, 9]}
     request = CompletionRequest(prompt="a", **read)  # type: ignore[arg-type]
     top = [
@@ -214,6 +215,17 @@ def test_offsets_count_the_text_and_not_the_names_of_its_tokens() -> None:
     (first, _) = (chat.scores(scores, 0) or {})["content"]
     assert (first["token"], first["bytes"]) == ("token_id:17", [195, 169])
     assert first["top_logprobs"] == [{"token": "token_id:17", "logprob": -1.0, "bytes": [195, 169]}]
+
+
+def test_offsets_count_a_character_of_several_tokens_once() -> None:
+    parts = [{"text": "\ufffd", "bytes": [byte]} for byte in "é".encode()]
+    shown = [{**each, "token_id": 1, "logprob": 0.0, "top": []} for each in [*parts, {"text": "a"}]]
+    scores = json.dumps([{**each, "end": False} for each in shown])
+    reply = CompletionReply(CompletionRequest(prompt="a"), Generation({}), 0, Served())
+    assert [(reply.scores(scores, 0) or {})["text_offset"] for _ in range(2)] == [
+        [0, 1, 1],
+        [2, 3, 3],
+    ]
 
 
 def test_a_state_in_other_scripts_is_not_escaped() -> None:
@@ -283,7 +295,7 @@ def test_every_detail_of_openais_images(detail: str | None) -> None:
     ],
 )
 def test_what_a_response_repeats_is_bounded(field: dict[str, Any]) -> None:
-    """The event loop would encode it three times."""
+    """A response repeats fields of its request up to three times, and encoding them blocks the event loop."""
     raw = json.dumps({"input": "x" * 1_100_000}).encode()
     assert "input" not in read_body(ResponsesRequest, raw).repeated()
     with pytest.raises(ApiError, match=r"has 1[0-9]{6} characters of JSON"):
@@ -292,7 +304,7 @@ def test_what_a_response_repeats_is_bounded(field: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("reply", "lines"), [(ChatReply, 2), (ollama.ChatLines, 1)])
 def test_an_object_of_a_stream_is_one_line_for_every_client(reply: Any, lines: int) -> None:
-    # httpx, and with it Ollama's client, also ends lines at these characters.
+    # httpx, which Ollama's client uses, also ends lines at these characters.
     chunk = {"text": "a\u2028b\u2029c\u0085d"}
     read = reply(None, Generation({}), 0, Served()).encode(chunk).decode().splitlines()
     assert (len(read), json.loads(read[0].removeprefix("data: "))) == (lines, chunk)

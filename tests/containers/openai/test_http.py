@@ -1,4 +1,4 @@
-"""What HTTP itself brings: ids of requests, CORS, and compression."""
+"""Features of HTTP: request ids, CORS, and compression."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(
 
 @pytest.fixture(scope="module")
 def open_front(server: Server) -> Iterator[FrontEnd]:
-    """A front end that a page elsewhere may call."""
+    """A front end that a page of another origin may call."""
     with FrontEnd.over(server, FrontOptions(port=0, origins=(PAGE,), keys=("k",))) as running:
         yield running
 
@@ -75,7 +75,7 @@ def test_pages_elsewhere_may_call_if_they_are_named(open_front: FrontEnd) -> Non
     )
     assert other.status == 400
     assert other.getheader("access-control-allow-origin") is None
-    # Errors must be readable to the page as well.
+    # The page must also be able to read errors.
     for key, size, status in (("k", 0, 200), ("wrong", 0, 401), ("k", 10**12, 413)):
         headers = {"Authorization": f"Bearer {key}", "Content-Length": str(size)}
         reply, _ = ask(open_front, "GET", "/v1/models", {"Origin": PAGE, **headers})

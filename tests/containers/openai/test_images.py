@@ -1,5 +1,5 @@
-"""Images through the real server and clients, of the bundled checkpoint that sees: its tokens are those of this process.
-What the front end refuses itself is in test_refusals.py."""
+"""Images through the real server and clients, with the bundled checkpoint that has a vision tower: the tokens equal
+those generated in process. test_refusals.py tests what the front end refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONE, OTHER = noise(90, 70), noise(20, 99, 3)
 
 
 class Sighted(NamedTuple):
-    """A server of the checkpoint, its engines, and a client."""
+    """A server of this checkpoint, its engines, and a client."""
 
     engines: Bundle
     served: Served
@@ -78,7 +78,7 @@ def ask(sighted: Sighted, content: list[Any], **more: Any) -> Any:
     ids=["one", "only", "two"],
 )
 def test_tokens_are_those_of_this_process(sighted: Sighted, content: list[Any]) -> None:
-    """Over the OpenAI API, and over Triton's protocols as bytes, in base64, and as data URLs."""
+    """Images are sent over the OpenAI API, and over Triton's protocols as bytes, in base64 and as data URLs."""
     model, tokenizer = open_model(sighted.engines.path, threads=1), Tokenizer.load(sighted.engines)
     images = [each for each in content if isinstance(each, Image.Image)]
     parts = [each if isinstance(each, dict) else {"type": "image"} for each in content]
@@ -142,13 +142,13 @@ def test_chats_name_the_color(sighted: Sighted, budget: int, form: Any) -> None:
 
 
 def test_budgets(sighted: Sighted) -> None:
-    """The budget comes from the request, from OpenAI's low detail, or else from the checkpoint."""
+    """The budget of soft tokens comes from the request, from OpenAI's low detail, or from the checkpoint."""
 
     def tokens(detail: str = "auto", **fields: Any) -> int:
         content = [part(noise(96, 96), detail=detail)]
         return int(ask(sighted, content, max_denoising_steps=1, **fields).usage.prompt_tokens)
 
-    around = tokens(image_tokens=70) - 64  # 8 × 8 of at most 70
+    around = tokens(image_tokens=70) - 64  # 8 × 8 soft tokens of at most 70
     assert tokens(detail="low") == tokens("low", image_tokens=140) == 64 + around
     assert tokens(image_tokens=140) == 121 + around
     assert tokens() == tokens("high") == 256 + around

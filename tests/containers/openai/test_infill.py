@@ -1,4 +1,4 @@
-"""`POST /v1/infill`, and the same over Triton."""
+"""`POST /v1/infill`, and infill over Triton."""
 
 from __future__ import annotations
 

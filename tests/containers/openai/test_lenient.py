@@ -1,5 +1,5 @@
-"""Fields that are left out, with a warning in the reply: unknown ones, unless `--strict`; with `--lenient`, also
-unsupported ones."""
+"""Fields that are ignored with a warning in the reply: unknown fields, unless `--strict` is set; with `--lenient`, also
+unsupported fields."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_every_unsupported_parameter_is_left_out_and_named() -> None:
 
 
 def test_each_of_many_tools_may_have_an_unknown_field() -> None:
-    """Validation stops at the first tool with an unknown field, and is repeated only a few times."""
+    """Validation stops at the first tool with an unknown field, and is repeated only a few times. One warning is enough
+    for all tools."""
     names = [f"f{n}" for n in range(9)]
     tools = [
         {"type": "function", "function": {"name": name, "return": {"type": "string"}}}
@@ -67,7 +68,7 @@ def test_each_of_many_tools_may_have_an_unknown_field() -> None:
 
 
 def test_what_changes_no_answer_passes_without_a_word() -> None:
-    """Each field of the tables passes with each of its values, even in strict mode."""
+    """Every field of the tables is accepted with every listed value, even in strict mode."""
     for kind, table in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION)):
         given = {"model": "x", "messages": QUESTION, "prompt": "a"}
         given.pop("prompt" if kind is ChatRequest else "messages")
@@ -108,7 +109,7 @@ def test_what_is_left_out_is_counted_and_a_strict_server_refuses_it() -> None:
             replies = [front.post("/v1/chat/completions", json=asked) for _ in range(2)]
             metrics = front.get("/v1/metrics").text
         for reply in replies:
-            assert reply.status_code == (400 if strict else 503)  # there is no model
+            assert reply.status_code == (400 if strict else 503)  # 503: no model
             assert ("Unknown parameter: 'odd'" in reply.text) == strict
         assert f"canvasrt_openai_ignored_fields_total {0 if strict else 2}\n" in metrics
 

@@ -1,4 +1,4 @@
-"""Log-probabilities over the OpenAI API and Triton: those of the runtime, for the visible tokens."""
+"""Log-probabilities over the OpenAI API and Triton: they equal the runtime's, for the visible tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_chats_and_triton_have_the_runtime_s(openai: OpenAI, http: Client, local
     shown = json.loads(answer.logprobs)
     assert [each["token_id"] for each in shown] == answer.token_ids
     content = chat(openai).choices[0].logprobs.content
-    assert len(content) >= len(expected) - 1  # without the end's
+    assert len(content) >= len(expected) - 1  # the token that ends the answer is not visible
     for ours, tritons, theirs in zip(content, shown, expected, strict=False):
         assert ours.logprob == tritons["logprob"] == pytest.approx(theirs.logprob)
         assert [each.logprob for each in ours.top_logprobs] == pytest.approx(
@@ -45,7 +45,7 @@ def test_chats_and_triton_have_the_runtime_s(openai: OpenAI, http: Client, local
 
 
 def test_completions_have_them_and_their_offsets(openai: OpenAI) -> None:
-    """In a stream, offsets count from the beginning of the answer."""
+    """In a stream, too, offsets count from the beginning of the answer."""
     asked: Any = {"prompt": "12+34=", "logprobs": 3, "max_tokens": 64, "seed": 3, "n": 2}
     asked |= {"model": "canvasrt", "extra_body": {**FEW, "ignore_eos": True}}
     whole = [each.logprobs for each in openai.completions.create(**asked).choices]
@@ -63,7 +63,7 @@ def test_completions_have_them_and_their_offsets(openai: OpenAI) -> None:
 def test_an_echo_begins_with_the_prompt_and_its_scores(
     openai: OpenAI, tokenizer: Tokenizer
 ) -> None:
-    """The prompt is given as lm-eval gives it: as text, and as token ids."""
+    """The prompt is sent as text and as token ids, as lm-eval does."""
     asked = {"model": "canvasrt", "seed": 3, "max_tokens": 1, "logprobs": 1, "echo": True}
     told = openai.completions.create(prompt="12+34=", **asked).choices[0]
     scores = told.logprobs
@@ -87,8 +87,34 @@ def test_an_echo_begins_with_the_prompt_and_its_scores(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("prompt", ["12+34=", "<|turn>1<turn|>2"])
+def test_an_echo_s_offsets_are_places_in_its_text(
+    openai: OpenAI, tokenizer: Tokenizer, prompt: str, as_ids: bool, stream: bool
+) -> None:
+    """A special token has no place there, unless the caller's text spells it: the tokenizer's `<bos>`, for one."""
+    asked: Any = {"model": "canvasrt", "max_tokens": 4, "logprobs": 0, "echo": True, "seed": 3}
+    asked |= {"prompt": [prompt, tokenizer.encode(prompt)][as_ids], "stream": stream}
+    asked |= {"extra_body": {**FEW, "ignore_eos": True}}
+    told = openai.completions.create(**asked)
+    choices = [each.choices[0] for each in (told if stream else [told])]
+    text = "".join(each.text for each in choices)
+    scores = [each.logprobs for each in choices if each.logprobs]
+    tokens = [token for each in scores for token in each.tokens]
+    offsets = [offset for each in scores for offset in each.text_offset]
+    found = "".join(
+        text[begin:end] for begin, end in zip(offsets, [*offsets[1:], len(text)], strict=True)
+    )
+    assert found == text
+    for token, begin, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+        special = len(token) > 1
+        assert text[begin:end] in ([token, ""] if special else [token])
+    assert (tokens[0], offsets[:2]) == ("<bos>", [0, 0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) -> None:
-    """`max_tokens: 0`, with which older evaluations ask for a prompt's log-probabilities."""
+    """With `max_tokens: 0`, older evaluation tools ask for a prompt's log-probabilities."""
     asked = {"model": "canvasrt", "max_tokens": 0, "logprobs": 1, "echo": True, "stream": stream}
     told = openai.completions.create(prompt="12+34=", **asked)
     choices = [each.choices[0] for each in (told if stream else [told])]
@@ -102,7 +128,8 @@ def test_an_echo_may_be_all(openai: OpenAI, tokenizer: Tokenizer, stream: bool) 
 
 
 def test_vllms_reads(openai: OpenAI, tokenizer: Tokenizer) -> None:
-    """As its structured_diffusion example: the canvas's fixed text, noise where the label is, and the labels' scores."""
+    """A request like vLLM's structured_diffusion example: a canvas of fixed text, with noise at the label, returns the
+    labels' scores."""
     four, six = tokenizer.encode("46", False)
     read = {"diffusion_seed_canvas": [four, 9] + [0] * 30, "diffusion_canvas_length": 32}
     read |= {"diffusion_max_steps": 1, "diffusion_read_only": True}

@@ -1,4 +1,4 @@
-"""`/v1/manifest` says which bytes are served."""
+"""`/v1/manifest` identifies the served bundle by its files' hashes."""
 
 from __future__ import annotations
 

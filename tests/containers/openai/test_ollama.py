@@ -1,4 +1,4 @@
-"""Ollama's API, as the real `ollama` client sees it; the model plays a script."""
+"""Ollama's API through the real `ollama` client. The model answers from a script."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tools(client: Any, acting: Script) -> None:
     [
         ([{}, {}], ["1.0", "1.1"]),
         ([{"tool_name": "clock"}, {"tool_name": "weather"}], ["1.1", "1.0"]),
-        ([{"tool_name": "clock"}], ["1.1"]),  # the weather's was left out
+        ([{"tool_name": "clock"}], ["1.1"]),  # there is no result of `weather`
         ([{"tool_name": "other"}, {}, {}], ["1.0", "1.1", "unknown"]),
         ([{"tool_call_id": "b"}, {"tool_call_id": "a"}], ["b", "a"]),
     ],
@@ -98,7 +98,7 @@ def test_models(client: Any, acting_server: Served) -> None:
         assert [each.model for each in listed.models] == ["canvasrt"]
     shown = client.show("canvasrt:latest")
     assert "tools" in shown.capabilities
-    # GitHub Copilot takes the name and the version.
+    # GitHub Copilot reads the name and the version.
     assert shown.modelinfo["general.basename"] == "canvasrt"
     version = httpx2.get(f"{acting_server.front.url.removesuffix('/v1')}/api/version").json()
     assert [int(each) for each in version["version"].split(".")] >= [0, 6, 4]

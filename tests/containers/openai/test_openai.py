@@ -1,4 +1,4 @@
-"""Answers of the front end, as the real `openai` client sees them."""
+"""Answers of the front end through the real `openai` client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_without_a_seed_one_is_drawn_and_told(openai: OpenAI):
 
 
 def test_a_streamed_chat_completion(openai: OpenAI):
-    chat(openai)  # so that the next two requests find the prompt in the prefix cache
+    chat(openai)  # the next two requests then find the prompt in the prefix cache
     whole = chat(openai)
     chunks = list(chat(openai, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -71,7 +71,7 @@ def test_a_streamed_chat_completion(openai: OpenAI):
     # The other chunks have the field, too.
     assert [chunk.to_dict()["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert len({chunk.id for chunk in chunks}) == 1
-    *_, last = chat(openai, stream=True)
+    *_, last = chat(openai, stream=True)  # usage was not asked for
     assert last.choices[0].finish_reason == "length"
     assert "usage" not in last.to_dict()
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
@@ -102,7 +102,7 @@ def test_settled_text_is_sent_before_its_block(openai: OpenAI):
         for chunk in chat(openai, stream=True, extra_body=extra)
         if chunk.choices and chunk.choices[0].delta.content
     ]
-    assert len(pieces) > 2  # more than one per block
+    assert len(pieces) > 2  # more than one piece per block
     assert "".join(pieces) == whole.choices[0].message.content
 
 
@@ -175,7 +175,7 @@ def test_completions_take_prompts_as_they_are(openai: OpenAI, tokenizer: Tokeniz
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_strings_cut_exactly(openai: OpenAI, length: int):
     text = chat(openai).choices[0].message.content
-    # The stop string lies at the end of the first block, where a stream could send too much.
+    # The stop string begins at the end of the first block, where a stream could send too much.
     first = next(iter(c for c in _pieces(chat(openai, stream=True)) if c))
     place = len(first) - 1
     stop = text[place : place + length]
@@ -208,7 +208,7 @@ def test_a_stop_string_ends_the_work_too(openai: OpenAI, grpc: Client):
 
 OWN = {"max_denoising_steps": 9, "entropy_bound": 0.7, "t_min": 0.3, "t_max": 1.1}
 OWN |= {"stability_threshold": 2, "confidence_threshold": 0.5, "early_stop": False}
-UNSURE = {"entropy_bound": 20.0}  # accepts uncertain tokens, so that the draw matters
+UNSURE = {"entropy_bound": 20.0}  # accepts uncertain tokens, so draws matter
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_settings_are_the_runtime_s(
 
 
 def test_positions_are_pinned(openai: OpenAI, grpc: Client):
-    """The same request also asks for a canvas of a different size."""
+    """The request also sets the size of the canvas."""
     canvas = {"seed": [None, 9], "pin": {"3": 41, "17": 42}, "allow": {"5": [50, 51]}}
     more = {"max_denoising_steps": 4, "canvas_length": 16}
     asked = {"prompt": "12+34=", **SAME, **more, "canvas": json.dumps(canvas)}

@@ -1,4 +1,5 @@
-"""The model's refusals, and the parameter that each names. What the front end refuses itself is in test_refusals.py."""
+"""Errors that the model reports, and the parameter that each names. test_refusals.py tests what the front end
+refuses."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ def by_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-# Fields of a chat, the parameter that is named, and what the message says.
+# Fields of a chat, the parameter that the error names, and a text in its message.
 CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "temperature is -1"),
     ({"top_logprobs": 2}, "top_logprobs", "add logprobs"),
     ({"logit_bias": {"112": 1}}, "logit_bias", "from 0 to 111"),
-    ({"canvas_length": 3}, "canvas_length", "canvases of 4, 8, 16, 32"),
+    ({"canvas_length": 3}, "canvas_length", "give one of 4, 8, 16, 32"),
     ({"canvas": {"pin": {"2": 112}}}, "canvas.pin.2", "from 0 to 111"),
     (
         {"canvas": {"pin": {"2": 9}}, "response_format": {"type": "json_object"}},
@@ -116,7 +117,7 @@ def test_an_unknown_model_is_not_found(openai: OpenAI):
 @pytest.mark.parametrize(
     ("header", "code"),
     [
-        ({"Authorization": "Bearer first"}, 503),  # right, but there is no model
+        ({"Authorization": "Bearer first"}, 503),  # the key is valid, but there is no model
         ({"Authorization": "Bearer zweiter Schlüssel".encode()}, 503),
         ({"x-api-key": "first"}, 503),
         ({"Authorization": "Bearer firs"}, "invalid_api_key"),

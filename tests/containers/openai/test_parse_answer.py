@@ -1,4 +1,4 @@
-"""Answers are parsed as transformers parses them, however the text is cut into pieces."""
+"""Answers are parsed as transformers does, however the text is divided into pieces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWERS = {
 
 
 class Answer(NamedTuple):
-    """A whole answer."""
+    """A whole parsed answer."""
 
     content: str
     reasoning: str
@@ -48,7 +48,7 @@ def parsed(text: str, tools: Any = None, **options: Any) -> Answer:
 
 
 def flat(answer: Answer) -> dict[str, Any]:
-    """An answer as the reference returns it, which has no empty fields and no spaces at the end."""
+    """Return an answer in the reference's form, which has no empty fields and no spaces at the end."""
     calls = [
         {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
         for c in answer.calls
@@ -115,7 +115,7 @@ def test_ids_differ() -> None:
     assert first.id.startswith("call_")
 
 
-# Variants of the call syntax that the model writes, according to users of other servers.
+# Variants of the call syntax that users of other servers have seen the model write.
 DRIFT = {
     "{a:'x',b:\"y\"}": {"a": "x", "b": "y"},
     '{"a": "x", "b": [\'y\', "z"]}': {"a": "x", "b": ["y", "z"]},
@@ -158,7 +158,7 @@ def test_what_is_no_object_is_an_error(text: str) -> None:
 
 
 def test_any_text_is_read_in_time_and_gives_json() -> None:
-    """Random cuts and joins of the syntax's parts neither hang nor give anything but JSON."""
+    """Random sequences of syntax elements are parsed quickly, and give JSON or an error."""
     import random
 
     parts = ["{", "}", "[", "]", ",", ":", "=", '"', "'", '<|"|>', "a", "1", "\\", " ", "true", "-"]
@@ -178,6 +178,4 @@ def test_quotes_that_do_not_close_take_linear_time() -> None:
     begin = time.process_time()
     with pytest.raises(CallError):
         read_arguments("{" + "a:'b," * 40_000)
-    assert (
-        time.process_time() - begin < 10
-    )  # searching for the end of each quote would take minutes
+    assert time.process_time() - begin < 10  # quadratic time would be minutes

@@ -1,4 +1,5 @@
-"""Requests with which clients of other servers probe a server, and errors in their form. No model runs."""
+"""Requests that clients of other servers send to identify a server, and errors in those servers' form. No model
+runs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def test_probes_of_other_servers(front: TestClient) -> None:
     assert front.get("/v1/health/live").json()["status"] == "live"
     assert "canvasrt_openai_requests_total" in front.get("/metrics").text
     for path in ("/health", "/ping"):
-        assert front.get(path).status_code == 503  # there is no model
+        assert front.get(path).status_code == 503  # no model
     head = front.head("/v1/models")
     assert (head.status_code, front.head("/nothing").status_code) == (200, 404)
 

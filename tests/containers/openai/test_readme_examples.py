@@ -1,4 +1,4 @@
-"""The calls of the OpenAI API in the README and docs/api.md work as printed, against the shared server."""
+"""The calls of the OpenAI API in the README and docs/api.md work as printed, with the shared server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = ("README.md", "docs/api.md")
 
 
 def calls() -> list[str]:
-    """Return every call of port 8000 in the pages."""
+    """Return every call in the pages to the API on port 8000."""
     found = []
     for page in PAGES:
         for block in re.findall(r"^```\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S):

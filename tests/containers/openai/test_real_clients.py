@@ -1,6 +1,6 @@
-"""The clients of docs/clients.md, as their users install them, do what their scripts in clients/ do.
+"""The scripts in clients/ work with the clients of docs/clients.md, installed as users install them.
 
-They ask at temperature 0, since one seed in 700 makes the demo answer 45.
+They set the temperature to 0, since with one seed in 700, the demo answers 45.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMAND = '<|tool_call>call:exec_command{cmd:<|"|>echo 46<|"|>}<tool_call|><|too
 
 
 class Client(NamedTuple):
-    """A row of the page: a script's name, and the command that installs what it uses."""
+    """A row of the page: the name of a script, and the command that installs its client."""
 
     script: str
     install: str
@@ -44,7 +44,8 @@ def demo() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server whose model calls a tool, and is done whatever the tool returns. Codex's prompts are too long for the demo."""
+    """A server whose model calls a tool and then ends, whatever the tool returns. Codex needs it, since its prompts are
+    too long for the demo."""
     script = Script({"runs a command": [COMMAND, "It is done."]})
     graphs = tmp_path_factory.mktemp("coder") / "graphs"
     with serving(write_bundle(graphs, script, gemma_template())) as served:
@@ -63,13 +64,13 @@ def test_a_real_client(request: pytest.FixtureRequest, client: Client) -> None:
     variables = {
         "BASE": request.getfixturevalue("coder" if client.script == "codex.mjs" else "demo"),
         "SITE_PACKAGES": sysconfig.get_paths()["purelib"],
-        # Without these, clients look for the network first.
+        # Without these, clients first try to reach the network.
         "HF_HUB_OFFLINE": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "no_proxy": "*",
     }
     script = SCRIPTS / client.script
-    # node looks for packages in the current folder only if it reads the script from its input.
+    # node finds packages in the current folder only if it reads the script from standard input.
     python = script.suffix == ".py"
     command = [folder / "bin/python", "-I", script] if python else ["node", "--input-type=module"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Requests that the front end itself refuses, in every API, and the field that each refusal names; no model is asked."""
+"""Requests that the front end refuses without asking a model, in every API, and the field that each error names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def front() -> Iterator[TestClient]:
 
 @pytest.fixture
 def ask(front: TestClient) -> Any:
-    """`ask(path, **fields)` returns the error; None if only the missing model keeps the request from being answered."""
+    """Return a function: `ask(path, **fields)` returns the error, or None if the front end accepts the request."""
 
     def call(path: str, **fields: Any) -> Any:
         reply = front.post(path, json={"model": "canvasrt", **fields})
@@ -54,7 +54,7 @@ def call(name: str, arguments: str) -> list[dict[str, Any]]:
 PART = "messages[0].content[0]"
 NAMED = {"type": "function", "function": {"name": "weather"}}
 BAD_NAME = {"type": "function", "function": {"name": "a b"}}
-# The code of a refused chat → its fields, the parameter that is named, and what the message says.
+# Error code → a chat's fields, the parameter that the error names, and a text in its message.
 CHATS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "invalid_type": [
         ({"temperature": True}, "temperature", "valid number"),
@@ -65,7 +65,7 @@ CHATS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stop": ["a", 3]}, "stop[1]", "string"),
         ({"stream": 1}, "stream", "boolean"),
         ({"messages": "hello"}, "messages", "array"),
-        (said("tool", "a"), "messages[0].tool_call_id", "names the call"),
+        (said("tool", "a"), "messages[0].tool_call_id", "the id of the call"),
         (said("user", None), "messages[0].content", "list of parts"),
         (user(), "messages[0].content", "list of parts"),
         (user(image(3)), f"{PART}.image_url.url", "must be a string"),
@@ -151,7 +151,7 @@ def test_a_chat(ask: Any, code: str, fields: dict[str, Any], param: str, says: s
 def test_images_and_empty_answers_are_no_mistakes(ask: Any) -> None:
     for url in (PNG, "AA=="):
         assert ask("/v1/chat/completions", **user(image(url))) is None
-    for content in (None, []):  # Pydantic AI sends null for an answer that is only a thought
+    for content in (None, []):  # Pydantic AI sends null if an answer is only a thought
         chat = [
             {"role": "assistant", "content": content, "reasoning_content": "b"},
             {"role": "assistant", "content": content, "tool_calls": call("f", "{}")},
@@ -173,7 +173,7 @@ LONG = {"type": "choice", "instructions": "?", "criteria": {str(n): None for n i
 READ = {"diffusion_read_only": True, "diffusion_seed_canvas": [5]}
 TWICE = {"max_completion_tokens": 3}
 FORM = {"format": {"type": "json_schema", "schema": {"type": "x"}}}
-# A path → fields, the parameter that is named if the API's errors have one, and what the message says.
+# Path → fields, the parameter that the error names if the API's errors have one, and a text in its message.
 OTHERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     "/v1/completions": [
         *(({"prompt": each}, "prompt", "prompt") for each in ([], [1.5], ["a", 3], [2**40])),
@@ -209,7 +209,7 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "/v1/messages": [
         ({"n": 2}, "", "n is not supported"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "", "not continued"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "He"}]}, "", "cannot continue"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "", "messages.0.role"),
         (block({"type": "document"}), "", "messages.0.content.0: a block of type 'document'"),
         (block(PICTURE), "", "messages.source"),

@@ -1,4 +1,4 @@
-"""Remote images come from public addresses only, even if their URL hides another one."""
+"""Remote images are fetched only from public addresses, even if a URL hides a private one."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def site() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-# Hosts of these tests; the site itself stands for a public one.
+# Hosts of these tests. The test's site on 127.0.0.1 counts as public.
 HOSTS = {
     "public.test": ["127.0.0.1"],
     "inner.test": ["10.0.0.7"],
@@ -132,7 +132,7 @@ def test_an_image_is_fetched_with_its_hosts_name(site: Any) -> None:
 
 
 def test_slow_servers_take_no_threads_of_others() -> None:
-    """asyncio's own threads stay free; they read long bodies."""
+    """Fetching does not use asyncio's default threads, which read long bodies."""
     slow = threading.Event()
 
     class Slow(Fetcher):
@@ -183,7 +183,7 @@ def test_refusals_say_why(site: Any, url: str, why: str) -> None:
 
 
 def test_a_slow_server_is_given_up(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server sends a byte now and then."""
+    """The server keeps the connection alive with single bytes."""
     monkeypatch.setattr(remote, "FETCH_TIMEOUT", 0.5)
     with pytest.raises(Refused, match=r"longer than 0.5 seconds|cannot be fetched"):
         fetcher().fetch(f"http://public.test:{site.server_address[1]}/slow")

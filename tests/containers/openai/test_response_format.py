@@ -1,4 +1,4 @@
-"""`response_format` over the OpenAI API, with the real client, and the same over Triton."""
+"""`response_format` over the OpenAI API with the real client, and grammars over Triton."""
 
 from __future__ import annotations
 

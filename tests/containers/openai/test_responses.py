@@ -1,4 +1,4 @@
-"""`/v1/responses`, as the real `openai` client sees it; the model plays a script."""
+"""`/v1/responses` through the real `openai` client. The model answers from a script."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.helpers.serving import needs_triton
 
 pytestmark = needs_triton
 TOOLS: list[Any] = [{"type": "function", **each["function"]} for each in (WEATHER, CLOCK)]
-LOOSE: list[Any] = [{**each, "strict": False} for each in TOOLS]  # the script is no JSON
+LOOSE: list[Any] = [{**each, "strict": False} for each in TOOLS]  # the script is not JSON
 
 
 @pytest.fixture
 def ask(agent: OpenAI, acting: Script):
-    """`ask(script, …)` returns a response, or with stream=True its events."""
+    """Return a function: `ask(script, …)` returns a response, or its events with stream=True."""
 
     def call(script: str, input: Any = "Hello", **options: Any) -> Any:
         extra = {**acting.choose(script), **options.pop("extra_body", {})}
@@ -46,7 +46,7 @@ def test_an_answer(ask):
 
 
 def test_it_is_the_chats_answer(openai: OpenAI, grpc: Client):
-    """The model is random, so its answer depends on every token of the prompt."""
+    """The model's weights are random, so its answer depends on every token of the prompt."""
     response = openai.responses.create(
         model="canvasrt",
         instructions="be brief",
@@ -94,7 +94,7 @@ def test_the_events_build_the_whole_response(ask, script: str):
 
 
 def bare(item: Any) -> dict[str, Any]:
-    """An item without its random fields."""
+    """Return an item without its random fields."""
     return {k: v for k, v in item.to_dict().items() if k not in ("id", "call_id")}
 
 
@@ -112,7 +112,7 @@ def test_thoughts_and_calls_are_items(ask):
 
 
 def test_the_whole_conversation_goes_back(ask, agent: OpenAI, acting: Script):
-    """The items of a response are its next request's input, as stateless clients send them."""
+    """Stateless clients send the items of a response back as input of the next request."""
     options = {"tools": TOOLS, "reasoning": {"effort": "low"}}
     first = ask("thinks and calls", **options)
     result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "18"}
@@ -154,7 +154,7 @@ class weather(BaseModel):
 
 def test_the_client_s_stream_helper(agent: OpenAI, acting: Script):
     function = pydantic_function_tool(weather)
-    # A strict tool's call would follow the schema, and not the script.
+    # A call of a strict tool would follow the schema instead of the script.
     tool: Any = {"type": "function", **function["function"], "strict": False}
     options: dict[str, Any] = {"model": "canvasrt", "input": "Hello", "tools": [tool]}
     with agent.responses.stream(**options, extra_body=acting.choose("calls")) as stream:
@@ -174,7 +174,7 @@ def test_what_only_other_servers_have_is_left_out(ask):
     warnings = (answer.model_extra or {})["canvasrt"]["warnings"]
     assert "web_search" in warnings[0]
     assert "Unknown parameter: 'tools[1].output_schema'." in warnings
-    again = ask("plain", "Hello " * 60, tools=tools)  # a chunk of the prompt is cached
+    again = ask("plain", "Hello " * 60, tools=tools)  # part of the prompt is cached
     assert 0 < again.usage.input_tokens_details.cached_tokens <= again.usage.input_tokens
 
 

@@ -35,7 +35,7 @@ def test_a_renewed_certificate_is_used(tmp_path: Path, monkeypatch: pytest.Monke
     async def serve() -> None:
         renewing = asyncio.create_task(tls.renew(places, files))
         before = await shown()
-        (second / "server.pem").replace(files["certificate"])  # its key has not come yet
+        (second / "server.pem").replace(files["certificate"])  # its key is not there yet
         await asyncio.sleep(0.2)
         assert await shown() == before
         (second / "server.key").replace(files["key"])

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes, and the same over Triton."""
+"""`/tokenize` and `/detokenize` in vLLM's form, and tokenizing over Triton."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Arguments of tool calls follow the tools' schemas, on a model with random weights: nothing else could
-make them."""
+"""Arguments of tool calls follow the tools' schemas. The model's weights are random, so only the grammar can cause
+it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tool(name: str, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """The real client of a server whose model is random, with Gemma's tokens and template."""
+    """The real client of a server whose model has random weights, and Gemma's tokens and template."""
     folder = tmp_path_factory.mktemp("agent")
     checkpoint, tokenizer = folder / "checkpoint", core()
     model = random_model({**SMALL, "vocab_size": tokenizer.get_vocab_size()}, canvas=64)
@@ -82,7 +82,7 @@ def ask(client: OpenAI, **options: Any) -> Any:
 
 
 def valid(calls: Any) -> int:
-    """Check each call against its tool's schema; return how many there are."""
+    """Check every call against its tool's schema; return the number of calls."""
     for call in calls:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
     return len(calls)
@@ -112,7 +112,7 @@ def test_a_required_tool(client: OpenAI, parallel: bool) -> None:
 
 
 def test_a_call_comes_without_strict_and_in_the_smallest_budget(client: OpenAI) -> None:
-    """A smaller budget is refused, and the message gives the smallest. Both hold for `/v1/responses` too."""
+    """A smaller budget is refused with a message that gives the smallest. `/v1/responses` behaves the same."""
     loose = tool("lamp", strict=False)
     asked: dict[str, Any] = {"tools": [loose], "tool_choice": "required"}
     with pytest.raises(BadRequestError, match="at least") as caught:
@@ -162,8 +162,8 @@ def test_the_streaming_helper(client: OpenAI) -> None:
 
 
 def test_every_token_that_ends_an_answer_counts(client: OpenAI) -> None:
-    """As in the released model, a call is followed by the token that begins its result, and then by padding. One
-    position of the first canvas is left for it."""
+    """As in the released model, the token that begins a result follows a call, and then padding. Only one position of
+    the first canvas is left for this token."""
     function = {"name": "lamp", "parameters": {"type": "object", "additionalProperties": False}}
     ends = {str(core().token_to_id(each)): 100 for each in ("<|tool_response>", "<pad>")}
     choice = ask(
@@ -176,7 +176,7 @@ def test_every_token_that_ends_an_answer_counts(client: OpenAI) -> None:
 
 
 def test_a_strict_tool_that_may_be_called(client: OpenAI) -> None:
-    """A bias makes the model open a call; what follows is up to the grammar."""
+    """A logit bias makes the model begin a call. The grammar determines the rest."""
     extra = {**FEW, "logit_bias": {OPENING: 40}}
     tools = [tool("weather", strict=True)]
     assert valid(ask(client, tools=tools, extra_body=extra).message.tool_calls)
@@ -193,7 +193,7 @@ FORM: Any = {"type": "json_schema", "json_schema": {"name": "flag", "schema": FL
 
 
 def test_an_answer_of_a_format_or_a_call(client: OpenAI) -> None:
-    """A bias decides whether the model opens a call."""
+    """A logit bias decides whether the model begins a call."""
     asked: Any = {"tools": [tool("weather", strict=True)], "response_format": FORM}
     called = ask(client, **asked, extra_body={**FEW, "logit_bias": {OPENING: 40}})
     assert valid(called.message.tool_calls)
@@ -213,7 +213,7 @@ def test_an_answer_of_a_format_or_a_call(client: OpenAI) -> None:
 def test_a_formatted_answer_after_a_result_is_no_thought(
     client: OpenAI, form: Any, content: str
 ) -> None:
-    """The template begins a thought after a tool's result, and the format has no place for its end."""
+    """After a tool's result, the template would begin a thought, which a formatted answer could not end."""
     call = {"id": "1", "type": "function", "function": {"name": "lamp", "arguments": "{}"}}
     result = {"role": "tool", "tool_call_id": "1", "content": "done"}
     messages: Any = [*HELLO, {"role": "assistant", "tool_calls": [call]}, result]
@@ -261,7 +261,7 @@ def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -
     request = ChatRequest(**body, tools=[tool("weather", strict=strict)])
     assert (tools_grammar(request) is not None) == enforced
     inputs = chat_generation(request).options
-    request.response_format = {"type": "text"}  # is no format
+    request.response_format = {"type": "text"}  # means no format
     assert chat_generation(request).options == inputs
 
 
@@ -321,7 +321,7 @@ def test_the_demo_calls_without_thoughts() -> None:
 
 
 def accepts(core: Core, begun: str, text: str, answer: Any = None, parallel: bool = True) -> bool:
-    """Whether the grammar of calls to `lamp` accepts the whole `text`."""
+    """Return whether the grammar of calls to `lamp` accepts the whole `text`."""
     tokenizer = Tokenizer(core, None)
     spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": parallel, "strict": True}
     grammar = call_grammar({**spec, "answer": answer}, tokenizer)

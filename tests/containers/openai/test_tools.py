@@ -1,4 +1,4 @@
-"""Thinking and tools through the real server, template and clients; the model plays a script."""
+"""Thinking and tools through the real server, template and clients. The model answers from a script."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture
 def ask(agent: OpenAI, acting: Script):
-    """`ask(script, …)` returns an answer, or with stream=True its chunks."""
+    """Return a function: `ask(script, …)` returns an answer, or its chunks with stream=True."""
 
     def call(script: str, messages: Any = HELLO, **options: Any) -> Any:
         extra = {**acting.choose(script), **options.pop("extra_body", {})}
@@ -39,7 +39,7 @@ def test_a_thought_is_apart_from_the_answer(ask):
     message = ask("thinks", reasoning_effort="high").choices[0].message
     assert message.content == "Hello there."
     assert message.reasoning_content == "They greet me."
-    # Clients in Rust take vLLM's `reasoning` for the same field, and fail if it comes twice.
+    # Clients in Rust read vLLM's `reasoning` as the same field, and fail if both are there.
     assert "reasoning" not in message.to_dict()
     assert "reasoning_content" not in ask("plain").choices[0].message.to_dict()
 
@@ -173,7 +173,7 @@ def test_prompts_are_those_of_transformers(chat: Any, tools: Any, thinking: bool
 
 
 def test_text_before_calls_stays_before_them() -> None:
-    """The template alone would write it after the result, and end the model's turn."""
+    """The template alone would write the text after the tool's result, and end the model's turn."""
     call = {"id": "c", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     told = {"content": "Let me see.", "reasoning_content": "hm", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
@@ -186,13 +186,14 @@ def test_text_before_calls_stays_before_them() -> None:
     )
     past = read_messages([*HELLO, {"role": "assistant", **told}, result, *HELLO]).messages
     said, calls = past[len(HELLO) : len(HELLO) + 2]
-    # In earlier turns, the template keeps only thoughts of messages with calls.
+    # In earlier turns, the template keeps only the thoughts of messages with calls.
     assert (said["content"], calls["reasoning_content"]) == ("Let me see.", "hm")
     assert "reasoning_content" not in said
 
 
 def test_what_is_sent_is_what_the_template_gets(ask):
-    """Messages in OpenAI's form, with arguments as a string, give the same prompt as in the template's form."""
+    """Messages in OpenAI's form, with arguments as a string, give the same prompt as messages in the template's
+    form."""
     reference = PreTrainedTokenizerFast(tokenizer_object=core(), bos_token="<bos>")
     chat = CHATS["result"]
     text = reference.apply_chat_template(

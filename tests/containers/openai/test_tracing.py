@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, of requests and their blocks."""
+"""OpenTelemetry spans of requests and of their blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT = {"model": "canvasrt", "messages": [{"role": "user", "content": "Hello"}]}
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """The spans of this process, from its tracer provider."""
+    """Collects the spans of this process."""
     made = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(made))
@@ -45,7 +45,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 @pytest.fixture
 def front(acting_server: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`front(on)` is a front end in this process, over the shared Triton."""
+    """Return a function: `front(on)` is a front end in this process, in front of the shared Triton."""
     grpc = f"127.0.0.1:{acting_server.server.ports.grpc}"
     settings = FrontSettings(0, grpc, "http://127.0.0.1:1", FrontOptions(hosts=("*",)))
     settings = replace(settings, caller_secret=CALLER_SECRET)
@@ -53,7 +53,7 @@ def front(acting_server: Served, monkeypatch: pytest.MonkeyPatch) -> Any:
     def started(on: bool) -> TestClient:
         if on:
             monkeypatch.setenv(COLLECTOR, "http://127.0.0.1:1")
-            monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")  # besides the fixture's
+            monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")  # only the fixture's exporter
         return TestClient(make_app(settings, ServerState(phase="serving")))
 
     return started
@@ -85,7 +85,7 @@ def test_a_request_and_its_blocks_have_spans(
 
 
 def test_a_block_that_a_stop_string_cuts_has_one(exporter: InMemorySpanExporter) -> None:
-    """If settled tokens end the answer, no event `block` follows."""
+    """If the stop string is in settled tokens, no event `block` follows."""
     with trace.get_tracer("test").start_as_current_span("request"):
         blocks = Blocks()
         for kind, steps in (("settled", []), ("block", [3]), ("settled", [3]), ("final", [3, 2])):

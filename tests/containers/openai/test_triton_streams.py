@@ -1,4 +1,4 @@
-"""The front end's own requests on the wire, and streams that are reused for further requests."""
+"""The requests that the front end sends to Triton, and the reuse of streams for further requests."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ from tests.helpers import library
 from tests.helpers.web_page import MARKS, ask
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-sync_api.expect.set_options(timeout=60_000)  # milliseconds; 5,000 are too few on a busy machine
+sync_api.expect.set_options(timeout=60_000)  # milliseconds; a busy machine needs more than 5,000
 pytestmark = MARKS
 
 
 def opened(visit: Any, front: FrontEnd) -> Any:
-    """The page, once it has found the model."""
+    """Open the page, and wait until it has found the model."""
     page = visit(front)
     sync_api.expect(page.locator("#light")).to_have_class("on")
     page.locator("#settings").evaluate("each => { each.open = true }")
@@ -35,7 +35,7 @@ def opened(visit: Any, front: FrontEnd) -> Any:
 
 
 def states(page: Any) -> list[str]:
-    """Return the state of every position that is shown."""
+    """Return the displayed state of every position."""
     found = page.locator("#canvas b").evaluate_all("all => all.map(b => b.className)")
     return [each.split()[0] for each in found]
 
@@ -63,7 +63,7 @@ def test_an_answer_is_shown_step_by_step(front: FrontEnd, openai: Any, visit: An
     assert page.inner_text("#f-seed") == "7"
     assert page.inner_text("#f-first").endswith("ms")
     frames = int(page.get_attribute("#slider", "max")) + 1
-    assert frames == steps + 2  # plus the last frame of each of the two blocks
+    assert frames == steps + 2  # and a last frame for each of the two blocks
     assert states(page) == ["settled"] * 64
 
 
@@ -115,7 +115,7 @@ def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
     with FrontEnd.over(server, options) as guarded:
         page = visit(guarded)
         sync_api.expect(page.locator("#state")).to_have_text("this server needs an API key")
-        # The prompt is sent at once, while the request that the key causes is under way.
+        # The prompt is sent while the page still checks the key.
         page.evaluate("""() => {
             $("key").value = "open-sesame";
             $("key").dispatchEvent(new Event("change"));
@@ -128,12 +128,12 @@ def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
 
 
 def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None:
-    """This model does not see, so the server's own refusal tells that the image arrived."""
+    """This model does not take images, so the server's error shows that the image arrived."""
     page = opened(visit, front)
     picture = io.BytesIO()
     Image.new("RGB", (20, 12), "teal").save(picture, "PNG")
     file = {"name": "teal.png", "mimeType": "image/png", "buffer": picture.getvalue()}
-    # The first image is large and takes longer to read, and still comes first.
+    # The first image is large and takes longer to read, but must stay the first.
     large = file | {"name": "large.png", "buffer": picture.getvalue() + bytes(10**6)}
     page.set_input_files("#files", [large, file])
     sync_api.expect(page.locator("#attached img")).to_have_count(2)
@@ -224,7 +224,7 @@ def test_earlier_turns_are_sent_until_a_new_chat(front: FrontEnd, visit: Any) ->
 
 
 def test_an_answer_that_breaks_off_is_not_taken_for_whole(front: FrontEnd, visit: Any) -> None:
-    """A proxy may end the answer properly when the server behind it is gone."""
+    """If the server is gone, a proxy may still end the response properly."""
     page = opened(visit, front)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=""))
     page.fill("#prompt", "12+34=")
@@ -243,7 +243,7 @@ def test_copy_buttons_copy_their_answers(front: FrontEnd, visit: Any) -> None:
         answers.append(page.locator("#answer").text_content())
     assert answers[0] != answers[1]
     buttons = page.locator("#turns button, #copy")
-    for absent in (False, True):  # the page has no `navigator.clipboard` over plain HTTP
+    for absent in (False, True):  # over plain HTTP, there is no `navigator.clipboard`
         if absent:
             page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
         for number, answer in enumerate(reversed(answers)):
@@ -289,7 +289,7 @@ def test_a_server_that_goes_during_an_answer_is_seen(
 ) -> None:
     with FrontEnd.over(server, FrontOptions(port=0)) as front:
         page = opened(visit, front)
-        # Without this, the random model ends some answers before the signal arrives.
+        # The model's weights are random. Without this, some answers would end before the signal arrives.
         page.evaluate("body = ((made) => () => ({ ...made(), ignore_eos: true }))(body)")
         page.evaluate("$('tokens').value = 4000")
         page.fill("#prompt", "12+34=")

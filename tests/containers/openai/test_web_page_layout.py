@@ -1,4 +1,4 @@
-"""How the page at `/` looks, on a desktop and a phone."""
+"""The layout of the page at `/`, on a desktop and on a phone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
     widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
     assert widths == [360, 360]
     assert page.locator("#go").bounding_box()["width"] > 300
-    # Lines end between words, and never within one.
+    # Lines break between words, never within a word.
     rows = page.evaluate("""() => {
         const noisy = Array.from({ length: 60 }, (_, i) => (i % 2 ? "ness" : " dark"));
         show(run.frames.push({ ...run.frames.at(-1), block: 0, noisy, states: noisy.map(() => "settled"), end: 60 }) - 1);

@@ -1,4 +1,4 @@
-"""Engines with another target in their manifest, and a chart."""
+"""Fixtures: engines with another target in their manifest, and Helm charts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def chart(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rendered(tmp_path: Path) -> Rendered:
-    """The objects of a target's chart, by kind, which Kubernetes' schemas allow."""
+    """Return a function that renders a target's chart, checks its objects by Kubernetes' schemas, and returns them by
+    kind."""
 
     def make(target: str = "rtx-5090", *settings: str, **options: Any) -> dict[str, dict[str, Any]]:
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "chart"
@@ -46,7 +47,8 @@ def rendered(tmp_path: Path) -> Rendered:
 
 @pytest.fixture
 def relabelled(engines: Bundle, tmp_path: Path) -> Relabelled:
-    """The CPU's engines under another target, to package them as if for a GPU."""
+    """Return a function that copies the CPU's engines and changes the target in their manifest, to package them as if
+    for a GPU."""
 
     def make(name: str, backend: str = "", version: str = "", **options: Any) -> Path:
         folder = tmp_path / "relabelled" / (name or "graphs")

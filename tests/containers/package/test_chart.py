@@ -1,4 +1,4 @@
-"""The Helm chart, by helm's own lint and template and by the Kubernetes API's schemas."""
+"""The Helm chart, checked by helm's lint and template and by the schemas of the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_objects_are_what_kubernetes_takes(rendered: Rendered, target: str) -> N
 
 @pytest.mark.parametrize("release", ["on", "1e5", "a" * 53])
 def test_names_are_texts_of_a_length_that_kubernetes_takes(chart: Path, release: str) -> None:
-    """A StatefulSet's pods have a label of its name, a dash and a hash of 10 characters."""
+    """Pods of a StatefulSet have a label of at most 63 characters: its name, a dash and a hash of 10 characters. Names
+    that look like numbers must stay strings."""
     names = "priorityClassName=1,runtimeClassName=5,apiKeys.existingSecret=2,tls.existingSecret=3,cache.storageClass=4"
     result = helm("template", release, str(chart), "--set-string", names)
     objects = {each["kind"]: each for each in yaml.safe_load_all(result.stdout) if each}
@@ -73,7 +74,7 @@ def test_names_are_texts_of_a_length_that_kubernetes_takes(chart: Path, release:
     [
         ("rtx-5090", 32e9, ["12.0"]),
         ("rtx", 24e9, ["8.6", "8.9", "12.0"]),
-        ("dgx-spark", None, ["12.1"]),  # such nodes have no label `nvidia.com/gpu.memory`
+        ("dgx-spark", None, ["12.1"]),  # DGX Spark nodes lack the memory label
     ],
 )
 def test_a_gpu_target_asks_for_its_gpu(
@@ -101,7 +102,7 @@ def test_the_autoscaler_goes_by_metrics_that_the_models_have(rendered: Rendered)
     pods = {each["pods"]["metric"]["name"]: each["pods"]["target"] for each in metrics}
     assert set(pods) == {"canvasrt_requests_waiting", "canvasrt_active_canvases"}
     assert set(pods) <= {f"canvasrt_{name}" for name in GAUGES}
-    # The threshold lies below a full batch. Otherwise it would never scale.
+    # The threshold is below a full batch; otherwise the autoscaler would never scale.
     assert pods["canvasrt_active_canvases"]["averageValue"] == "6"
 
 
@@ -154,7 +155,7 @@ def test_nothing_gets_in_or_out_unless_it_is_opened(chart: Path, rendered: Rende
 
 
 def notes(chart: Path, *settings: str) -> str:
-    """What `helm install` would say, which needs a cluster."""
+    """Return the notes that `helm install` would print; it needs a cluster."""
     shutil.copy(chart / "templates" / "NOTES.txt", chart / "notes.txt")
     text = 'kind: Notes\ntext: |\n  {{ tpl (.Files.Get "notes.txt") . | nindent 2 }}\n'
     (chart / "templates" / "notes-shown.yaml").write_text(text)
@@ -189,9 +190,8 @@ def test_probes_are_as_patient_as_the_image_s_own(chart: Path) -> None:
     live = container["livenessProbe"]
     assert live["failureThreshold"] == FAILED_CHECKS == Health().retries
     assert live["periodSeconds"] == Health().interval
-    assert Health().timeout > 2 * CHECK_TIMEOUT  # it may call twice
-    # Some seconds pass before a silent front end is replaced, and some more until the new one
-    # answers.
+    assert Health().timeout > 2 * CHECK_TIMEOUT  # a check may call twice
+    # Checks fail only after the time that it takes to replace a silent front end.
     assert (FAILED_CHECKS - 1) * Health().interval > 2 * frontend._SILENCE
 
 
@@ -216,7 +216,7 @@ def test_probes_follow_tls(chart: Path) -> None:
 
 
 def test_probes_of_mutual_tls_use_a_port_without_it(rendered: Rendered) -> None:
-    """A kubelet has no client certificate to show."""
+    """A kubelet has no client certificate."""
     objects = rendered("rtx-5090", "tls.existingSecret=certificates", "tls.mode=mtls")
     (container,) = pod(objects)["containers"]
     variables = {each["name"]: each.get("value") for each in container["env"]}
@@ -234,7 +234,7 @@ def test_probes_of_mutual_tls_use_a_port_without_it(rendered: Rendered) -> None:
         ("replica=2", "replica"),
         ("terminationGracePeriodSeconds=49", "50"),
         ("tls.existingSecret=cert,triton.open=true", "triton.behindProxy"),
-        # What probes would not follow.
+        # Settings that change ports or TLS without the probes.
         *(
             (setting, "tls.existingSecret")
             for setting in ("args={--ssl-mode=tls}", "args={--ssl-mode}")
@@ -258,7 +258,7 @@ def test_replicas_spread_over_nodes_and_zones(chart: Path) -> None:
     labels = render(chart)["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
     for each in constraints.values():
         assert each["labelSelector"]["matchLabels"].items() <= labels.items()
-        # The only node may have several GPUs.
+        # Not `DoNotSchedule`, since several replicas may have to share a node with several GPUs.
         assert each["whenUnsatisfiable"] == "ScheduleAnyway"
     assert "topologySpreadConstraints" not in pod(render(chart, "spread.enabled=false"))
 
@@ -306,13 +306,13 @@ def test_resources_follow_target_and_model(rendered: Rendered) -> None:
     assert several["args"][:: len(several["args"]) - 1] == ["serve", "--devices=all"]
     (claim,) = objects["StatefulSet"]["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "50Gi"
-    for own in ("99G", "33.5Gi"):  # no sum in another unit, or of a fraction
+    for own in ("99G", "33.5Gi"):  # the user's limit is not multiplied
         objects = rendered("h100", "gpus=3", f"resources.limits.memory={own}", sizes=sizes)
         assert pod(objects)["containers"][0]["resources"]["limits"]["memory"] == own
 
 
 def test_a_pod_gets_longer_to_stop_than_its_server_takes(chart: Path) -> None:
-    spec = pod(render(chart, "terminationGracePeriodSeconds=50"))  # the least that the schema takes
+    spec = pod(render(chart, "terminationGracePeriodSeconds=50"))  # the schema's minimum
     waits = int(spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert spec["terminationGracePeriodSeconds"] >= waits + STOP_GRACE
 
@@ -346,16 +346,16 @@ def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:
     assert set(objects) == {"InferenceService", "NetworkPolicy"}
     predictor = objects["InferenceService"]["spec"]["predictor"]
     assert predictor["containers"][0]["image"] == "registry.example:5000/team/canvasrt:1"
-    # Without Knative, KServe takes no other metric but memory.
+    # Without Knative, KServe scales only by CPU or memory.
     assert (predictor["scaleMetric"], predictor["scaleTarget"]) == ("cpu", 80)
-    # By default, KServe starts a new replica first, which waits forever for the old one's GPU.
+    # By default, KServe first starts the new replica, which would wait forever for the old replica's GPU.
     strategy = predictor["deploymentStrategy"]
     assert strategy["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert "svc/release-predictor 8000:80" in notes(chart, "kserve.enabled=true")
 
 
 def test_openshift_chooses_the_user(chart: Path) -> None:
-    """Its default constraint, restricted-v2, refuses a pod that names another user or group."""
+    """OpenShift's default constraint, restricted-v2, refuses pods that name a user or group."""
 
     def context(*more: str) -> dict[str, Any]:
         result = helm("template", "release", str(chart), *more)

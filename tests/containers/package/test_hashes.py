@@ -41,7 +41,7 @@ def test_the_table_has_what_the_installed_versions_need(python: str, architectur
             {backend: None if backend == "onnxruntime" else "1.7.1.116"}, python, architecture
         )
         missing = [str(pin) for pin in pins if wheels.locked(pin, python, architecture) is None]
-        # TensorRT-RTX's own distributions are sources that fetch the others.
+        # TensorRT-RTX has source distributions, which fetch wheels and have no hash here.
         assert all(name.startswith("tensorrt-rtx") for name in missing), missing
 
 
@@ -70,7 +70,7 @@ def test_a_package_s_requirements_have_hashes(packaged: Bundle) -> None:
 
 
 def test_hashes_are_those_of_the_base_s_architecture(engines: Bundle, tmp_path: Path) -> None:
-    """A CPU's engines run on both."""
+    """Engines for a CPU run on both architectures."""
     settings = {"Env": ["NVIDIA_TRITON_SERVER_VERSION=26.07"]}
     base = Base(Path("x"), {"architecture": "arm64", "config": settings}, (), "sha256:" + "b" * 64)
     made = package(engines.path, tmp_path / "package", options_for(base, PackageOptions()))
@@ -83,7 +83,7 @@ def test_hashes_are_those_of_the_base_s_architecture(engines: Bundle, tmp_path: 
 def test_a_cpu_s_package_can_be_built_on_both_architectures(
     packaged: Bundle, relabelled: Relabelled, tmp_path: Path
 ) -> None:
-    """pip takes a file that has any of the hashes."""
+    """pip accepts a file that matches any of the hashes."""
     gpu = package(relabelled("rtx-5090", "tensorrt-rtx", "1.7.1.116"), tmp_path / "gpu")
     for made, machines in ((packaged, ("amd64", "arm64")), (gpu, ("amd64",))):
         lines = (made.path / "requirements.txt").read_text().splitlines()
@@ -103,7 +103,7 @@ def test_what_has_no_known_hash_is_installed_apart(tmp_path: Path) -> None:
 
 
 def wheel(folder: Path, name: str, text: str = "") -> Path:
-    """A wheel that pip installs."""
+    """Write a wheel that pip can install."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}-1-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
@@ -157,7 +157,7 @@ def test_a_wheel_that_was_replaced_in_the_cache_is_refused(
 def test_a_wheel_is_not_taken_before_it_is_complete(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may look for it, and pip may end in the middle."""
+    """Another process may look for the wheel while pip downloads it, and pip may be interrupted."""
     pin = Pin("canvasrthashed", "1")
     said = "ERROR: No space left on device"
 
@@ -214,7 +214,7 @@ def test_a_malformed_digest_is_refused(digest: str) -> None:
 def test_a_base_that_may_change_is_noted_as_it_is_in_the_dockerfile(
     relabelled: Relabelled, tmp_path: Path, command: Command
 ) -> None:
-    """Engines of an older TensorRT get an older base."""
+    """Engines of an older TensorRT get an older base image, which is named by its tag instead of its digest."""
     engines = relabelled("h100", "tensorrt", "11.1.0.106")
     done = command("package", engines, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the chart gives Prometheus and Grafana."""
+"""The chart's rules for Prometheus and its dashboard for Grafana."""
 
 from __future__ import annotations
 

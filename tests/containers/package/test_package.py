@@ -1,4 +1,4 @@
-"""What `canvasrt package` writes: complete, checked, and the same every time."""
+"""The output of `canvasrt package` is complete, checked, and identical for every run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_damaged_engines_are_refused(engines: Bundle, tmp_path: Path):
     first = package(engines.path, tmp_path / "first").path
     head = first / "engines" / "head.bin"
     content = head.read_bytes()
-    head.unlink()  # a hard link: writing to it would damage the others too
+    head.unlink()  # hard link: writing would damage the others
     head.write_bytes(content[:-1] + b"\xff")
     with pytest.raises(CanvasError, match=r"head\.bin"):
         package(first / "engines", tmp_path / "out")
@@ -80,7 +80,7 @@ def test_the_wheel_installs_and_runs(tmp_path: Path):
     assert "canvasrt/containers/templates/Dockerfile" in names
     assert "canvasrt/runtime/generator.py" in names
     assert not [name for name in names if "__pycache__" in name or "safetensors" in name]
-    # Whoever gets an image gets the licence.
+    # The licence must be part of every image.
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
 
 

@@ -65,11 +65,11 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["user"] == "1000:1000"
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert "size=268435456" in service["tmpfs"][0]
-    # To end an unhealthy server, the health check needs a restart policy and an init.
+    # Ending an unhealthy server is safe only with a restart policy and an init.
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
     assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"
-    # Without a value, compose passes on what the shell or .env sets, and otherwise sets nothing.
+    # For a variable without a value, compose passes on the value of the shell or of .env, if any.
     assert service["environment"]["CANVASRT_API_KEYS"] is None
     assert service["logging"]["driver"] == "json-file"  # podman refuses docker's `local`
 
@@ -78,7 +78,7 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
 def test_a_package_of_graphs_gets_the_gpu_that_it_builds_on(
     relabelled: Relabelled, tmp_path: Path, precision: str, on_gpu: bool
 ):
-    """fp32 graphs run on a CPU."""
+    """fp32 graphs are built for a CPU, so only bf16 graphs need a GPU."""
     made = package(relabelled("", precision=precision), tmp_path / "package")
     assert ("driver: nvidia" in (made.path / "compose.yaml").read_text()) == on_gpu
     assert ("CUDA_CACHE_PATH" in (made.path / "Dockerfile").read_text()) == on_gpu
@@ -91,7 +91,7 @@ def test_the_compose_file_s_server_answers_under_its_own_names(packaged: Bundle)
     services = yaml.safe_load((packaged.path / "compose.yaml").read_text())["services"]
     (name,) = services
     value = services[name]["environment"]["CANVASRT_ALLOWED_HOSTS"]
-    # The user's environment takes precedence.
+    # A value in the user's environment takes precedence.
     assert value.startswith("${CANVASRT_ALLOWED_HOSTS:-")
     given = from_environment(
         {"CANVASRT_ALLOWED_HOSTS": value[len("${CANVASRT_ALLOWED_HOSTS:-") : -1]}
@@ -122,5 +122,5 @@ def test_the_dockerfile_copies_what_root_owns_and_all_can_read(
     for path in (made.path / "engines", *made.path.rglob("*")):
         assert path.stat().st_mode & 0o444 == 0o444, path
         assert path.is_file() or path.stat().st_mode & 0o111 == 0o111, path
-    # The bundle's own files keep their mode.
+    # The files of the source bundle keep their mode.
     assert {each.stat().st_mode & 0o777 for each in closed.iterdir() if each.is_file()} == {0o600}

@@ -1,4 +1,4 @@
-"""What a package needs: its Python packages, and an image that can load its engines."""
+"""The requirements of a package: Python packages, and a base image that can load its engines."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def test_bundles_that_do_not_go_together_are_refused(
 
 
 def test_wheels_of_an_unknown_tensorrt_are_refused(relabelled: Relabelled, tmp_path: Path):
-    """The Dockerfile would look for its bindings in a package index, which `--wheels` promises not to need."""
+    """The Dockerfile would have to download TensorRT's bindings, but `--wheels` promises a build without a package
+    index."""
     options = PackageOptions(wheels=True).on("somewhere/triton:1")
     with pytest.raises(CanvasError, match="--wheels needs the TensorRT version") as refused:
         package(relabelled("", precision="bf16"), tmp_path / "package", options)
@@ -105,7 +106,7 @@ def test_wheels_of_an_unknown_tensorrt_are_refused(relabelled: Relabelled, tmp_p
 def test_a_base_on_disk_with_the_default_s_name_is_not_exchanged(
     relabelled: Relabelled, tmp_path: Path
 ):
-    """`docker save` keeps an image's name."""
+    """An image on disk keeps its name in `docker save`, so it may have the default's name and another content."""
     digest, version = "b" * 64, "11.4.0.106"
     options = PackageOptions(base=releases.DEFAULT_BASE, base_digest=digest, tensorrt=version)
     with pytest.raises(CanvasError, match=r"has 11\.4\.0\.106,.* cannot load them"):
@@ -126,7 +127,8 @@ def test_an_install_without_constraints_builds_engines_that_a_default_base_reads
 
 @pytest.mark.parametrize("tag", [tag for tag in releases.TENSORRT if tag.endswith("-py3")])
 def test_engines_of_a_known_tensorrt_get_a_base_that_loads_them(tag: str) -> None:
-    """That base is the default. For graphs and other engines, the default is the newest image."""
+    """For engines of a known TensorRT, a matching base is the default. For graphs and other engines, the newest image
+    is."""
     built = {"name": "h100", "backend": "tensorrt", "builder_version": releases.TENSORRT[tag]}
     base = releases.base_for([built, None])
     releases.check_tensorrt(built, releases.tensorrt_of_name(base), base)

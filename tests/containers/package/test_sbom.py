@@ -1,4 +1,4 @@
-"""The bill of materials: its content and form, and that an edited one is noticed."""
+"""The software bill of materials: its content and form, and the detection of edits."""
 
 from __future__ import annotations
 

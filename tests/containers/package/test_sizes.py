@@ -1,4 +1,4 @@
-"""What a pod and a container may take follows from the engines' target and size."""
+"""Limits of time, memory and disk for pods and containers, which follow from the engines' target and size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 def engines_for(manifest: Manifest, name: str, **changed: Any) -> Manifest:
-    """The released model's engines for a target, by their manifest."""
+    """Return a manifest of the released model's engines for a target."""
     target = find_target(name)
     model = RELEASED
     weights = Weights(model, target.precision, on_cpu=name == "cpu").segments()
@@ -78,7 +78,8 @@ def test_a_bundle_s_own_passes_decide_its_memory_and_time(engines: Bundle) -> No
 
 
 def test_the_first_start_has_time_and_room_for_compiled_kernels(engines: Bundle) -> None:
-    """TensorRT compiles no kernels at its start; more layers and longer contexts take longer."""
+    """Only TensorRT-RTX compiles kernels at the start, so it gets more time and space. Longer contexts get more
+    time."""
     rtx, h100 = (
         sizes(engines_for(engines.manifest, name), name) for name in ("rtx-6000-ada", "h100")
     )
@@ -122,7 +123,7 @@ def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bund
     segments = Weights(graphs.model, "fp8").segments()
     assert found.memory >= max(builder_memory(*each) for each in segments.items())
     total = sum(segments.values())
-    assert found.cache > 2 * total  # an upgrade builds beside the old engines
+    assert found.cache > 2 * total  # during an upgrade, old engines are still there
     assert found.startup > total / 1e9 * BUILD_SECONDS_PER_GB
     built = sizes(engines_for(engines.manifest, "h100"), "h100")
     assert built.startup < found.startup
@@ -130,7 +131,7 @@ def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bund
 
 
 def test_a_small_model_has_the_time_that_its_server_allows(engines: Bundle) -> None:
-    """The image and the chart allow it as long as `serve` does."""
+    """The time limit of the image and of the chart is at least that of `serve`."""
     assert sizes(engines.manifest, "cpu").startup == READY_TIMEOUT
     assert sizes(engines_for(engines.manifest, "cpu"), "cpu").startup > 2 * READY_TIMEOUT
 
@@ -143,5 +144,5 @@ def test_every_size_is_a_whole_number(engines: Bundle, name: str) -> None:
         for key, value in vars(found).items()
         if key not in ("further", "contexts")
     )
-    assert found.shared > 64 << 20  # too small for the tensors that Triton's Python backend passes
-    assert found.temporary > 2 << 20  # a server writes as much below /tmp
+    assert found.shared > 64 << 20  # 64 MiB are too few for Triton's tensors
+    assert found.temporary > 2 << 20  # a server writes 2 MiB

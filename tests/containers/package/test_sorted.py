@@ -1,4 +1,4 @@
-"""A package of engines whose experts run between them: pieces, weights and compiled kernels go where engines go."""
+"""A package of engines with experts over sorted rows contains all their pieces, weights and compiled kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ OPTIONS = BuildOptions("bf16", max_context=1024, max_batch=1, experts="sorted")
 def pieces(
     plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory, command: Command
 ) -> Bundle:
-    """Build in a child process: in this one, Triton the language may be set to interpret, not compile."""
+    """Engines in pieces, built in a child process, since in this one Triton (the language) may interpret instead of
+    compiling."""
     out = tmp_path_factory.mktemp("pieces") / "engines"
     sizes = ("--max-context", OPTIONS.max_context, "--max-batch", OPTIONS.max_batch)
     line = ("build", plain_graphs.path, "-t", TARGET, "-o", out, "-p", OPTIONS.precision, *sizes)
@@ -38,7 +39,7 @@ def pieces(
 
 
 def parts(segment: SortedSegment) -> set[str]:
-    """Return the files that a segment's description names."""
+    """Return the files that the description of a segment names."""
     images = {image.file for each in segment.kernels.values() for image in each.values()}
     return {segment.weights, *images, *(file for file, _ in segment.pieces)}
 
@@ -59,7 +60,7 @@ def test_a_package_has_every_part_and_is_verified_with_them(
     assert command("verify", made.path).returncode == 0
     (kernel, *_) = made.path.glob("engines/*.cubin")
     content = kernel.read_bytes()
-    kernel.unlink()  # a hard link to the bundle's own
+    kernel.unlink()  # a hard link to the bundle's file
     kernel.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     done = command("verify", made.path)
     assert done.returncode == 1
@@ -67,6 +68,6 @@ def test_a_package_has_every_part_and_is_verified_with_them(
 
 
 def test_serving_needs_the_memory_that_was_planned(plain_graphs: Bundle, pieces: Bundle) -> None:
-    """Sorted rows need different buffers from slots."""
+    """The estimate of a bundle equals the plan's, although sorted rows need other buffers than slots."""
     (planned,) = plan_all(plain_graphs.path, parse_targets(TARGET), "out", OPTIONS, check=False)
     assert estimate_of(pieces.manifest) == planned.memory

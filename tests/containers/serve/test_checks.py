@@ -1,4 +1,4 @@
-"""Wrong settings of `canvasrt serve` are found before anything is built."""
+"""Wrong settings of `canvasrt serve` are detected before a build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front end's life: callers that hang up, loading, dying, draining."""
+"""The life of the front end: callers that leave, loading, crashes, and draining."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = needs_triton
 
 @contextlib.contextmanager
 def asking(front: FrontEnd, **fields: Any) -> Iterator[http.client.HTTPConnection]:
-    """A request that has been sent, on a connection that can be closed."""
+    """Send a request without reading the answer; provide its connection."""
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
     messages = [{"role": "user", "content": "12+34="}]
     body = {"model": "canvasrt", "messages": messages, **fields}
@@ -37,7 +37,7 @@ def asking(front: FrontEnd, **fields: Any) -> Iterator[http.client.HTTPConnectio
 
 @contextlib.contextmanager
 def starting(server: Server, **options: Any) -> Iterator[FrontEnd]:
-    """A front end that has not been told yet that it serves."""
+    """A front end that has not yet been notified that the models are loaded."""
     front = FrontEnd.over(server, FrontOptions(port=0, **options))
     front.start()
     try:
@@ -102,7 +102,7 @@ def test_ready_is_said_when_callers_are_let_in(server: Server):
     with starting(server) as front:
         assert eventually(lambda: get(front, "/v1/health/live").body["phase"] == "starting")
         assert front.pid
-        os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
+        os.kill(front.pid, signal.SIGSTOP)  # like a very busy machine
         front.notify("serving")
         waiting = threading.Thread(target=front.wait_acknowledged)
         waiting.start()
@@ -117,7 +117,7 @@ def test_ready_is_said_when_callers_are_let_in(server: Server):
 def test_a_front_end_that_has_accepted_no_request_is_not_waited_for(server: Server):
     with starting(server) as front:
         assert front.pid
-        os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
+        os.kill(front.pid, signal.SIGSTOP)  # like a very busy machine
         assert front.stop(grace=1)
 
 
@@ -175,4 +175,4 @@ def test_while_it_stops_new_requests_are_sent_away(server: Server):
         status, body, headers = chat(f"127.0.0.1:{front.port}")
         assert (status, body["error"]["code"]) == (503, "stopping")
         assert headers["connection"] == "close"
-        assert not front.stop(grace=0.1)  # the answer is cut off
+        assert not front.stop(grace=0.1)  # False: the answer was cut off

@@ -1,4 +1,4 @@
-"""What Triton is told on a machine with GPUs, and how long it may take to be ready."""
+"""Triton's options on a machine with GPUs, and the time limit until it is ready."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_triton_is_given_addresses_as_it_takes_them() -> None:
 def test_triton_takes_no_memory_of_the_gpus_it_sees(
     named: tuple[str, ...], there: int, pools: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs are not looked up in /dev, which has none under Windows."""
+    """GPUs are not searched for in /dev, since under WSL it has none."""
     monkeypatch.setattr(machine, "_listed", lambda: (GPU,) * there)
     monkeypatch.delenv(VISIBLE, raising=False)
     server = Server(Path("repository"), gpus=named)
@@ -59,7 +59,7 @@ def test_triton_takes_no_memory_of_the_gpus_it_sees(
 
 
 def test_a_mig_instance_that_is_named_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvidia-smi lists only whole GPUs. The first of these may be another one."""
+    """nvidia-smi lists only whole GPUs, and the first of them may be another GPU than the instance's."""
     monkeypatch.setenv(VISIBLE, "MIG-1")
     assert environment_of(["GPU-0"]) == {}
 
@@ -85,7 +85,7 @@ def test_all_devices_are_those_of_the_first_one_s_name(
     profile: Any = SimpleNamespace(gpus=list)
     found = gpus_of(Settings(Path("bundle"), devices=devices), profile)
     assert found == [there[number] for number in serve_them]
-    assert ("may differ: B" in capsys.readouterr().err) == ("B" in names)
+    assert ("different bits: B" in capsys.readouterr().err) == ("B" in names)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_all_devices_are_those_of_the_first_one_s_name(
 def test_the_plan_says_when_it_must_be_ready(
     planned: int, given: float | None, gpus: int, wanted: float, packaged: Bundle, monkeypatch: Any
 ) -> None:
-    """GPUs are warmed up one after the other; only the first one compiles."""
+    """GPUs are warmed up one after another, and only the first compiles kernels."""
 
     def over(server: Server, front: Any) -> None:
         raise CanvasError(f"{server._ready_timeout:g} s")

@@ -1,4 +1,4 @@
-"""Which tritonserver is used, and what is said when there is none."""
+"""Which tritonserver is used, the error without one, and the ports and shared memory of servers."""
 
 from __future__ import annotations
 
@@ -67,14 +67,15 @@ def test_a_missing_libpython_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_free_ports_are_distinct_and_held_until_triton_takes_them():
-    """Triton starts long after they are chosen, and the front end's own port 0 comes in between."""
+    """Triton starts long after its ports are chosen. In between, the front end asks for a free port, which must be
+    another."""
     with Ports(0, 0, 0).held("127.0.0.1") as ports:
         numbers = [ports.http, ports.grpc, ports.metrics]
         assert len({*numbers, 0}) == 4
         for number in numbers:
             with pytest.raises(OSError, match="in use"), socket.socket() as other:
                 other.bind(("127.0.0.1", number))
-            bind("127.0.0.1", number, "--http-port").close()  # as Triton binds
+            bind("127.0.0.1", number, "--http-port").close()  # Triton can still bind it
     with socket.socket() as other:
         other.bind(("127.0.0.1", ports.http))
 
@@ -98,7 +99,7 @@ def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
     mine = processes.run_name()
     namespace = mine.split("-")[1]
-    dead = f"canvasrt-{namespace}-{2**22 + 1}-00000000-"  # above the largest process id
+    dead = f"canvasrt-{namespace}-{2**22 + 1}-00000000-"  # not a possible process id
     elsewhere = f"canvasrt-1-{2**22 + 1}-00000000-"
     for name in (f"{mine}a", f"{dead}a", f"{elsewhere}a", "canvasrt-other", "another"):
         (tmp_path / name).touch()
@@ -109,16 +110,16 @@ def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: p
 
 
 def test_what_a_killed_container_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A pod's /dev/shm outlives its containers, whose servers all have process id 1."""
+    """A pod's /dev/shm outlives its containers. Process ids say nothing there, since every server has process id 1."""
     monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
-    own = processes.run_name()  # as that of a dead process with the id that this process has now
+    own = processes.run_name()  # left by an earlier process with this process's id
     other, live = "canvasrt-1-1-00000000-", "canvasrt-1-1-00000001-"
     for name in (own, other, live):
         (tmp_path / f"{name}lock").touch()
         (tmp_path / f"{name}region").touch()
     with contextlib.suppress(OSError), processes.holding(live) as held:
         server = subprocess.Popen(["sleep", "60"], pass_fds=[held])
-        os.close(held)  # as if this process were killed
+        os.close(held)  # as if this process had been killed
         processes.remove_stale()
         assert sorted(each.name for each in tmp_path.iterdir()) == [f"{live}lock", f"{live}region"]
         server.kill()

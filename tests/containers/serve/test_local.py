@@ -1,4 +1,4 @@
-"""A checkpoint served directly: what is chosen, and that it is built once."""
+"""A checkpoint served directly: the choice of a target, and that it is built once."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def everything_builds(monkeypatch: pytest.MonkeyPatch) -> None:
         (gpu("NVIDIA L40S", 48, (8, 9)), "l40s"),
         (gpu("NVIDIA L4", 24, (8, 9)), "l4"),
         (gpu("NVIDIA H200", 150, (9, 0)), "h200"),
-        (gpu("NVIDIA RTX 5000 Ada Generation", 34, (8, 9)), "rtx-4090"),  # the nearest in memory
-        (gpu("NVIDIA RTX A5000", 24, (8, 6)), "rtx-3090"),  # and not the target for many GPUs
-        (gpu("NVIDIA RTX 4000 Ada", 20, (8, 9)), "rtx-4080"),  # the nearest that fits
+        (gpu("NVIDIA RTX 5000 Ada Generation", 34, (8, 9)), "rtx-4090"),  # nearest in memory
+        (gpu("NVIDIA RTX A5000", 24, (8, 6)), "rtx-3090"),  # not `rtx`
+        (gpu("NVIDIA RTX 4000 Ada", 20, (8, 9)), "rtx-4080"),  # nearest that fits
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )
@@ -61,14 +61,14 @@ def test_without_a_usable_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert local.best_target([])[0].name == "cpu"
     old = gpu("Tesla V100", 32, (7, 0))
     target, why = local.best_target([old])
-    assert (target.name, why) == ("cpu", "no target is for Tesla V100")
+    assert (target.name, why) == ("cpu", "there is no target for Tesla V100")
     monkeypatch.setattr(machine, "builds_here", lambda target: "needs canvasrt[rtx]")
     target, why = local.best_target([gpu("NVIDIA L4", 24, (8, 9))])
     assert (target.name, why) == ("cpu", "l4 needs canvasrt[rtx]")
 
 
 def test_an_old_driver_is_noticed_before_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was noticed after it, when the engines were to be served."""
+    """An old driver is found when the target is chosen, not only when engines are loaded."""
     old = Gpu("NVIDIA L4", 24 * GB, (8, 9), "575.51")
     monkeypatch.setattr(machine, "gpus", lambda: (old,))
     monkeypatch.setattr(machine, "builds_here", lambda target: "")
@@ -99,7 +99,7 @@ def test_engines_are_found_again_until_the_checkpoint_changes(
 
 
 def test_a_build_that_fails_is_explained(checkpoint_files: Path, tmp_path: Path) -> None:
-    """The checkpoint's weights belong to no network, so the build fails."""
+    """The build fails, since the checkpoint's weights are not those of a network."""
     said: list[str] = []
     with pytest.raises(CanvasError, match=r"cannot build .* for cpu: .* has no tensor") as refused:
         local.build_local(local.plan_local(checkpoint_files, tmp_path), said.append)
@@ -112,7 +112,7 @@ def test_engines_that_this_machine_cannot_hold_are_not_built(
 ) -> None:
     monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
     made = local.plan_local(checkpoint_files, tmp_path)
-    with pytest.raises(CanvasError, match=r"but there are 0\.0 GB here"):
+    with pytest.raises(CanvasError, match=r"but this machine has 0\.0 GB"):
         local.build_local(made, print)
     assert not made.is_built
     monkeypatch.setattr(machine, "gpus", lambda: [gpu("NVIDIA GeForce RTX 3060", 12, (8, 6))])

@@ -1,4 +1,4 @@
-"""The health check of a container: what it calls, and when it ends a dead server."""
+"""The health check of a container: what it asks, and when it ends a dead server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A server that answers health checks; its variables."""
+    """The variables of a server that answers health checks."""
     _Answers.statuses = {"ready": 200, "live": 200}
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
@@ -38,7 +38,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dic
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The signals that were sent."""
+    """The signals that the check sent."""
     sent: list[int] = []
     monkeypatch.setattr(probe, "_servers", lambda processes: [1])
     monkeypatch.setattr(probe.os, "kill", lambda process, number: sent.append(number))
@@ -56,7 +56,8 @@ def test_a_server_that_is_ready_is_healthy(environment: dict[str, str]) -> None:
 def test_a_certificate_that_is_for_servers_only_has_a_way_out(
     certificates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With mutual TLS, the check presents the server's own certificate, and failed forever without a reason."""
+    """With mutual TLS, the check presents the server's certificate. If that is not valid for clients, the error names
+    NIM_HEALTH_PORT."""
     files = {
         "NIM_SSL_CERTS_PATH": str(certificates / "server.pem"),
         "NIM_SSL_KEY_PATH": str(certificates / "server.key"),
@@ -77,7 +78,7 @@ def test_a_dead_server_is_ended_after_a_few_checks(
     stop, kill = probe.STOP_AFTER, probe.KILL_AFTER
     assert [len(each) for each in sent[: stop - 1]] == [0] * (stop - 1)
     assert killed == [signal.SIGTERM] * (kill - stop) + [signal.SIGKILL]
-    probe.main(environment)  # the next server has not answered a health check yet
+    probe.main(environment)  # a new server, which has not yet answered a check
     assert len(killed) == kill - stop + 1
 
 
@@ -103,7 +104,7 @@ def test_others_are_left_alone(
         assert probe.main(environment) == 0
     alive = state in ("loading or stopping", "slow")
     _Answers.statuses.update(ready=503, live=200 if alive else 503)
-    if state == "slow":  # to say whether it is ready
+    if state == "slow":  # too slow to say whether it is ready
         ask = probe._ask
         slow = lambda variables, path: None if "ready" in path else ask(variables, path)  # noqa: E731
         monkeypatch.setattr(probe, "_ask", slow)

@@ -1,4 +1,4 @@
-"""`canvasrt serve` as a process: what it prints, how it stops, and that nothing is left of it."""
+"""`canvasrt serve` as a process: what it prints, how it stops, and that it leaves no processes or files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pytestmark = needs_triton
 
 
 def test_a_server_s_life(engines: Bundle, tmp_path: Path):
-    """Engines without a package: options reach the models; a host can be a name; under nohup, a closed terminal does
-    not stop the server; a signal stops everything while a client keeps its connection open."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    """Engines are served without a package. Options reach the models, and a host may be a name. Under nohup, a closed
+    terminal does not stop the server. A signal stops everything, even if a client keeps its connection open."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # like nohup; children inherit it
     options = ["--host", "localhost", "--threads", "3", "--verbose", "--exit-timeout", "60"]
     options += ["--cache", str(tmp_path / "c")]
     try:
@@ -43,7 +43,7 @@ def test_a_server_s_life(engines: Bundle, tmp_path: Path):
                 assert b"canvasrt_requests_in_flight" in page.read()
             running.process.send_signal(signal.SIGHUP)
             assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
-            assert running.stale()  # it does look where they would be
+            assert running.stale()  # the check below finds them
             shown = running.stop(signal.SIGINT)
             assert "Started HTTPService" in shown
             assert running.process.returncode == 0
@@ -81,8 +81,8 @@ def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path
 
 @pytest.mark.acceptance
 def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
-    """Callers of Triton itself are served until the end, or learn that it is stopping. Neither their endless load nor
-    an open stream without a request delays the end."""
+    """Direct callers of Triton get their answers, or an error that the server is stopping. Neither endless load nor an
+    idle open stream delays the end."""
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "300") as running:
         begun = threading.Event()
 
@@ -125,13 +125,13 @@ def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
 def test_a_crash_while_loading_is_repaired_once(
     packaged: Bundle, tmp_path: Path, who: str, number: int, times: int
 ):
-    """While models load, a lock of Triton's Python backend sometimes fails. Triton itself would wait for a model that
-    has died until the timeout of ten minutes."""
+    """While models load, a lock of Triton's Python backend sometimes fails. If a model's process has died, Triton alone
+    would wait ten minutes."""
     process = started(packaged.path, tmp_path, *ANY_PORTS)
     pattern = rf"{who} .*canvasrt\S*-{process.pid}-"
     for _ in range(times):
         killed: set[str] = set()
-        while not killed and process.poll() is None:  # before it has imported anything
+        while not killed and process.poll() is None:  # before it imports modules
             lines = command_lines().items()
             killed = {
                 pid for pid, line in lines if re.search(pattern, line) and "sh -c" not in line
@@ -141,7 +141,7 @@ def test_a_crash_while_loading_is_repaired_once(
         assert eventually(lambda killed=killed: not killed & command_lines().keys())
     assert process.stdout is not None
     if times == 1:
-        assert process.stdout.readline()  # it is ready
+        assert process.stdout.readline()  # the server is ready
         process.terminate()
     errors = process.communicate(timeout=60)[1]
     assert "starting it again" in errors
@@ -168,7 +168,7 @@ def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
 
 @pytest.mark.parametrize("log", ["log", pytest.param("-", marks=pytest.mark.acceptance)])
 def test_damaged_engines_fail_with_the_cause(packaged: Bundle, tmp_path: Path, log: str):
-    """Also with the log on stderr, as in containers."""
+    """The cause is reported even if the log goes to stderr, as in containers."""
     damaged = tmp_path / "package"
     shutil.copytree(packaged.path, damaged)
     body = damaged / "engines" / "body_0.bin"

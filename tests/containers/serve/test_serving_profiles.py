@@ -1,4 +1,4 @@
-"""Serving profiles: which ones a package offers, which run on a GPU, and engines built at the first start."""
+"""Serving profiles: which a package offers, which run on a GPU, and engines built at the first start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RTX_3090 = Gpu("NVIDIA GeForce RTX 3090", 25 * GB, (8, 6), "580.1")
 
 @pytest.fixture(autouse=True)
 def _builders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every builder were installed, and the host an x86-64 one without a GPU."""
+    """Pretend that every builder is installed and that this is an x86-64 machine without a GPU."""
     monkeypatch.setattr("canvasrt.machine._asked", lambda: ("", ""))
     monkeypatch.setattr("canvasrt.extras.is_installed", lambda module: True)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
@@ -50,7 +50,7 @@ def make(
     recipe: Recipe | None = None,
     **more: int,
 ) -> Path:
-    """A bundle that says it is for a target; nothing of it is run."""
+    """Write a bundle whose manifest names a target. It cannot run."""
     quantized = recipe.formats(like.manifest.model) if recipe else {}
     options = {"precision": precision, "max_context": 4096, "max_batch": 4, **more}
     if recipe:
@@ -80,7 +80,8 @@ def make(
 
 @pytest.fixture
 def several(tmp_path: Path, engines: Bundle) -> Bundle:
-    """A package with engines for four targets, and graphs for the targets that build on the machine that runs them."""
+    """A package with engines for four targets, and with graphs for targets whose engines are built on the serving
+    machine."""
     folder = tmp_path / "package"
     for target in ("rtx-5090", "rtx-pro-6000", "dgx-spark", "cpu"):
         make(folder / "engines" / target, engines, target, "nvfp4" if target != "cpu" else "fp32")
@@ -123,7 +124,7 @@ def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
     ("gpus", "expected"),
     [
         ([], "cpu"),
-        ([RTX_4090], "cpu"),  # an architecture that none of them has
+        ([RTX_4090], "cpu"),  # no engines for its architecture
         ([RTX_5090], "rtx-5090"),
         ([RTX_PRO], "rtx-pro-6000"),
         ([H100], "h100"),
@@ -134,7 +135,7 @@ def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
 
 
 def test_the_gpu_that_serves_is_one_that_the_engines_are_for(several: Bundle):
-    """The GPU is chosen by its name, not by its number, nor as the fastest in CUDA's order."""
+    """The GPU is chosen by its name, not by its number or by CUDA's order."""
     there = [
         replace(each, uuid=f"GPU-{number}")
         for number, each in enumerate((RTX_4090, RTX_PRO, RTX_5090, H100, RTX_5090))
@@ -150,7 +151,7 @@ def test_one_package_serves_all_consumer_cards(several: Bundle, engines: Bundle)
     make(several.path / "engines" / "rtx", engines, "rtx", "int4")
     for gpu in (RTX_3090, RTX_4090):
         assert choose_profile(several, gpus=[gpu]).target.name == "rtx"
-    # A card's own engines come before those that run on others too.
+    # Engines for this GPU alone are preferred to engines that also run on others.
     assert choose_profile(several, gpus=[RTX_5090]).target.name == "rtx-5090"
     (profile,) = (each for each in profiles_of(several) if each.target.name == "rtx")
     assert profile.misfit([H100]).startswith("needs compute capability 8.6, 8.9, 12.0;")
@@ -185,7 +186,7 @@ def test_recipes_of_one_target_are_told_apart(tmp_path: Path, engines: Bundle):
 
 
 def test_memory_is_that_of_the_recipe(tmp_path: Path, engines: Bundle):
-    """Its formats, weight by weight, and its cache of one byte a number."""
+    """The estimate uses the recipe's format of every weight, and its FP8 cache of one byte per number."""
     model = engines.manifest.model
     taken = {}
     for name in ("nvfp4", "nvfp4-experts"):
@@ -260,7 +261,7 @@ def test_graphs_are_built_once_into_the_cache(
     assert built.manifest.target["name"] == "cpu"
     assert "" in reports
     assert any("Now: " in detail for detail in reports)
-    # The second time nothing is built, so no builder is needed.
+    # The second call builds nothing, so it needs no builder.
     monkeypatch.setattr(sys, "executable", "/nowhere")
     assert prepare(profile, tmp_path, wait) == out
 
@@ -308,7 +309,7 @@ def test_what_a_read_only_cache_has_is_served(graphs: Bundle, tmp_path: Path):
     (profile,) = profiles_of(graphs)
     out = engines_folder(profile, tmp_path)
     make(out, graphs, "cpu")
-    out.with_name(f"{out.name}.lock").mkdir()  # root can write everywhere, but not to a folder
+    out.with_name(f"{out.name}.lock").mkdir()  # unwritable even for root
     assert prepare(profile, tmp_path, Wait()) == out
 
 
@@ -336,7 +337,7 @@ def test_other_graphs_and_gpus_have_folders_of_their_own(
     other = replace(profile, digest="b" * 64)
     assert engines_folder(profile, Path("/c")) != engines_folder(other, Path("/c"))
     assert engines_folder(profile, Path("/c")).parent.name == profile.id
-    # TensorRT's engines are for the kind of GPU on which they were built.
+    # TensorRT's engines run only on the kind of GPU on which they were built.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = set()
     for gpu in (H100, replace(H100, name="NVIDIA H100 PCIe")):

@@ -1,4 +1,4 @@
-"""The settings of `canvasrt serve`: where they come from, and which of them wins."""
+"""The settings of `canvasrt serve`: their sources, and which source takes precedence."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_what_cannot_be_done_is_an_error(variable: str, value: str, says: str):
 def test_variables_that_mean_nothing():
     links = {"NIM_LLM_SERVICE_HOST": "10.0.0.1", "NIM_LLM_PORT_8000_TCP_ADDR": "10.0.0.1"}
     links |= {"NIM_LLM_SERVICE_PORT_HTTP": "80", "NIM_LLM_PORT": "tcp://10.0.0.1:80"}
-    links["NIM_SERVER_PORT"] = "tcp://10.0.0.1:80"  # of a service called nim-server
-    links["NIM_DISABLE_MODEL_DOWNLOAD"] = "1"  # nothing is ever downloaded
+    links["NIM_SERVER_PORT"] = "tcp://10.0.0.1:80"  # set for a service named nim-server
+    links["NIM_DISABLE_MODEL_DOWNLOAD"] = "1"  # there are no downloads
     assert from_environment(NIM_MODEL_PROFILE=" ", **links) == from_environment()
 
 
 def test_the_ports_of_nvidias_operator():
-    """What its NIMService sets. All of it was taken for a service's address, and ignored."""
+    """The variables that a NIMService sets are ports, not the address of a Kubernetes service."""
     same = {"NIM_SERVER_PORT": "9000", "NIM_HTTP_API_PORT": "9000"}
     more = {"NIM_GRPC_API_PORT": "9001", "NIM_TRITON_GRPC_PORT": "9001"}
     found = from_environment(**same, **more, NIM_TRITON_METRICS_PORT="9002")
@@ -115,7 +115,7 @@ def test_the_command_line_wins_over_passthrough_over_the_environment():
 
 def test_keys_come_from_the_environment_or_a_file(tmp_path: Path):
     file = tmp_path / "keys"
-    file.write_text("first\n\n second \n", encoding="utf-8-sig")  # as Windows' editors write it
+    file.write_text("first\n\n second \n", encoding="utf-8-sig")  # with a byte order mark
     assert from_environment(CANVASRT_API_KEYS="a, b,").front.keys == ("a", "b")
     settings = from_environment(CANVASRT_API_KEYS_FILE=str(file))
     assert settings.front.keys == ("first", "second")
@@ -189,7 +189,7 @@ def test_passthrough_arguments_that_are_wrong_end_it(
 def test_an_image_keeps_compiled_kernels_in_its_volume(
     engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
-    """The kernels' folder is not below /tmp, which is small and removed with the container."""
+    """Kernels are not stored below /tmp, which is small and is removed with the container."""
     image = settings_for([engines.manifest])
     settings = read_settings({}, {}, image.environment)
     server = Server(engines.path, settings)
@@ -200,7 +200,7 @@ def test_an_image_keeps_compiled_kernels_in_its_volume(
 
 
 def test_kernels_that_the_driver_compiles_are_kept_there_too(engines: Bundle):
-    """By default, they would be below HOME: up to a GiB in a /tmp of 256 MiB."""
+    """By default, the driver would store up to 1 GiB below HOME, which is in a /tmp of 256 MiB."""
     target = {"name": "h100", "backend": "tensorrt", "builder_version": "11.1.0.106"}
     image = settings_for([Manifest({**engines.manifest.data, "target": target})])
     assert Path(image.environment["CUDA_CACHE_PATH"]).parent == Path(CACHE)
@@ -214,16 +214,16 @@ def test_shared_passes_and_the_log_s_level_reach_the_model(
         read_settings({"share_passes": "perhaps"}, {}, {})
     settings = read_settings({"share_passes": "on"}, {}, {})
     server = Server(engines.path, settings, gpus=("GPU-b", "GPU-a"))
-    # As `--log-level error` does.
+    # The effect of `--log-level error`.
     monkeypatch.setattr(logging.root, "level", logging.ERROR)
     monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()])
     environment = server._environment(find_installation(), Path("scratch"))
-    # The process with the engines sees those GPUs, and no other.
+    # The process with the engines sees only these GPUs.
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert environment["CANVASRT_GPUS"] == "2"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    # Triton's module, which only a model's process has.
+    # Triton's module, which exists only in processes of models.
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
     backend = importlib.import_module("canvasrt.containers.triton.backend")
     load = MagicMock(side_effect=InterruptedError)

@@ -1,4 +1,4 @@
-"""Signals ask to stop, whatever they interrupt."""
+"""A signal to stop takes effect whatever it interrupts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from canvasrt.containers.serve.supervisor import stop_request
 
 def test_a_signal_that_interrupts_a_wait_is_not_lost() -> None:
     with stop_request() as stop:
-        # The lock that `wait` holds for a moment at its beginning and at its end.
+        # `wait` holds this lock briefly at its beginning and at its end.
         with stop.requested._cond:  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested.wait(60)

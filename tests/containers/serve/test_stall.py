@@ -1,4 +1,4 @@
-"""How a hanging server is noticed; the test has a heartbeat and a process of its own in place of a server's."""
+"""How a hanging server is detected, with a heartbeat file and a `sleep` process instead of a server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_triton_that_does_not_answer_is_noticed(tmp_path: Path, monkeypatch: p
     for seconds, does_answer, said in (
         (0.1, True, ""),
         (6.0, True, ""),
-        (12.0, True, ""),  # it was asked again
+        (12.0, True, ""),  # answered the next call
         (16.0, False, ""),
         (18.0, False, "did not answer for 4 s"),
     ):

@@ -1,4 +1,4 @@
-"""`canvasrt serve` with its front end as users run it: load, signals, crashes, TLS, building first."""
+"""`canvasrt serve` with its front end, as users run it: load, signals, crashes, TLS, and building at the start."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
                 except sdk.APIStatusError as error:
                     outcomes.append(f"turned away with {error.status_code}")
                 except sdk.APIConnectionError as error:
-                    # This is right for requests that are sent after the signal, which nobody has accepted.
+                    # Only requests sent after the signal may be refused: the server has not accepted them.
                     outcomes.append("refused" if before else f"lost: {error.__cause__!r}")
                     return
 
@@ -88,7 +88,7 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
     ("who", "says"),
     [
         ("triton", "error: tritonserver stopped with signal SIGKILL"),
-        # Triton itself would go on being ready, and fail every request.
+        # Triton alone would stay ready and fail every request.
         ("model", "error: a model's process has ended"),
     ],
 )
@@ -134,7 +134,7 @@ def test_mutual_tls(packaged: Bundle, tmp_path: Path, certificates: Path):
         context.load_cert_chain(certificates / "caller.pem", certificates / "caller.key")
         with client(running, http_client=httpx2.Client(verify=context)) as openai:
             assert ask(openai)
-        # Probes have no certificate: the port for health takes them as they are.
+        # Probes have no certificate, and the health port does not require one.
         health = running.said["health"]
         assert urllib.request.urlopen(f"{health}/v1/health/ready", timeout=10).status == 200
 
@@ -142,8 +142,8 @@ def test_mutual_tls(packaged: Bundle, tmp_path: Path, certificates: Path):
 def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
     graphs: Bundle, tmp_path: Path
 ):
-    """A front end that dies while the engines are built is replaced, too."""
-    # The test takes the lock on the cache first; otherwise the tiny model would be built before anybody could look.
+    """A front end that dies during the build is replaced."""
+    # The test first locks the cache, so that the build of the tiny model waits until the test has seen it.
     (profile,) = profiles_of(graphs)
     out = engines_folder(profile, tmp_path / "cache")
     out.parent.mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
             try:
                 return str(call(host, "/v1/health/live").body["phase"])
             except (OSError, http.client.HTTPException):
-                return ""  # of a front end that has just died
+                return ""  # the front end has just died
 
         assert eventually(lambda: phase() == "building")
         (front,) = (

@@ -33,7 +33,7 @@ GOOD = text("12+34=")
 TRUE = np.array([True])
 QUESTIONS = text('[{"type": "predicate", "instructions": "?"}]')
 TOO_DEEP = text("[" * 100_000)
-# Inputs, and what the error reply must say about them.
+# Inputs, and texts that the error reply must contain.
 CASES: dict[str, tuple[dict[str, np.ndarray], tuple[str, ...]]] = {
     "no prompt": ({"seed": np.array([1], np.uint64)}, ("no prompt", "prompt_ids")),
     "two prompts": ({"prompt": GOOD, "prompt_ids": ints(3)}, ("prompt and prompt_ids",)),
@@ -63,6 +63,10 @@ CASES: dict[str, tuple[dict[str, np.ndarray], tuple[str, ...]]] = {
     "a bias that is no number": (
         {"prompt": GOOD, "logit_bias": text('{"17": true}')},
         ("logit_bias of token 17 is True",),
+    ),
+    "two biases of a token": (
+        {"prompt": GOOD, "logit_bias": text('{"17": 1, "017": 2}')},
+        ("logit_bias of token 17 is given twice",),
     ),
     "a bias beyond floats": (
         {"prompt": GOOD, "logit_bias": text('{"17": 1%s}' % ("0" * 400))},

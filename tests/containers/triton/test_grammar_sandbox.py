@@ -1,4 +1,4 @@
-"""Grammars are tried in a process that can be ended, and that ends with the server's."""
+"""Grammars are tried in a separate process, which can be ended and which ends with the server."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_process_that_was_killed_or_stopped_is_started_again(
     os.kill(before, number)
     sandbox.check(DIGITS, ())
     assert sandbox.pid != before
-    assert not Path(f"/proc/{before}").exists()  # nor is it left behind as a zombie
+    assert not Path(f"/proc/{before}").exists()  # not even a zombie
 
 
 def test_verdicts_do_not_change_places(
     sandbox: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if every replacement process is stopped, too."""
+    """No caller gets the verdict about another grammar, even if every replacement process is stopped, too."""
     for name in ("_PATIENCE", "_LOADING"):
         monkeypatch.setattr(f"{GrammarSandbox.__module__}.{name}", 2.0)
     end, stopped = threading.Event(), {sandbox.pid}
@@ -103,14 +103,14 @@ def test_a_stopped_fork_holds_up_nobody(
     with ThreadPoolExecutor(1) as pool:
         endless = pool.submit(sandbox.check, ENDLESS_GRAMMAR, ())
         forks: list[int] = []
-        # Its thread starts last, after the fork has asked to die with its parent.
+        # The fork's thread starts last, after the fork has set the signal for its parent's death.
         assert eventually(
             lambda: bool(forks.extend(filter(_compiles, children(sandbox.pid)[0])) or forks)
         )
         os.kill(forks[0], signal.SIGSTOP)
-        monkeypatch.undo()  # on a busy machine, a second of CPU time may take longer than that
-        sandbox.check(DIGITS, ())  # at the same time
-        with pytest.raises(CanvasError, match="CPU time"):  # in the fork's replacement
+        monkeypatch.undo()  # a second of CPU time may take longer than 6 s
+        sandbox.check(DIGITS, ())  # while the fork is stopped
+        with pytest.raises(CanvasError, match="CPU time"):  # from the new fork
             endless.result(60)
     assert eventually(lambda: not is_running(forks[0]))
 

@@ -1,4 +1,4 @@
-"""Answers of a real tritonserver, over every protocol, and callers that leave before them."""
+"""Answers of a real tritonserver over every protocol, and callers that leave early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client(request: pytest.FixtureRequest) -> Client:
 
 
 def test_an_answer_is_that_of_the_process(client: Client, local: Local, tokenizer: Tokenizer):
-    """A float means the decimal that was written, and the largest seed is kept."""
+    """Floats keep the decimal value that was sent, and the largest seed is not changed."""
     options = {**SHORT, "seed": 2**64 - 1, "entropy_bound": 0.7, "t_min": 0.3, "t_max": 1.1}
     answer = client.infer({"prompt": "12+34=", **options})
     expected = local("12+34=", **options)
@@ -94,7 +94,7 @@ def test_the_generate_stream_endpoint_sends_events(server: Server):
 
 
 def test_answers_do_not_depend_on_what_else_is_asked(server: Server, local: Local):
-    """Ask eight requests at once, half of them streams, each with its own settings."""
+    """Sends eight concurrent requests with different settings, half of them streams."""
     asked = [
         (f"{n}+{n}=", {"seed": n, "max_new_tokens": 20 + 9 * n, "max_denoising_steps": 3 + n})
         for n in range(8)

@@ -1,4 +1,4 @@
-"""Events as tensors: what their texts leave out, and how the pieces add up. A caller always gets an end."""
+"""Events as tensors: which text they contain, that the pieces add up to the answer, and that every answer ends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.chunks import token_score, visible_scores
 from canvasrt.containers.tensors import OUTPUTS
 from canvasrt.containers.triton.replies import ReplyBuilder
+from canvasrt.errors import CanvasError
 from canvasrt.runtime.host_head import TokenScore
-from canvasrt.runtime.request import Block, BlockScore, Draft, Finished, Result, Settled, Timings
+from canvasrt.runtime.request import (
+    Block,
+    BlockScore,
+    Draft,
+    Event,
+    Finished,
+    Result,
+    Settled,
+    Timings,
+)
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.scripted import core
@@ -118,7 +128,7 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert not replies.ended
     piece, final = replies.replies(Settled(0, 0, 5, ids[2:3]))
     assert replies.ended
-    assert first[0]["text"] == "4"  # the 6 could begin the stop string
+    assert first[0]["text"] == "4"  # the 6 may begin the stop string
     assert piece["text"] == ""
     assert final["text"] == "4"
     assert final["token_ids"] == ids[:3]
@@ -171,7 +181,7 @@ def test_thoughts_and_calls_hold_no_stop_strings(opening: str, said: str, text: 
 
 
 def test_an_echoed_prompt_hides_no_stop_string():
-    """Its control tokens are text, so the answer is no thought."""
+    """Control tokens in an echoed prompt are text, so the answer is not taken for a thought."""
     tokenizer = Tokenizer(core(), None)
     echoed = ReplyBuilder(
         tokenizer, SamplingParams(), False, stops=["\n"], opening="<|channel>thought\n"
@@ -193,30 +203,85 @@ def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
     assert (view["accepted"], view["settled"], view["end"]) == ([1, 0, 0], 1, 2)
 
 
-class FullMemory:
-    """Triton's sender while shared memory has no room for a block."""
+class Sender:
+    """A fake of Triton's sender. If it is full, shared memory has room only for errors and ends. As in Triton, sending
+    with the flag FINAL closes the sender, even if sending fails."""
 
-    def __init__(self) -> None:
-        self.flags: list[Any] = []
+    def __init__(self, full: bool) -> None:
+        self.full, self.closed, self.sent = full, False, list[Any]()
 
     def send(self, response: Any = None, flags: Any = 0) -> None:
-        self.flags.append(flags)
-        if flags == 0:
+        assert not self.closed
+        self.closed = flags != 0
+        if self.full and isinstance(response, list) and ("text", b"long") in response:
             raise RuntimeError("Failed to increase the shared memory pool size")
+        self.sent.append(response)
+
+
+@pytest.fixture
+def sinks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of sinks with a fake Triton, in which a tensor is a pair and a response is a list of pairs."""
+    triton = MagicMock(Tensor=lambda name, value: (name, value[0]), InferenceResponse=list)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
+    monkeypatch.delitem(sys.modules, "canvasrt.containers.triton.sink", raising=False)
+    return importlib.import_module("canvasrt.containers.triton.sink")
+
+
+class Fails:
+    """A fake of the reply builder. It returns `replies`, or raises an exception if they are None."""
+
+    def __init__(self, replies: list[Any] | None, ended: bool) -> None:
+        self._replies, self.ended = replies, ended
+
+    def replies(self, event: Event) -> list[Any]:
+        if self._replies is None:
+            raise ValueError("no replies")
+        return self._replies
+
+
+LONG: Any = {"event": "block", "text": "long"}
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_block_that_cannot_be_sent_ends_in_an_error(
-    monkeypatch: pytest.MonkeyPatch, ended: bool
+@pytest.mark.parametrize(
+    ("replies", "reason"),
+    [
+        ([LONG], "shared memory"),
+        ([{"event": "block", "text": "x"}, LONG], "shared memory"),
+        ([{"event": "final", "step": "x"}], "step"),
+        (None, "no replies"),
+    ],
+)
+def test_a_reply_that_cannot_be_sent_or_built_ends_in_an_error(
+    sinks: Any, replies: Any, reason: str, ended: bool
 ) -> None:
-    """Also if a stop string has ended the answer."""
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
-    sinks = importlib.import_module("canvasrt.containers.triton.sink")
-    sender = FullMemory()
+    sender = Sender(full=True)
     sink = sinks.ResponseSink(sender, error_events=True)
-    sink.replies = MagicMock(ended=ended)
-    sink.replies.replies.return_value = [{"event": "block"}] * (1 + ended)
-    with pytest.raises(RuntimeError):
+    sink.replies = Fails(replies, ended)
+    with pytest.raises((RuntimeError, ValueError, CanvasError)):
         sink.event(object())
-    assert sender.flags == [0, sinks.FINAL]
+    sink.event(finished([], "cancelled"))  # the worker cancels the request
+    assert sender.closed
+    (event, (_, text)) = sender.sent[-1]
+    assert event == ("event", b"error")
+    assert reason in json.loads(text)["message"]
     assert sink.cancelled()
+
+
+def test_an_only_reply_that_cannot_be_sent_ends_in_an_error(sinks: Any) -> None:
+    sender = Sender(full=True)
+    with pytest.raises(RuntimeError):
+        sinks.ResponseSink(sender, error_events=True).answer(LONG)
+    assert sender.closed
+    assert "shared memory" in str(sender.sent)
+
+
+def test_a_request_ends_once(sinks: Any) -> None:
+    sender = Sender(full=False)
+    sink = sinks.ResponseSink(sender, error_events=True)
+    sink.replies = Fails([LONG], ended=True)
+    sink.event(object())
+    sink.event(object())
+    sink.fail(ValueError("late"))
+    assert sender.closed
+    assert [("text", b"long") in each for each in sender.sent if each] == [True]

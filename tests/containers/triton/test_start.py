@@ -1,4 +1,4 @@
-"""Models of several GPUs at the start, on fake devices."""
+"""Opening models on several GPUs, with fake devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["_few_tokens", "folder"]
 def test_a_gpu_takes_what_another_of_its_name_compiled(
     other: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPUs of different kinds that share a volume keep separate files."""
+    """GPUs of the same name share a file of compiled kernels. GPUs of different names have separate files."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
     compiled = partial(_compiled_kernels, load_bundle(folder, check=False).manifest)
     servers: list[Server] = []
@@ -69,8 +69,8 @@ def test_a_gpu_that_computes_other_bits_takes_no_requests(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The second GPU's entropies differ from the first one's in every pass. They agree with each other, so the GPU's
-    own trial would allow shared passes."""
+    """The second GPU's entropies differ from the first GPU's in every pass. They are consistent in themselves, so the
+    second GPU's own trial would allow shared passes."""
     servers, run = [Server(folder) for _ in range(3)], DeviceModel._output
 
     def output(model: DeviceModel, *given: Any) -> Any:
@@ -84,7 +84,7 @@ def test_a_gpu_that_computes_other_bits_takes_no_requests(
     same = [servers[n].model for n in ((0, 2) if other else (0, 1, 2))]
     assert models == same
     assert evidence.get("shared", False) == proves
-    assert ("GPU 1 takes no requests" in capsys.readouterr().err) == bool(other)
+    assert ("GPU 1 gets no requests" in capsys.readouterr().err) == bool(other)
 
 
 def test_a_context_without_room_for_a_canvas_needs_no_trial() -> None:
@@ -97,7 +97,7 @@ def test_a_context_without_room_for_a_canvas_needs_no_trial() -> None:
 
 
 def test_prompts_of_the_trial_fit_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of any width then reads them."""
+    """The prompts must fit passes of every width."""
     lengths: list[int] = []
     monkeypatch.setattr(sharing, "_fill", lambda model, row, prompt: lengths.append(len(prompt)))
     monkeypatch.setattr(sharing, "_step", MagicMock())

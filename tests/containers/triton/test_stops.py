@@ -1,4 +1,4 @@
-"""Stop strings: cut at the first one, and nothing of one shown too early, however the text is divided."""
+"""The text ends before the first stop string, and no part of a stop string is shown, however the text is divided."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def cut(pieces: list[str], stops: list[str]) -> tuple[list[str], str | None]:
         (["one two"], ["two"], ["one "], "two"),
         (["one t", "wo three"], ["two"], ["one ", ""], "two"),
         (["one t", "en"], ["two"], ["one ", "ten"], None),
-        (["one tw"], ["two"], ["one tw"], None),  # the end: it was no stop string after all
+        (["one tw"], ["two"], ["one tw"], None),  # the text ends, so there is no stop string
         (["aab", "aac"], ["aac"], ["aab", ""], "aac"),
         (["a", "a", "b"], ["aab"], ["", "", ""], "aab"),
         (["xaa", "ab"], ["aab"], ["x", "a"], "aab"),
         (["stop", "more"], ["stop"], ["", ""], "stop"),
         (["abcd"], ["cd", "b"], ["a"], "b"),
-        (["abcd"], ["bc", "bcd"], ["a"], "bc"),  # complete first
+        (["abcd"], ["bc", "bcd"], ["a"], "bc"),  # "bc" is complete first
         (["abcd"], ["c", "bc"], ["a"], "bc"),
     ],
 )

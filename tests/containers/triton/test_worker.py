@@ -1,4 +1,4 @@
-"""The worker's thread: requests whose pass fails, of which there are too many, or whose time is over."""
+"""The worker's thread: failing passes, too many requests, and requests that exceed their time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.serving import ENDLESS, eventually
 
 
 class Failing(Generator):
-    """A generator whose first pass fails, as a device that runs out of memory does."""
+    """A generator whose first pass fails, as if the device ran out of memory."""
 
     passes = 0
     held = threading.Event()
@@ -39,17 +39,17 @@ class Failing(Generator):
 
 
 def arrive(worker: Worker, request: Request, caller: Caller) -> None:
-    """Queue a request without any checks."""
+    """Queue a request without the usual checks."""
     ticket = worker.tickets.take(request.owner, caller, time.monotonic())
     worker._arrived.put(_Known(request, ticket))
 
 
 def test_requests_that_wait_outlive_a_failed_pass(model: Model):
-    """The waiting requests have not been in a pass, so they get their answers, and their tickets are returned."""
+    """Requests that were not in the failed pass get their answers, and their tickets are returned."""
     Failing.passes = 0
     alone = Generator(model).run([request(model, seed=each) for each in range(4)])
     worker = Worker(lambda: Failing(model, max_batch=1), max_tokens=4 * 7)
-    Failing.held.clear()  # all are there when the first pass begins
+    Failing.held.clear()  # all requests arrive before the first pass
     callers = [Caller() for _ in range(4)]
     for seed, caller in enumerate(callers):
         submit(worker, request(model, seed=seed), caller)
@@ -64,8 +64,7 @@ def test_requests_that_wait_outlive_a_failed_pass(model: Model):
 
 
 def test_requests_join_a_few_at_a_time(model: Model):
-    """While a new request joins, which may take long, running requests get their steps, and every step counts as
-    progress."""
+    """Joining may take long. Running requests get steps in between, and every step is reported as progress."""
     order: list[str] = []
 
     class Slow(Generator):
@@ -98,7 +97,7 @@ def test_requests_join_a_few_at_a_time(model: Model):
 
 
 class Panic(BaseException):
-    """A library's panic is no Exception."""
+    """A panic of a library, which is not an Exception."""
 
 
 @pytest.mark.parametrize(
@@ -124,10 +123,11 @@ def test_a_worker_that_ends_leaves_nobody_waiting(model: Model, error: BaseExcep
     worker.close()
 
 
-def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
+@pytest.mark.parametrize("error", [OSError("disconnected"), Panic("a library's")])
+def test_a_caller_that_cannot_be_reached_is_dropped(model: Model, error: BaseException):
     class Broken(Caller):
         def event(self, event: Event) -> None:
-            raise OSError("disconnected")
+            raise error
 
     worker = Worker(lambda: Generator(model))
     submit(worker, request(model, **ENDLESS), Broken())
@@ -165,13 +165,13 @@ def test_too_many_requests_are_refused_and_all_after_the_end(
 
 
 def test_one_key_cannot_take_every_place(model: Model, monkeypatch: pytest.MonkeyPatch):
-    """This holds wherever the key's requests are: still being prepared, queued, or in the generator."""
+    """This holds whether the key's requests are being prepared, queued, or in the generator."""
     monkeypatch.setattr(worker_module, "MAX_WAITING", 8)
     worker = Worker(lambda: Generator(model, max_batch=1))
     one = request(model, "a", max_new_tokens=500, **ENDLESS)
     preparing = [worker.take_ticket("a", Caller()) for _ in range(3)]
     submit(worker, one, Caller())
-    for _ in range(2):  # fails at once, and again in the generator
+    for _ in range(2):  # before and after the request reaches the generator
         with pytest.raises(Busy, match="4 requests of this key"):
             worker.take_ticket("a", Caller())
         assert eventually(lambda: len(worker._known) == 1)
@@ -186,7 +186,7 @@ def test_one_key_cannot_take_every_place(model: Model, monkeypatch: pytest.Monke
 
 
 def test_time_that_is_over_is_told_wherever_a_request_is(model: Model):
-    """A request may be running, being prepared, or waiting for the place of a running one."""
+    """The time may end while the request runs, is being prepared, or waits for the place of another request."""
     worker = Worker(lambda: Generator(model, max_batch=1), timeout=1)
     runs, waits, prepared = Caller(), Caller(), Caller()
     begin = time.monotonic()
@@ -197,23 +197,21 @@ def test_time_that_is_over_is_told_wherever_a_request_is(model: Model):
         assert isinstance(caller.ends.get(timeout=60), Late)
     assert time.monotonic() - begin > 1
     early = Caller()
-    submit(worker, request(model), early, begin)  # a request's time begins when it arrives
+    submit(worker, request(model), early, begin)  # time counts from its arrival
     error = early.ends.get(timeout=60)
     assert isinstance(error, Late)
     assert "longer than 1 s" in error.message
     again = Caller()
-    worker.submit(request(model), ticket)  # once it is prepared
+    worker.submit(request(model), ticket)  # it is prepared now
     assert eventually(lambda: len(worker.tickets) == 0)
-    assert isinstance(
-        prepared.ends.get(timeout=60), Late
-    )  # a sink of Triton's takes the first only
+    assert isinstance(prepared.ends.get(timeout=60), Late)  # a sink sends only the first end
     submit(worker, request(model), again)
     assert again.ends.get(timeout=60).finish_reason == "length"
     worker.close()
 
 
 def test_an_idle_worker_forgets_requests_that_never_reach_it(model: Model):
-    """A stop waits until the gauge of requests in flight is 0."""
+    """Stopping a server waits until the gauge of requests in flight is 0."""
     counts: list[int] = []
     worker = Worker(
         lambda: Generator(model), lambda _, in_flight: counts.append(in_flight), timeout=1
@@ -231,7 +229,7 @@ POISON = 9
 
 
 class Poisoned(Generator):
-    """A generator whose passes fail while a request with a certain token runs."""
+    """A generator whose passes fail while a request with the token POISON runs."""
 
     def _denoise(self) -> list[Event]:
         if any(POISON in each.prompt for each in self._running):  # type: ignore[union-attr]
@@ -247,7 +245,7 @@ def poison(model: Model, owner: str, **options: Any) -> Request:
 def test_one_caller_s_requests_do_not_end_the_service(
     model: Model, owner: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """This holds however many requests fail. If the caller has a key, it is refused for a while."""
+    """This holds however many requests fail. A caller with a key is refused for a while."""
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
     worker = Worker(lambda: Poisoned(model), lost=lost.put)
     for _ in range(MOST if owner else 2 * MOST):
@@ -256,11 +254,11 @@ def test_one_caller_s_requests_do_not_end_the_service(
         assert isinstance(caller.ends.get(timeout=60), EngineError)
     if owner:
         assert eventually(lambda: worker._limiter.refuses(owner))
-        with pytest.raises(Busy, match="of this key failed"):
+        with pytest.raises(Busy, match="with this API key made"):
             submit(worker, poison(model, owner), Caller())
         monkeypatch.setattr(
             "canvasrt.containers.triton.failure_limiter.WINDOW", 0.0
-        )  # as if it were over
+        )  # as if the time were over
     for each in (owner, "b"):
         caller = Caller()
         submit(worker, request(model, each), caller)
@@ -270,7 +268,8 @@ def test_one_caller_s_requests_do_not_end_the_service(
 
 
 def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
-    """Its requests ran well before. The other caller's waiting requests are refused."""
+    """The caller's requests share passes with those of the caller who causes the failures. Only the latter's waiting
+    requests are refused."""
     worker = Worker(lambda: Poisoned(model, max_batch=2))
     for number in range(MOST):
         victim, bad = Caller(), Caller()
@@ -284,13 +283,13 @@ def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
         for each in (victim, bad):
             assert isinstance(each.ends.get(timeout=60), EngineError)
     ends = [each.ends.get(timeout=60) for each in waiting]
-    assert [isinstance(each, Busy) for each in ends[2:]] == [True] * 4  # two had a place
+    assert [isinstance(each, Busy) for each in ends[2:]] == [True] * 4  # two were running
     assert not worker._limiter.refuses("b")
     worker.close()
 
 
 def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
-    """A pass that succeeds in between restarts the count."""
+    """The service ends after three such failures in a row. A pass that succeeds resets the count."""
     left = [0]
 
     class Broken(Generator):
@@ -302,20 +301,20 @@ def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
 
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
     worker = Worker(lambda: Broken(model), lost=lost.put)
-    for failing in (2, 2, 0, 2, 2, 0, 2, 2, 2):  # a request's pass, and the probe's
+    for failing in (2, 2, 0, 2, 2, 0, 2, 2, 2):  # 2: the request's pass and the probe's
         assert lost.empty()
         caller = Caller()
         left[0] = failing
         submit(worker, request(model), caller)
         assert isinstance(caller.ends.get(timeout=60), EngineError) == bool(failing)
-        # The probe comes after the answer.
+        # The probe runs after the answer is sent.
         assert eventually(lambda: not left[0] or not lost.empty())
     assert "3 passes in a row" in lost.get(timeout=60).message
     worker.close()
 
 
 def test_a_failed_pass_gives_its_slots_back(model: Model):
-    """A device's slots are few: if they leaked, the server would soon refuse every request."""
+    """A device has few slots. If failed passes kept them, the server would soon refuse every request."""
     released: list[Any] = []
     real = model.release
     model.release = lambda row: (released.append(row), real(row))[1]  # type: ignore[method-assign]
@@ -335,7 +334,7 @@ def test_a_failed_pass_gives_its_slots_back(model: Model):
         worker.close()
     finally:
         del model.release  # type: ignore[method-assign]
-    assert len(released) == 2  # and the probe's
+    assert len(released) == 2  # the request's and the probe's
 
 
 def test_no_callers_temperature_looks_like_a_broken_engine(model: Model):

@@ -1,4 +1,4 @@
-"""Several GPUs behind one queue, on fake devices."""
+"""Several GPUs behind one queue, with fake devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened(tiny: Pair) -> list[Model]:
 @pytest.fixture
 def models(opened: list[Model]) -> Iterator[list[Model]]:
     yield opened
-    gc.collect()  # requests of a closed worker keep their slots until then
+    gc.collect()  # frees the slots of closed workers
 
 
 def request(model: Model, seed: int, owner: str = "", **options: Any) -> Request:
@@ -64,7 +64,7 @@ def ask(workers: Workers, wanted: list[Request]) -> list[Caller]:
 
 
 def check_tokens(callers: list[Caller], alone: list[Result]) -> None:
-    """Every caller gets the tokens of its request alone."""
+    """Check that every caller gets the tokens that its request gets when it runs alone."""
     for caller, result in zip(callers, alone, strict=True):
         assert caller.ends.get(timeout=60).token_ids == result.token_ids
 
@@ -85,7 +85,7 @@ def test_limits_hold_for_all_gpus_together(models: list[Model]) -> None:
     held = threading.Event()
     caller = Caller()
     caller.event = lambda event: held.wait(30)  # type: ignore[method-assign]
-    for seed in range(14):  # of seven tokens each
+    for seed in range(14):  # seven tokens each
         submit(workers, request(models[0], seed), caller)
     with pytest.raises(Busy, match="tokens of at most 100"):
         submit(workers, request(models[0], 14), Caller())
@@ -97,7 +97,7 @@ def test_limits_hold_for_all_gpus_together(models: list[Model]) -> None:
 def test_a_gpu_with_a_place_takes_what_waits_for_another(
     models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One long request has a GPU to itself, since it is never parked here; all others go to the other GPU."""
+    """A long request occupies one GPU, since requests are never parked in this test. The other GPU takes all others."""
     monkeypatch.setattr(DeviceModel, "quantum", 10**6)
     wanted = [request(models[0], seed) for seed in range(6)]
     before = models[1].counters.denoise_passes
@@ -112,13 +112,13 @@ def test_a_gpu_with_a_place_takes_what_waits_for_another(
 
 
 def test_callers_wait_on_every_gpu_alike(models: list[Model]) -> None:
-    """A caller's requests are spread over the GPUs, however many requests others have there."""
+    """A caller's requests are distributed evenly over the GPUs, however many requests other callers have there."""
     workers = workers_of(models, max_batch=1)
     held, callers = threading.Event(), [Caller() for _ in range(9)]
     for caller in callers:
         ends = caller.event
         caller.event = lambda event, ends=ends: held.wait(30) and ends(event)  # type: ignore[method-assign, misc]
-    # One caller gets three more on the first GPU, which gives none away, since the second is busy by then.
+    # One caller gets three more requests on the first GPU. The second GPU does not take them, since it is busy.
     submit(workers.all[1], request(models[0], 0, owner="a"), callers.pop())
     assert eventually(lambda: bool(workers.all[1]._known))
     for seed in range(4):
@@ -127,7 +127,7 @@ def test_callers_wait_on_every_gpu_alike(models: list[Model]) -> None:
     others = list(callers)
     for seed, caller in enumerate(others):
         submit(workers, request(models[0], seed, owner="b"), caller)
-    # A request that a worker is just admitting is not in its load.
+    # The load does not include a request that a worker is just admitting.
     assert eventually(lambda: [each.load for each in workers.all] == [6, 3])
     held.set()
     for caller in others:
@@ -162,7 +162,7 @@ def test_a_gpu_that_fails_costs_only_its_batch(models: list[Model], pass_number:
             return super()._denoise()
 
     class Waits(Generator):
-        """Leaves enough requests to the other GPU."""
+        """A generator that waits, so that the other GPU gets enough requests."""
 
         def _denoise(self) -> list[Event]:
             fails.wait(60)

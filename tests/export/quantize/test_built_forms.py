@@ -1,6 +1,6 @@
-"""TensorRT-RTX engines built from quantized graphs keep and multiply the packed numbers.
+"""TensorRT-RTX engines built from quantized graphs store packed weights and multiply them in their format.
 
-`tests/canvasrt/roofline/test_released.py` checks the released widths, every recipe and every capability.
+`tests/canvasrt/roofline/test_released.py` checks this for the released widths and all recipes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = {
 
 
 class Engine:
-    """What TensorRT-RTX reports about an engine it built; without a GPU, nothing else can be known."""
+    """An engine as TensorRT-RTX reports it after building. Without a GPU, nothing else is known about it."""
 
     def __init__(self, graph: Path, capability: str) -> None:
         trt = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
@@ -71,7 +71,7 @@ class Engine:
         (self.kernels,) = parse(listed)
 
     def products(self) -> Counter[tuple[str, str]]:
-        """Count the products by a constant, by the constant's dtype and the format of the product."""
+        """Count the products with a constant by the constant's dtype and the product's format."""
         weights = [(each, cost.weight(each)) for each in self.kernels if cost.is_product(each)]
         return Counter(
             (held.dtype, cost.product_format(each)) for each, held in weights if held is not None
@@ -91,7 +91,7 @@ class Engine:
 def test_tensorrt_multiplies_packed_weights(
     quantized, format: str, weights: str, capability: str, product: tuple[str, str]
 ) -> None:
-    """The cache may be in FP8, too."""
+    """In some cases, the KV cache is also in FP8."""
     made = quantized(format, weights=weights, cache=weights == "per_tensor")
     values = (*(model := ir.load(made.file)).graph.inputs, *model.graph.outputs)
     cached = [value.dtype for value in values if "_key_" in value.name or "_value_" in value.name]
@@ -100,14 +100,14 @@ def test_tensorrt_multiplies_packed_weights(
     engine = Engine(made.file, capability)
     routers = {("BFloat16", "bf16"): 2}
     assert engine.products() == {product: len(made.packed), **routers}
-    # Block scales are padded.
+    # The tolerance is for the padding of block scales.
     assert engine.weights <= 1.1 * made.file.with_suffix(".bin").stat().st_size
 
 
 @pytest.mark.parametrize(
     ("format", "capability", "product", "reading"),
     [
-        # An INT8 table is also looked up in codes.
+        # Lookups also read the INT8 codes.
         ("int8", "SM86", ("Int8", "bf16"), 3),
         ("int8", "SM120", ("Int8", "bf16"), 3),
         ("fp8", "SM89", ("FP8", "fp8"), 2),
@@ -124,7 +124,7 @@ def test_tensorrt_multiplies_by_the_packed_table(
 ) -> None:
     source, shape = plain_graphs.file("head.onnx"), (96, 64)
     table = np.random.default_rng(0).standard_normal(shape).astype("f")
-    if format == "fp8":  # lookups read the table as it was
+    if format == "fp8":  # lookups read the unquantized table
         (tmp_path / "embedding.bin").hardlink_to(source.with_name("embedding.bin"))
     quantize_file(
         source,

@@ -1,4 +1,4 @@
-"""Calibration observes what the model computes, and agrees with ModelOpt over transformers' passes."""
+"""Calibration observes what the model computes, and agrees with ModelOpt, which observes transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.quantized import calibrate
 from tests.helpers.reference import Reference, tiny_model
 
-# Never in the top 2 of layer 3: of two opposite rows, one scores above its 0.
+# In layer 3, this expert is never among the top 2. Its score is 0, and of two opposite router rows, one always scores
+# higher.
 IDLE_LAYER, IDLE_EXPERT = 3, 5
 GENERATION = {
     "max_denoising_steps": 11,
@@ -65,7 +66,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 100, length).tolist()
 
 
-# On both sides of the window.
+# One prompt is shorter than the sliding window, and one is longer.
 PROMPTS = [prompt(5, 0), prompt(150, 2)]
 
 
@@ -110,7 +111,8 @@ def found(tiny: Tiny) -> Calibration:
 
 
 def modelopt_amax(tiny: Tiny) -> Callable[[str], float]:
-    """Run ModelOpt's max calibration while transformers generates from the same prompts and noise."""
+    """Run ModelOpt's max calibration while transformers generates with the same prompts and noise. Return a function
+    that looks up a quantizer's amax."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization as mtq
@@ -147,12 +149,12 @@ MODULES = {
 
 
 def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
-    """This must be the last test to use the model: ModelOpt changes it in place."""
+    """This must be the last test that uses the model, since ModelOpt changes it in place."""
     theirs = modelopt_amax(tiny)
     expected = {}
     for layer in range(6):
         for ours, quantized in MODULES.items():
-            # Encoder and decoder share weights, so one scale serves both.
+            # Encoder and decoder share weights, so they share the scale of the inputs.
             expected[f"layers.{layer}.{ours}"] = max(
                 theirs(f"{side}.layers.{layer}.{quantized}input_quantizer")
                 for side in (ENCODER, DECODER)
@@ -161,7 +163,7 @@ def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
     assert found.amax.keys() - expected.keys() == {"signal_mlp.gate_up", "signal_mlp.down"}
     for name, value in expected.items():
         assert found.amax[name] == pytest.approx(value, rel=1e-4), name
-    # The engine also computes the signal after a block's last step; the reference does not.
+    # The engine computes self-conditioning after a block's last step, too; transformers does not.
     for ours, linear in (("gate_up", "up_proj"), ("down", "down_proj")):
         value = theirs(f"{DECODER}.self_conditioning.{linear}.input_quantizer")
         assert found.amax[f"signal_mlp.{ours}"] >= value * (1 - 1e-4)
@@ -169,7 +171,7 @@ def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
         for part in ("key", "value"):
             value = theirs(f"{ENCODER}.layers.{layer}.self_attn.{part[0]}_bmm_quantizer")
             assert found.cache[f"layers.{layer}.{part}"] == pytest.approx(value, rel=1e-4)
-    # Every block begins with the noisiest step, and may end before the last.
+    # Every block begins with the noisiest step, and may end early.
     assert found.steps[0] == 2 * len(PROMPTS) > found.steps[10]
 
 
@@ -188,7 +190,7 @@ def test_prompts_that_take_all_steps_are_spread(
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own: a calibration that fails leaves its progress there, which a later test would resume."""
+    """A separate cache, since a failed calibration leaves its progress, which a later test would resume."""
     monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
 
 
@@ -196,7 +198,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_calibration_goes_on(
     tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It repeats no saved sweep, gives the same numbers, and leaves no files."""
+    """The next start repeats no saved sweep, yields the same numbers, and leaves no files."""
     rooms = cache_folder() / "calibrations"
     monkeypatch.setattr(saved_sweeps, "SAVE_EVERY", 0)
     sweep, ran = StreamedNetwork._sweep, []
@@ -222,7 +224,7 @@ def test_an_interrupted_calibration_goes_on(
         again = tiny.calibrate()
     assert again.to_json() == found.to_json()
     assert len(ran) == sweeps
-    assert reports[0] > 0  # a bar's rate counts from its first report
+    assert reports[0] > 0  # progress bars compute the rate from the first report
     assert not [*rooms.iterdir()]
 
 
@@ -231,7 +233,7 @@ def test_experts_that_no_token_was_routed_to(found: Calibration) -> None:
     assert found.to_json()["idle_experts"] == {f"layers.{IDLE_LAYER}": [IDLE_EXPERT]}
     assert all(value > 0 for value in found.amax.values())
     per_layer = {sum(counts) for counts in found.routed.values()}
-    # Every layer sees every token twice: prompts, one commit per prompt, and the canvases.
+    # Every layer routes each of these tokens to two experts: prompts, one commit per prompt, and all canvases.
     tokens = sum(map(len, PROMPTS)) + 32 * len(PROMPTS) + 32 * sum(found.steps)
     assert per_layer == {2 * tokens}
 
@@ -259,7 +261,7 @@ def test_prompts_are_streamed(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     assert max(held) == 8
     shown = [(done, of) for what, done, of in seen if what == "calibrating"]
     assert shown == sorted(shown)
-    assert shown[-1] == (25 * 11, 25 * 11)  # a block of eleven steps each
+    assert shown[-1] == (25 * 11, 25 * 11)  # one block of eleven steps per prompt
 
 
 @pytest.mark.parametrize(
@@ -325,7 +327,8 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_default_prompts(tiny: Tiny) -> None:
-    """The demos have their own, without any of their test questions; all other checkpoints have general ones."""
+    """The demo checkpoints have their own prompts, none of them test questions. All other checkpoints use general
+    prompts."""
     general = default_prompts(tiny.graphs.manifest.made_from["files"])
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 16
@@ -339,7 +342,7 @@ def test_default_prompts(tiny: Tiny) -> None:
 
 
 def with_weight(tiny: Tiny, folder: Path, name: str, value: float) -> Bundle:
-    """Copy the graphs, with another first number in a weight of the first body."""
+    """Copy the graphs, and change the first number of a weight in the first body segment."""
     shutil.copytree(tiny.graphs.path, folder)
     tensor = ir.load(folder / "body_0.onnx").graph.initializers[name].const_value
     with (folder / "body_0.bin").open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Calibration holds one layer's weights in memory, not the model's, and gives a GPU's memory back."""
+"""Calibration holds only one layer's weights in memory, and frees the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print(peak() - before)
 def test_memory_does_not_grow_with_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights take 240 MB, twice that in float32, and a layer 30 MB. Most of the growth is activations."""
+    """All weights take 240 MB, or 480 MB in float32; a layer takes 30 MB. Most of the growth is activations."""
     shape = SHAPES["300m"] | {"vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 4}
     monkeypatch.setitem(SHAPES, "deep", shape)
     write_random_checkpoint(tmp_path / "deep", "deep", layers=8)
@@ -76,7 +76,8 @@ def test_memory_does_not_grow_with_the_model(
 def test_weights_are_read_and_keys_attended_to_as_often_as_planned(
     plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 150 tokens takes a sweep more than its steps, because its first chunk ends after 128."""
+    """A prompt of 150 tokens takes one more sweep than passes, because it is read in two chunks, the first of 128
+    tokens."""
     settings = CalibrationSettings(1, max_new_tokens=40, all_steps=1.0)
     recipe, file = replace(load_recipe("nvfp4"), calibration=settings), tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt_ids": [5] * 150}))
@@ -101,7 +102,7 @@ def test_weights_are_read_and_keys_attended_to_as_often_as_planned(
 def test_memory_of_a_gpu_is_given_back(
     plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if memory ran out; the error then says what to do."""
+    """Memory is freed even after it ran out. The error's hint then says what to do."""
     recipe = replace(load_recipe("nvfp4"), calibration=CalibrationSettings(1, max_new_tokens=8))
     (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n')
     run = partial(calibrate, plain_graphs, recipe, tmp_path / "prompts.jsonl")

@@ -1,4 +1,4 @@
-"""Quantized bundles: what they contain, what stays unchanged, and what is refused."""
+"""Quantized bundles: their content, what stays unchanged, and what is refused."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_files_that_did_not_change_take_no_space(
     experts = quantize_graphs(plain_graphs, tmp_path / "out", "nvfp4-experts", calibration=known)
     for name in ("head.onnx", "head.bin", "embedding.bin"):
         assert experts.file(name).samefile(plain_graphs.file(name))
-    # Only the products with the table are quantized there, not its rows.
+    # In this recipe, only products with the table are quantized, not the table for lookups.
     assert nvfp4.file("embedding.bin").samefile(plain_graphs.file("embedding.bin"))
     assert not nvfp4.file("head.onnx").samefile(plain_graphs.file("head.onnx"))
     assert nvfp4.file("body_0.bin").stat().st_size < plain_graphs.file("body_0.bin").stat().st_size
 
 
 def test_weights_and_scales(nvfp4: Bundle, plain_graphs: Bundle) -> None:
-    # Other bundles may link the plain graphs' files, which `weights_of` refuses to read.
+    # `weights_of` refuses files with several hard links, and other bundles may link the plain graphs' files.
     before = {
         name: lowbits.from_bf16(external.mapped(tensor).view(np.uint16))
         for name, tensor in initializers(plain_graphs, "body_0.onnx").items()
@@ -120,7 +120,7 @@ def test_large_weights_begin_at_pages(plain_graphs: Bundle) -> None:
 def test_weights_alone_need_no_prompts(
     plain_graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is run, so a model of any size can be quantized where its graphs fit on the disk."""
+    """The model is not run, so memory does not limit its size."""
     monkeypatch.setattr(module, "calibrate", None)
     made = quantize_graphs(plain_graphs, tmp_path / "out", "int4")
     manifest = load_bundle(made.path, "graphs", check=True).manifest
@@ -143,7 +143,7 @@ def test_from_the_checkpoint_it_has_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """No plain graphs are written. Sweeps and graphs that an interrupted call finished are not repeated."""
+    """No plain graphs are written, and sweeps and graphs that an interrupted call finished are not repeated."""
     done: list[str] = []
     sweep, write = network.StreamedNetwork._sweep, onnx.write_graph
 
@@ -182,14 +182,14 @@ def test_from_the_checkpoint_it_has_the_same_bytes(
 
     with listening(show):
         made = make(calibration=file, recipe=recipe)
-    assert shown[0][0] > 0.1 * shown[0][1]  # a graph that was kept
+    assert shown[0][0] > 0.1 * shown[0][1]  # progress includes the kept graph
     assert shown[-1][0] == shown[-1][1]
     assert ("sweep" in first) == recipe.is_calibrated
     assert [each for each in first if each != "sweep"] == ["body_0.onnx", "head.onnx"]
     assert done == ["head.onnx", "head.onnx"]
     left = [each.name for each in rooms.glob("*/*")]
     assert left == [CALIBRATED] * recipe.is_calibrated
-    # Graphs whose weights are removed may be needed again, or others of the same scales.
+    # After weights are removed, the same graphs can be made again, or graphs with other segments and the same scales.
     again = tmp_path / "again"
     export_graphs(library.checkpoint("small"), again, 1, calibration=file, recipe=recipe)
     assert done == ["head.onnx", "head.onnx", "body_0.onnx", "body_1.onnx", "head.onnx"]
@@ -226,7 +226,7 @@ def test_mixed_precision(plain_graphs: Bundle, prompts: Path, tmp_path: Path) ->
     found = read_calibration(bundle)["cache_amax"]
     scale = body["layers.1.attention.value_scale"].numpy()
     assert scale == np.float32(found["layers.1.value"] / 448)
-    # The table stays where the host also reads it.
+    # The table stays in the file that the host also reads.
     assert head["table"].location == "embedding.bin"
     assert bundle.file("embedding.bin").samefile(plain_graphs.file("embedding.bin"))
     assert head["signal_mlp.down.weight.values"].dtype == ir.DataType.FLOAT8E4M3FN
@@ -260,7 +260,7 @@ def test_the_command(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A kept cache would have the calibration.
+    # An existing cache would contain the calibration.
     monkeypatch.setenv("CANVASRT_CACHE", str(library.empty_cache(tmp_path / "cache")))
     out = tmp_path / "out"
     recipe = tmp_path / "quick.yaml"

@@ -1,4 +1,5 @@
-"""FP8, NVFP4 and INT4 against ModelOpt's own quantization; INT4 also against an implementation written out here."""
+"""FP8, NVFP4 and INT4, compared with ModelOpt's quantization; INT4 is also compared with an implementation in this
+file."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_nvfp4_weights_are_modelopt_s() -> None:
 
 
 def test_activations_are_rounded_as_modelopt_rounds_a_tensor() -> None:
-    """ModelOpt's dynamic NVFP4 quantizer needs a GPU; its tensors use the same grid on a CPU."""
+    """ModelOpt's dynamic NVFP4 quantizer needs a GPU. Its tensor class uses the same grid on a CPU."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     x, amax = weight(32, 96, seed=3), 5.0
@@ -52,7 +53,7 @@ def test_activations_are_rounded_as_modelopt_rounds_a_tensor() -> None:
 
 
 def bf16(x: float) -> np.float32:
-    """The nearest bfloat16."""
+    """Round to the nearest bfloat16."""
     return torch.tensor(x).bfloat16().float().numpy()[()]
 
 
@@ -69,7 +70,7 @@ def test_int4_rounds_each_block_to_its_own_scale(width: int, block: int) -> None
         step = bf16(float(np.abs(each).max() / np.float32(7))) if each.any() else np.float32(1)
         expected.append([min(max(round(float(x / step)), -8), 7) * step for x in each])
     np.testing.assert_array_equal(dequantize(packed), np.reshape(expected, given.shape))
-    # Two's complement, the first number low.
+    # A byte holds two numbers in two's complement, the first of them in the low four bits.
     first = packed.values[1, 0]
     numbers = [(int(code) + 8) % 16 - 8 for code in (first & 15, first >> 4)]
     steps = packed.block_scales[1, 0]
@@ -96,7 +97,8 @@ def test_fp8_is_modelopt_s_fake_quantization(weights: str) -> None:
     amax = torch.from_numpy(np.abs(given).max(keepdims=True) if weights == "per_tensor" else amax)
     theirs = scaled_e4m3(torch.from_numpy(given), amax, None, 4, 3).numpy()
     found = dequantize(packed)
-    # The product with 448 / amax and the division by amax / 448 differ in the last bit, which moves a few ties.
+    # Multiplying by 448 / amax and dividing by amax / 448 differ in the last bit, so a few ties are rounded
+    # differently.
     same = np.isclose(found, theirs, rtol=1e-5, atol=0)
     assert same.mean() > 0.999
     np.testing.assert_allclose(found, theirs, rtol=0.13, atol=1e-6)
@@ -107,7 +109,7 @@ def test_fp8_is_modelopt_s_fake_quantization(weights: str) -> None:
 
 
 def experts() -> list[np.ndarray]:
-    """Experts of very different magnitudes, and one of zeros."""
+    """Return experts of very different magnitudes, and one of zeros."""
     sizes = (1, 0.01, 30, 0)
     return [weight(32, 48, seed=i) * np.float32(size) for i, size in enumerate(sizes)]
 
@@ -125,7 +127,7 @@ def test_experts_have_scales_of_their_own_behind_one(format, method, weights) ->
     assert packed.scale.shape == ()
     assert packed.factor is not None
     assert (packed.factor > 0).all()
-    # A bfloat16 holds every factor, so a product in bfloat16 loses nothing by it.
+    # Every factor is exact in bfloat16, so multiplying a bfloat16 product by it is exact up to one rounding.
     assert (lowbits.from_bf16(lowbits.to_bf16(packed.factor)) == packed.factor).all()
     found = dequantize(packed)
     for expert, given in zip(found, experts(), strict=True):
@@ -150,7 +152,7 @@ def test_the_least_error_is_no_larger(format: str) -> None:
 
 
 def test_the_least_error_may_saturate() -> None:
-    """Nearly all numbers are 0.90625. FP8 holds it exactly, at a scale that makes the largest number saturate."""
+    """Nearly all numbers are 0.90625, which FP8 represents exactly at a scale at which the largest number saturates."""
     given = np.full((32, 32), 0.90625, np.float32)
     given[3, 4] = 1
     found = dequantize(quantize_weight([given], "fp8", 3.0, "mse"))

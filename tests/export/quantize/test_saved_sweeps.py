@@ -1,4 +1,4 @@
-"""What a calibration saves: which of it counts at the next start, and what a full disk leaves."""
+"""Saved sweeps of a calibration: what the next start uses, and what a full disk leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_state_counts_only_with_all_its_files_and_on_its_device(
 
 
 def test_what_is_saved_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a power cut, a row that is not may have the right size and wrong content."""
+    """Data that is not synced to the disk may have the right size and wrong content after a power cut."""
     synced: set[int] = set()
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
     saved_sweeps.SavedSweeps(tmp_path, "cpu").save(1, {}, {0: torch.ones(2)}, {0})
@@ -38,7 +38,7 @@ def test_what_is_saved_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_full_disk_keeps_what_was_saved(tmp_path: Path) -> None:
-    """A limit on file sizes stands for the disk: the system refuses the same write with an error of the same kind."""
+    """A limit on file sizes replaces a full disk: the same write fails with the same kind of error."""
     saved = saved_sweeps.SavedSweeps(tmp_path, "cpu")
     saved.save(1, {"outputs": []}, {0: torch.ones(2)}, {0})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

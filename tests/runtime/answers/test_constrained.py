@@ -1,5 +1,5 @@
-"""Constrained answers always validate: on the demo model, and on random weights, where nothing but
-the grammar can make them valid."""
+"""Constrained answers are always valid: with the demo model, and with random weights, where only the grammar can make
+them valid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.helpers.reference import Pair
 
 @pytest.mark.parametrize("of", SCHEMAS, ids=str)
 def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
-    """On a whole canvas, and on small ones, which may end inside text that the schema fixes."""
+    """Answers on a whole canvas and on small canvases, which may end inside text that the schema fixes."""
     start = compile_grammar(schema(of), words, "grammar")
     asked = [request(demo, start, canvas_length=size) for size in (0, 4)]
     for result in Generator(demo.model).run(asked):
@@ -45,7 +45,7 @@ def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> 
 def test_answers_of_random_weights_validate(
     undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any]
 ) -> None:
-    """The budget is ample, or just enough for the shortest answer."""
+    """The budget is either ample or just enough for the shortest answer."""
     start = compile_grammar(schema(of), words, "grammar")
     for budget, size in ((160, 0), (start.least + 1, 4)):
         asked = request(
@@ -62,7 +62,7 @@ def test_regular_expressions_and_lark(demo: Pair, words: Vocabulary) -> None:
     assert re.fullmatch("the sum is [0-9]{2}[.]", text_of(demo.tokenizer, result))
     alone = compile_grammar({"type": "regex", "regex": "[0-9]+"}, words, "g")
     (result,) = Generator(demo.model).run([request(demo, alone)])
-    assert text_of(demo.tokenizer, result) == "46"  # the model's own answer is allowed
+    assert text_of(demo.tokenizer, result) == "46"  # the free answer is allowed
     lark = 'start: ("ab" | "cd")+ "!"'
     grammar = compile_grammar({"type": "grammar", "grammar": lark}, words, "g")
     (result,) = Generator(demo.model).run([request(demo, grammar)])
@@ -81,7 +81,7 @@ def test_a_budget_too_small_is_the_reason_given(demo: Pair, words: Vocabulary) -
 
 
 def test_requests_share_a_grammar(demo: Pair, words: Vocabulary) -> None:
-    """Requests only copy its matcher: llguidance refuses calls while another thread computes with it."""
+    """Requests only copy the grammar's matcher, since llguidance refuses calls while another thread uses it."""
     start = compile_grammar(schema(SCHEMAS[7]), words, "g")
     start._matcher = SimpleNamespace(deep_copy=start._matcher.deep_copy)
     (result,) = Generator(demo.model).run([request(demo, start)])
@@ -112,7 +112,7 @@ UNIQUE = {
 
 @pytest.mark.parametrize("of", [unique([1, 2, "x"], minItems=2), UNIQUE], ids=["array", "set"])
 def test_unique_items(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
-    """A bias towards one value, which free arrays would repeat."""
+    """A logit bias favors one value, which an array without `uniqueItems` would repeat."""
     bias = {demo.tokenizer.encode(text)[-1]: 60.0 for text in ("1", "a", ",")}
     start = compile_grammar(schema(of), words, "g")
     asked = request(demo, start, logit_bias=tuple(bias.items()))
@@ -125,7 +125,7 @@ def test_unique_items(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None
 
 
 def test_a_set_may_bring_its_definitions() -> None:
-    """As pydantic writes the schema of `set[Colour]`."""
+    """pydantic writes the schema of `set[Colour]` in this way."""
     items = {"$ref": "#/$defs/Colour"}
     of = {"$defs": {"Colour": {"enum": ["a", "b"]}}, **unique([]), "items": items}
     arrays = [[], ["a"], ["b"], ["a", "b"], ["b", "a"]]
@@ -154,7 +154,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         schema({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
         r"limit 50000|allows no answer of at most 2048 tokens",
     ),
-    (schema({"type": "array", "uniqueItems": True}), "g.schema has uniqueItems whose items"),
+    (schema({"type": "array", "uniqueItems": True}), "g.schema has uniqueItems, but its items"),
     (schema(unique([1], type=["array", "string"])), r"its type is \['array', 'string'\]"),
     (schema(unique([1], contains={"const": 1})), "has uniqueItems next to contains"),
     (schema(unique(list(range(6)))), "more than 400 arrays satisfy its uniqueItems"),
@@ -186,7 +186,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (schema({"patternProperties": {f"^{n}": {} for n in range(65)}}), "has 65 patternProperties"),
     ({"type": "regex", "regex": "a{3000}"}, "allows no answer of at most 2048 tokens"),
-    ({"type": "regex", "regex": "é"}, "g.regex"),  # the demo has no token for it
+    ({"type": "regex", "regex": "é"}, "g.regex"),  # the demo has no token for é
 ]
 
 
@@ -206,7 +206,7 @@ def test_compiling_is_bounded(words: Vocabulary, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Speller, "next", lambda s, allows: rounds.append(s) or choose(s, allows))
     with pytest.raises(CanvasError, match="no answer of at most 2048 tokens"):
         compile_grammar({"type": "regex", "regex": "a" * 8_000}, words, "g")
-    assert len(rounds) < 10  # forced tokens take no search
+    assert len(rounds) < 10  # forced tokens need no search
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
     with pytest.raises(CanvasError, match="cannot be used: its shortest answer was not"):
         compile_grammar(spec, words, "g")
@@ -244,9 +244,10 @@ def test_a_slow_search_holds_up_nobody(
 def test_what_the_vocabulary_cannot_spell_is_left_out(
     demo: Pair, words: Vocabulary, ways: list[str]
 ) -> None:
-    """The demo has no `é`; the other ways are found, however likely the first tokens are."""
+    """The demo has no token for `é`. Options without it are found, even if the beginning of an impossible option is
+    likelier."""
     start = compile_grammar(schema({"enum": ways}), words, "g")
-    for room in (6, 100):  # near the budget's end, where endings are checked, and far from it
+    for room in (6, 100):  # endings are checked only near the budget's end
         (result,) = Generator(demo.model).run([request(demo, start, "12+34=", max_new_tokens=room)])
         assert text_of(demo.tokenizer, result) == next(f'"{way}"' for way in ways if way.isascii())
     with pytest.raises(CanvasError, match="cannot be used"):
@@ -254,7 +255,7 @@ def test_what_the_vocabulary_cannot_spell_is_left_out(
 
 
 def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) -> None:
-    """Among strings of one length, compare with all of them."""
+    """Compares with all strings of the grammar, which have the same length."""
     start = compile_grammar({"type": "regex", "regex": "(ab|cd|ad)x[0-3]"}, words, "g")
     options = [a + "x" + d for a in ("ab", "cd", "ad") for d in "0123"]
     for seed in range(5):
@@ -275,7 +276,7 @@ def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) ->
 
 
 def test_one_ending_serves_many_strings(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidate strings of a long answer share one ending, which is searched once."""
+    """The candidate strings of a long answer share an ending, which is searched only once."""
     start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, words, "g")
     looked: list[int] = []
     shortest = GrammarState.shortest

@@ -1,4 +1,4 @@
-"""Infilling against transformers' own steps, and what comes back unchanged."""
+"""Infilling, compared with steps of transformers, and the fixed text, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def run(pair: Pair, request: InfillRequest) -> InfillResult:
 def test_every_step_is_the_reference_s(
     tiny: Pair, prompt: Callable[..., list[int]], seed: int
 ) -> None:
-    """The canvas after six steps, token by token, with pins and with places that may have few tokens."""
+    """Compares the canvas after six steps, token by token, with pinned positions and positions restricted to few
+    tokens."""
     given = params(tiny, seed=seed, max_denoising_steps=6, early_stop=False, max_new_tokens=32)
     words = np.arange(100, 300, 7)
     canvas = tuple(-1 if place % 3 else 40 + place for place in range(30)) + (1, 0)
@@ -75,7 +76,7 @@ def ask(pair: Pair, text: str, prompt: str, **options: Any) -> InfillRequest:
         ("reverse planet", "te{3}p", "tenalp"),
         ("sort 40172", "0{3}7", "01247"),
         ("12+34=", "The {3} sat {2}.", None),
-        ("12+34=", "{1}{2}a{1-2}{1}", None),  # adjacent gaps come back apart
+        ("12+34=", "{1}{2}a{1-2}{1}", None),  # adjacent gaps are returned separately
     ],
 )
 def test_gaps_are_filled_and_fixed_text_comes_back_unchanged(
@@ -92,7 +93,7 @@ def test_gaps_are_filled_and_fixed_text_comes_back_unchanged(
 
 
 def test_of_a_range_the_likeliest_length_is_returned(demo: Pair) -> None:
-    """Each length has the noise of a block of its own, so the first length's answer can be repeated alone."""
+    """Each length uses the noise of another block, so a request for the first length alone repeats its answer."""
     ranged = run(demo, ask(demo, "te{3-5}p", "reverse planet", seed=2))
     alone = run(demo, ask(demo, "te{3}p", "reverse planet", seed=2))
     assert len(ranged.steps) == 3
@@ -106,7 +107,8 @@ def test_of_a_range_the_likeliest_length_is_returned(demo: Pair) -> None:
 def test_the_text_ends_as_a_turn_does(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, ends: tuple[int, ...]
 ) -> None:
-    """The last of the released checkpoint's end tokens begins a tool's result."""
+    """The text ends with the token that ends a turn, not with the last end token: in the released checkpoint, that one
+    begins a tool's result."""
     monkeypatch.setattr(demo.model, "config", replace(demo.model.config, eos_token_ids=ends))
     request = ask(demo, "te{3}p", "reverse planet")
     assert request.end == END
@@ -125,7 +127,7 @@ def test_gaps_are_read() -> None:
         ("{3-2}", "gap {3-2}"),
         ("{40}", "has 40 tokens"),
         ("{1-5} {1-5}", "25 combinations"),
-        # The values must not be expanded first.
+        # Combinations must be counted without being listed.
         ("{1-9999} {1-9999} {1-9999}", "999700029999 combinations"),
         ("{9999}", "has 9999 tokens"),
         ("{3000000000}", "gap .3000000000"),
@@ -142,7 +144,7 @@ def test_wrong_gaps_are_refused(demo: Pair, text: str, message: str) -> None:
 def test_the_words_of_a_vocabulary_are_read_once(
     demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a large vocabulary takes half a second."""
+    """Reading a large vocabulary takes half a second, so it happens only once."""
     params = SamplingParams.from_defaults(demo.model.sampler, demo.model.config)
     tokenizer = demo.tokenizer
     infill_request("te{3}p", [2], params, demo.model, tokenizer)

@@ -1,4 +1,4 @@
-"""Questions laid out on canvases, and the demo model's answers to them."""
+"""The layout of questions on canvases, and the demo model's answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def request(pair: Pair, text: str, **data: Any) -> tuple[Ask, DecisionRequest]:
 
 
 def shown(pair: Pair, read: DecisionRequest) -> list[str]:
-    """Each canvas as text, with its slots marked."""
+    """Return each canvas as text, with `_` for slots."""
     found = []
     for template in read.templates:
         text = [pair.tokenizer.decode([token], False) for token in template.tokens]
@@ -87,7 +87,7 @@ def test_questions_follow_the_text_of_a_message_with_images() -> None:
     (message,) = with_questions([{"role": "user", "content": [image]}], [question])
     alone = {"type": "text", "text": text.removeprefix("x\n\n")}
     assert message["content"] == [image, alone]
-    for wrong in ([], ["x"], [{"text": "x"}]):  # the chat template refuses them, or not
+    for wrong in ([], ["x"], [{"text": "x"}]):  # such content is left to the chat template
         (message,) = with_questions([{"role": "user", "content": wrong}], [question])
         assert message["content"] == [*wrong, alone]
 
@@ -97,7 +97,7 @@ def test_a_temperature_is_for_its_own_type_of_question() -> None:
     draws = [np.array([[0.9, 0.1]]), np.array([[0.9, 0.1]])]
     predicate, chosen = ask.answers(draws)
     assert predicate["probability"] == pytest.approx(0.9)
-    assert chosen["confidence"] == pytest.approx(0.75)  # odds of 9 to 1 become 3 to 1
+    assert chosen["confidence"] == pytest.approx(0.75)  # odds of 9:1 become 3:1
     for wrong in (3, {"choice": 0}, {"choice": True}, {"x": 1}):
         with pytest.raises(CanvasError, match="temperatures"):
             Ask.from_json({"questions": [PREDICATE], "temperatures": wrong})

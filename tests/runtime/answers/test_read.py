@@ -1,4 +1,4 @@
-"""Reads against transformers: the softmax over the labels' logits, by steps, draws and forks."""
+"""Reads compared with transformers: the softmax over the logits of labels, for several steps, draws and forks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from tests.helpers.restricted import cache_of, restricted_steps
 
 Prompt = Callable[..., list[int]]
 FIXED = tuple(range(100, 132))
-# One question with single tokens, one whose labels part twice, and one with a shared beginning.
+# Labels of three questions: single tokens; labels that differ first at the first or at the second token; and labels
+# with the same first token.
 SINGLE = Labels(((7,), (300,), (45,)))
 TREE = Labels(((9, 20, 5), (9, 21, 5), (11, 20, 6)))
 SHARED = Labels(((30, 31), (30, 32)))
@@ -64,7 +65,8 @@ def expected(
     of: list,
     images: Any = None,
 ) -> np.ndarray:
-    """The reference's probabilities of the tokens `of` at `place`, with `pins` in the blanks."""
+    """Return the reference's probabilities of the tokens `of` at `place`, with the tokens `pins` fixed in the
+    blanks."""
     given = params(pair, steps)
     allowed = {i: (token,) for i, token in enumerate(FIXED)}
     for blank in TEMPLATE.blanks:
@@ -76,7 +78,7 @@ def expected(
 
     def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
         uniforms, tokens = step_noise(given.seed, draw, step, len(FIXED), pair.reference.vocab)
-        for i, each in allowed.items():  # a pinned position is never renoised
+        for i, each in allowed.items():  # pinned positions are never renoised
             if len(each) == 1:
                 tokens[i] = each[0]
         return uniforms, tokens
@@ -103,7 +105,7 @@ def test_labels_have_the_probabilities_of_the_reference(
         assert single == pytest.approx(of({20: 30}, 2, [7, 300, 45]), abs=1e-4)
         assert shared == pytest.approx(of({20: 30}, 21, [31, 32]), abs=1e-4)
         first = of({20: 30}, 8, [9, 11])
-        # The tree's second fork, with its prefix in place; the others' blanks hold noise again.
+        # For the second fork of TREE, its prefix is fixed, and the blanks of other questions have noise again.
         second = of({8: 9}, 9, [20, 21])
         assert tree == pytest.approx([*(first[0] * second), first[1]], abs=1e-4)
         assert tree.sum() == pytest.approx(1)
@@ -112,7 +114,7 @@ def test_labels_have_the_probabilities_of_the_reference(
 
 
 def test_a_read_sees_images(tiny: Pair) -> None:
-    """A picture longer than the sliding window, and one that follows it, among text."""
+    """The prompt has text and two pictures. The first has more tokens than the sliding window."""
     images = [noise(90, 70), noise(30, 50, 1)]
     pictures = [read_picture(png(each), tiny.model.config.vision or {}, 70) for each in images]
     image = tiny.model.config.image_token_id
@@ -129,7 +131,7 @@ def test_a_read_sees_images(tiny: Pair) -> None:
 
 def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
     request = DecisionRequest([7], params(tiny, steps=3), templates=(TEMPLATE, TEMPLATE), samples=5)
-    assert TEMPLATE.rounds == 2  # passes per draw and step, since labels have several tokens
+    assert TEMPLATE.rounds == 2  # passes per draw and step: labels have several tokens
     request.check_limits(3, 60)
     request.check_limits(None, None)
     with pytest.raises(CanvasError, match="steps is 3") as error:
@@ -142,12 +144,13 @@ def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
 
 @pytest.mark.parametrize(("owner", "place"), [("b", 1), ("a", 3)])
 def test_callers_take_turns(tiny: Pair, owner: str, place: int) -> None:
-    """One place in the batch, three reads of one caller, then one of another or of the same."""
+    """The batch has one place. After three reads of a caller, another read arrives, of another caller or of the
+    same."""
     request = DecisionRequest([7, 8], params(tiny), templates=(TEMPLATE,), samples=2, owner="a")
     generator = Generator(tiny.model, 1)
     for _ in range(3):
         generator.add(request)
-    generator.step()  # the first one has its place now
+    generator.step()  # the first read takes the place
     last = generator.add(replace(request, owner=owner))
     order = []
     while not generator.idle:

@@ -1,4 +1,4 @@
-"""Grammars over a vocabulary as large as the released model's: what is found, and in how many tokens."""
+"""Grammars with a vocabulary as large as the released one: which answers are found, and their number of tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PERSON = {
     "required": ["name", "age", "email", "tags", "address"],
 }
 FIELDS = [f"field_{number}" for number in range(100)]
-SCHEMAS: dict[str, tuple[dict[str, Any], int]] = {  # with the most tokens that it may take
+SCHEMAS: dict[str, tuple[dict[str, Any], int]] = {  # schema, and the most tokens of its answer
     "anything": ({"type": "object"}, 2),
     "email": ({"type": "string", "format": "email"}, 12),
     "person": (PERSON, 80),
@@ -105,8 +105,7 @@ def test_a_long_answer_is_watched_early(large: Vocabulary) -> None:
 def test_nothing_is_looked_for_in_all_tokens(
     large: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Searching all tokens would take milliseconds per token of the answer, during which the
-    interpreter's lock is held."""
+    """Searching all tokens would take milliseconds per token of the answer, while holding Python's interpreter lock."""
     looked: list[GrammarState] = []
     allowed = GrammarState._compute_allowed
     monkeypatch.setattr(GrammarState, "_compute_allowed", lambda s: looked.append(s) or allowed(s))
@@ -121,7 +120,7 @@ def test_bytes_without_a_token_are_spelled_with_longer_ones() -> None:
     found = [b"", *(bytes([each]) for each in range(128)), "é".encode(), "aé".encode(), b"ab"]
     spelling = spelling_of(found).with_special({0})
     assert sorted(spelling.tokens) == [*range(131)]
-    assert spelling.rank[spelling.tokens == 0] == 0  # such a special token closes something
+    assert spelling.rank[spelling.tokens == 0] == 0  # the rank of closing tokens
 
 
 def test_every_kind_gets_its_turn() -> None:

@@ -1,4 +1,4 @@
-"""The CUDA device over a fake of CUDA's runtime: the order of calls, and what is freed."""
+"""The CUDA device on a fake of CUDA's runtime: the order of calls, and the memory that is freed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Status(IntEnum):
 
 
 class Runtime:
-    """CUDA's runtime, as the bindings expose it: every call returns a status, then its result."""
+    """A fake of CUDA's runtime with the interface of the bindings: every call returns a status, then its results."""
 
     cudaStreamNonBlocking = 1
 
@@ -104,7 +104,8 @@ def test_what_was_taken_is_given_back_graphs_first(runtime: Runtime) -> None:
 
 
 def test_work_that_fails_ends_its_capture(runtime: Runtime) -> None:
-    """An open capture would record everything that follows. The error is the work's."""
+    """The capture is ended even if the work fails; otherwise, it would record all later work. The work's error is
+    raised."""
     device = CudaDevice()
 
     def work() -> None:
@@ -127,7 +128,9 @@ def test_a_graph_that_cannot_be_made_is_an_error_and_leaves_nothing(runtime: Run
 def test_too_little_memory_says_how_much_there_is(runtime: Runtime) -> None:
     device = CudaDevice()
     runtime.fails.add("cudaMalloc")
-    with pytest.raises(CanvasError, match=r"no 3\.00 GiB left \(1\.00 of 2\.00 GiB are free\)"):
+    with pytest.raises(
+        CanvasError, match=r"cannot allocate 3\.00 GiB \(1\.00 of 2\.00 GiB are free\)"
+    ):
         device.allocate(3 << 30)
 
 
@@ -156,13 +159,14 @@ def test_an_error_that_only_the_driver_has(runtime: Runtime) -> None:
         raise ValueError(f"{status} is not a valid cudaError_t")
 
     runtime.cudaError_t = unknown  # type: ignore[attr-defined]
-    with pytest.raises(CanvasError, match=r"the driver's error 900 \(cuLibraryLoadData\)"):
+    with pytest.raises(CanvasError, match=r"driver error 900 \(cuLibraryLoadData\)"):
         device.load_kernel(b"image", "down", 0)
 
 
 @pytest.mark.skipif(bool(gpus()), reason="the calls would reach the GPU")
 def test_the_real_bindings_take_every_call_and_return_as_many_values(runtime: Runtime) -> None:
-    """Without a driver, each returns an error, but arguments of another number or type would raise."""
+    """Without a driver, every call returns an error status. A wrong number or type of arguments would raise an
+    exception."""
     real = pytest.importorskip("cuda.bindings.runtime", reason="needs canvasrt[gpu]")
     device, array = CudaDevice(), np.zeros(8, np.uint8)
     address = device.allocate(8)
@@ -222,10 +226,10 @@ DRIVER = {
 def test_the_driver_gets_our_kernels_arguments_through_the_real_bindings(
     fails: str, tmp_path: Path
 ) -> None:
-    """They reach a libcuda that records its calls, and lets one of them fail.
+    """The calls reach a fake libcuda that records them and makes one of them fail.
 
-    The runtime's calls do not reach such a libcuda: libcudart first asks it for tables that NVIDIA does not document
-    (cuGetExportTable), and without them returns error 500.
+    Calls of CUDA's runtime cannot be tested in this way: libcudart first asks libcuda for undocumented tables
+    (cuGetExportTable), and returns error 500 without them.
     """
     pytest.importorskip("cuda.bindings.driver", reason="needs canvasrt[gpu]")
     if shutil.which("gcc") is None:

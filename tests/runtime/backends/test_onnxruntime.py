@@ -1,4 +1,4 @@
-"""What sessions share on a CPU."""
+"""Memory that ONNX Runtime sessions share on a CPU."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_sessions_of_a_large_model_share_one_arena_without_patterns(
         except RuntimeError:
             found = ""
         assert found == shared
-        # A memory pattern would allocate a pass's memory a second time, and the arena keeps it.
+        # With a memory pattern, a pass's memory would be allocated a second time, and the arena would keep it.
         assert options.enable_mem_pattern == (not shared)
-        # A third of the time to load three released layers.
+        # Planning reuse takes a third of the time to load three layers of the released size.
         assert options.enable_mem_reuse == (not shared)
 
 
 def resident(file: Path) -> int:
-    """Bytes of a file's maps that are in memory."""
+    """Return the resident bytes of a file's mappings."""
     size, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -66,7 +66,7 @@ def test_pages_read_at_load_are_given_up_and_what_was_written_is_kept(tmp_path: 
     file = tmp_path.resolve() / "weights.bin"
     data = np.arange(1 << 20, dtype=np.float32)
     data.tofile(file)
-    os.sync()  # a page that is not on the disk yet stays in memory
+    os.sync()  # pages that are not written yet would stay in memory
     mapped = np.memmap(file, np.float32, "c")
     mapped[0] = 7
     assert mapped.sum() > 0

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider: no silent fallback to the CPU, and the same tokens on a GPU."""
+"""ONNX Runtime's CUDA provider never falls back to the CPU silently, and generates the same tokens on a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nodes_on_the_cpu_are_found_and_the_heavy_ones_refused(tiny: Pair) -> No
 
 @pytest.mark.parametrize("name", ["body_0", "head", "vision"])
 def test_graphs_have_no_operator_that_the_provider_lacks(name: str) -> None:
-    """The provider gathers no int32 by GatherND, and has no ArgMax of bf16."""
+    """The provider has no GatherND for int32, and no ArgMax for bf16."""
     file = library.graphs("demo-vision", "bf16") / f"{name}.onnx"
     onnx.checker.check_model(file, full_check=True)
     model = onnx.load_from_string(loadable(file))

@@ -1,4 +1,4 @@
-"""Segments in pieces, with kernels over sorted rows between them, on a fake TensorRT and Triton's interpreter."""
+"""Segments in pieces on a fake TensorRT, with kernels over sorted rows between them in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
 from tests.helpers.sorted_bundles import build_sorted, open_sorted
 
-# Few steps: the interpreter takes seconds for a pass.
+# Few steps, since a pass takes seconds in the interpreter.
 SHORT = {"max_new_tokens": CANVAS, "max_denoising_steps": 2}
 
 
@@ -58,7 +58,7 @@ def bodies(model: DeviceModel) -> list[SortedEngine]:
 def test_tokens_are_those_of_the_standard_form_and_of_transformers(
     bundle: Bundle, tiny: Pair, prompt: Prompt
 ) -> None:
-    """In fp32, over a canvas's edge and two blocks. The prompt's passes are padded."""
+    """The model is fp32. The prompt is longer than a canvas and its passes are padded, and two blocks are generated."""
     model, device = open_sorted(bundle)
     (wanted,) = requests(tiny, prompt, [40], max_new_tokens=2 * CANVAS, max_denoising_steps=3)
     results = Generator(model).run([wanted])
@@ -84,12 +84,12 @@ def test_tokens_that_all_go_to_the_same_experts_overflow_nothing(
 
 
 def test_plain_tensorrt_captures_the_pieces(bundle: Bundle, tiny: Pair, prompt: Prompt) -> None:
-    """The kernels between them run on the same stream, in order."""
+    """The kernels between the pieces run on the same stream, in order."""
     model, device = open_sorted(bundle, rtx=False)
     wanted = requests(tiny, prompt, [9], **SHORT | {"max_denoising_steps": 4}, early_stop=False)
     same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
     pieces = len(model.config.layers) + len(bodies(model))
-    # The last two of four steps replay the graphs of pieces and head.
+    # In the last two of four steps, the graphs of the pieces and of the head are replayed.
     assert device.replayed >= pieces + 1
     assert device.count("capture") == pieces + 1
 
@@ -98,8 +98,8 @@ def test_plain_tensorrt_captures_the_pieces(bundle: Bundle, tiny: Pair, prompt: 
 def test_quantized_experts_compute_what_the_graph_does(
     recipe: str, tiny: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the graph's codes and scales. All formats but INT4 round the inputs of both products, and a sum's last bits may
-    move an input to the next code. A kernel that reads the wrong weights is refused."""
+    """The kernels use the graph's codes and scales. All formats but INT4 also round the inputs of both products, where
+    the last bit of a sum may lead to the next code. A kernel that reads wrong weights is detected."""
     graphs = tmp_path / "graphs"
     chosen = load_recipe(recipe)
     amax = dict.fromkeys(chosen.formats(tiny.model.config), 4.0)
@@ -137,8 +137,8 @@ def test_a_kernel_that_does_nothing_is_refused(
 
 
 def lowered(graphs: Bundle, out: Path) -> Path:
-    """Return a copy of a bundle with graphs that ONNX Runtime runs on a CPU, since ONNX Runtime has no operator that
-    quantizes to NVFP4."""
+    """Return a copy of a bundle with lowered graphs. ONNX Runtime needs these, since it has no operator that quantizes
+    to NVFP4."""
     shutil.copytree(graphs.path, out)
     for entry in graphs.manifest.segments:
         (out / entry["file"]).unlink()
@@ -153,7 +153,7 @@ def lowered(graphs: Bundle, out: Path) -> Path:
 
 
 def states(model: DeviceModel) -> np.ndarray:
-    """Return the last hidden states of a pass over random ones, some of which are padding."""
+    """Run a pass over random hidden states, some of which are padding; return the resulting hidden states."""
     shape = model.shapes.denoise(model.shapes.widths[0], need=CANVAS)
     this = model._pass(shape, [], CANVAS, head=False)
     positions = model.workspace.inputs.view("positions", 1, this.length)
@@ -175,7 +175,7 @@ def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> N
         model.workspace.inputs.view("positions", this.batch, this.length)[:] = -1
         model._run(this, [CANVAS] * 2)
     pieces: list[Any] = [piece for each in bodies(model) for piece in each._pieces]
-    # First the contexts that every profile shares, then those of places.
+    # The shared context of each profile comes first, then the contexts of places.
     shared = ((0, None), (1, None), (2, None))
     assert {tuple(piece._contexts) for piece in pieces} == {(*shared, (1, 0), (1, 2))}
     assert not model.workspace.fullest(0).any()
@@ -183,15 +183,15 @@ def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> N
 
 def test_the_plan_counts_every_context(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     model, device = open_sorted(bundle, share=True)
-    monkeypatch.setattr(interpreted, "interpret", lambda *_: None)  # the results do not matter
+    monkeypatch.setattr(interpreted, "interpret", lambda *_: None)  # results do not matter here
     model.warm_up()
     planned = context_count(model.config, model.shapes, len(bodies(model)), find_experts(SORTED))
     assert device.count("context") == planned
 
 
 def test_rows_that_nobody_writes_are_not_read(bundle: Bundle) -> None:
-    """Padding has no rows: stale data of another request, even NaN, must not be read. Segments share the rows' memory and
-    the kernels."""
+    """Padding has no rows. Stale rows of another request, even NaN, must not be read. Segments share the memory of rows
+    and the kernels."""
     model, device = open_sorted(bundle)
     clean = states(model)
     (between,) = {each._between for each in bodies(model)}

@@ -1,4 +1,4 @@
-"""The TensorRT backend: what it refuses, and its contexts, profiles and CUDA graphs over a fake TensorRT."""
+"""The TensorRT backend on a fake TensorRT: what it refuses, and its contexts, profiles and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_only_engines_for_this_machine_are_taken(
 
 
 def test_requests_share_no_pass_unless_they_are_let() -> None:
-    """Sharing a batch may change last bits on a GPU, and tokens must depend on the seed alone."""
+    """On a GPU, sharing a batch may change last bits, but tokens must depend on the seed alone."""
     device = FakeCudaDevice()
     module = fake_tensorrt(VERSION, True, device)
     assert TensorRTBackend(TARGET, module=module, device=device).rows_apart  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_requests_share_no_pass_unless_they_are_let() -> None:
 def test_a_place_keeps_one_graph(
     folder: Path, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place keeps the graph of its latest call. It drops an older graph only once no queued work uses it."""
+    """A place keeps only the graph of its latest call. It drops the older graph once no queued work uses it."""
     server = Server(folder, rtx=False)
     forget, queued = server.device.forget, []
 
@@ -112,7 +112,7 @@ def test_a_call_whose_capture_is_refused_or_fails_runs_as_it_is(
     assert not own._fits
     why = "CUDA" if fails else "TensorRT says it cannot be captured"
     assert f"runs without a CUDA graph: {why}" in capsys.readouterr().err
-    for size in (1, 1, 2, 2, 1, 1):  # alternating calls
+    for size in (1, 1, 2, 2, 1, 1):  # repeated and alternating calls
         own.repeat(EngineCall({"a": size}, dict(own._shapes), dict(own._addresses), repeats=True))
     assert "CUDA graph" not in capsys.readouterr().err
     assert not server.device.replayed
@@ -121,7 +121,7 @@ def test_a_call_whose_capture_is_refused_or_fails_runs_as_it_is(
 def test_contexts_share_what_was_compiled_and_are_told_only_what_changed(
     folder: Path, tiny: Pair, prompt: Prompt
 ) -> None:
-    """They mark nothing for a profiler."""
+    """They also write no markers for profilers."""
     server = Server(folder)
     Generator(server.model).run(requests(tiny, prompt, [40], early_stop=False))
     contexts = [each for engine in server.backend.engines for each in engine._engine.contexts]
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_engine_is_said_with_tensorrt_s_own_words(
 
 
 def test_the_fake_has_no_name_or_parameter_that_tensorrt_rtx_has_not() -> None:
-    """tests/build/test_tensorrt_api.py compares it with TensorRT."""
+    """tests/build/test_tensorrt_api.py compares the fake with TensorRT."""
     real = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
     for fake in API:
         theirs = getattr(real, fake.__name__)
@@ -158,7 +158,7 @@ def test_the_fake_has_no_name_or_parameter_that_tensorrt_rtx_has_not() -> None:
 
 def test_every_type_of_tensorrt_that_a_tensor_can_have_is_known() -> None:
     real = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
-    # Weights alone have fewer than eight bits, and scales E8M0.
+    # Inputs and outputs never have these types: only weights have fewer than eight bits, and only scales are E8M0.
     assert set(real.DataType.__members__) - set(tensorrt.NUMPY_DTYPES) == {"INT4", "FP4", "E8M0"}
     for name in tensorrt.NUMPY_DTYPES.values():
         assert host_dtype(name).itemsize in (1, 2, 4, 8)
@@ -175,7 +175,7 @@ def test_without_a_gpu_the_error_says_so() -> None:
 
 @pytest.mark.skipif(not gpus(), reason="needs a GPU")
 def test_on_a_gpu_the_demo_s_engines_answer(tmp_path: Path) -> None:
-    """Build for this machine's GPU in bf16, and really run it once."""
+    """Builds bf16 engines for this machine's GPU, and generates once."""
     from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS

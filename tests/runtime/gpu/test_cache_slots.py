@@ -1,4 +1,4 @@
-"""The device's caches hold, slot by slot, what a host cache would."""
+"""Every slot of the device's caches holds the same tokens as a host cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTHS = (256, 1024, 2048)
 
 
 class Both:
-    """A device's cache and, for every request in it, the host's."""
+    """A device's cache, and a host cache for every request in it."""
 
     def __init__(self, slots: int = 3) -> None:
         self.device = FakeDevice()
@@ -36,7 +36,7 @@ class Both:
         self.cache.release(row)
 
     def append(self, row: DeviceRow, count: int) -> None:
-        """Append new tokens, all different, as a pass returns them: with some padding after them."""
+        """Append new, different tokens as a pass returns them, followed by some padding."""
         length, host = count + 2, self.host[row]
         self.cache.make_room(row, count)
         for index, layer in enumerate(LAYERS):
@@ -53,7 +53,7 @@ class Both:
         self.device.synchronize()
 
     def check(self) -> None:
-        """Compare every request's cached tokens, in order of position."""
+        """Compare the cached tokens of every request, in the order of positions."""
         for row, host in self.host.items():
             assert row.kv_slot is not None
             self.cache.show_positions(row.kv_slot, 1)

@@ -1,4 +1,4 @@
-"""Caches and hidden states that stay on a device: the same tokens, through a fake engine's buffers."""
+"""With caches and hidden states on a device, tokens are the same as on the host. The engine is a fake."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fake(tiny: Pair) -> tuple[DeviceModel, FakeBackend]:
 
 
 def started(model: DeviceModel, lengths: list[int], prompt: Prompt) -> list[DenoiseInput]:
-    """Return the first steps of requests whose prompts, of these lengths, are encoded."""
+    """Encode prompts of these lengths; return the inputs of the requests' first steps."""
     noise = step_noise(0, 0, 1, CANVAS, model.config.vocab_size)
     hidden, rows = model.first_hidden(noise[1]), [model.new_row() for _ in lengths]
     model.encode(
@@ -50,13 +50,14 @@ def started(model: DeviceModel, lengths: list[int], prompt: Prompt) -> list[Deno
 def test_a_step_takes_own_passes_or_a_shared_one_whichever_is_faster(
     tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request's own passes are as wide as its past, shared ones as wide as any; a request moves between both."""
+    """An own pass is as wide as the request's cached tokens need, and a shared pass has the largest width. Requests
+    move between both."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 64)
     model, backend = resident(tiny.graphs)
     widths = model.shapes.widths
     model.own_passes = OwnPasses(widths, dict.fromkeys(widths, 1.0), 2.5)
     given = started(model, [20] * 3, prompt)
-    given[2] = replace(given[2], outputs="hidden")  # a read, a grammar or an infill
+    given[2] = replace(given[2], outputs="hidden")  # like a read, grammar or infill
     for count, batches in ((1, [1]), (2, [1, 1]), (3, [4])):
         before = len(backend.engines["head"].calls)
         model.denoise(given[:count])
@@ -75,7 +76,7 @@ def test_a_step_takes_own_passes_or_a_shared_one_whichever_is_faster(
 def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     rows_apart: bool, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Far too few, so a canvas overflows alone as well as with others.
+    # With so few slots, a canvas overflows both alone and with others.
     monkeypatch.setattr("canvasrt.pass_shapes.usual_capacity", lambda model, tokens: 2)
     model, backend = resident(tiny.graphs, rows_apart=rows_apart)
     wanted = requests(tiny, prompt, [40, 290], max_new_tokens=2 * CANVAS)
@@ -83,19 +84,19 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     assert model.counters.overflows >= 4
     calls = backend.engines["body_1"].calls
     capacities = {call.dims["capacity"] for call in calls if call.repeats}
-    # A request that leaves the shared pass tries the middle capacity first; a lone request knows from its load that
+    # A request that leaves the shared pass first tries the middle capacity. A lone request knows from its load that
     # this is too small.
     middle = set() if rows_apart else {CANVAS // 2 + 2}
     assert capacities == {2, *middle, CANVAS}
     counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
-    if rows_apart:  # after the first segment's overflow, the second had room, too
+    if rows_apart:  # once the first segment overflows, the second has room, too
         assert counts["body_0"] == counts["body_1"]
 
 
 def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
     tiny: Pair, prompt: Prompt
 ) -> None:
-    """Others go on sharing, in the same shape; nothing that they compute depends on it."""
+    """The other requests continue to share passes of the same shape, so their results do not change."""
     model, backend = resident(tiny.graphs)
     given = started(model, [20] * 3, prompt)
     for number in (0, 1):
@@ -110,7 +111,7 @@ def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
 def test_a_parked_request_comes_back_to_the_room_that_its_block_needs(
     tiny: Pair, prompt: Prompt
 ) -> None:
-    """Otherwise it would continue in different shapes, with different last bits."""
+    """In other shapes, the request's results would have different last bits."""
     model, _ = resident(tiny.graphs, rows_apart=True)
     row, tokens = model.new_row(), np.array(prompt(20, 1))
     model.encode([EncodeInput(row, tokens)])
@@ -155,7 +156,7 @@ def test_each_phase_takes_the_profile_that_suits_it(tiny: Pair, prompt: Prompt) 
 
 
 def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt) -> None:
-    """A few bytes per position and step: no logits, caches or hidden states."""
+    """Only a few bytes per position and step are copied between host and device: no logits, caches or hidden states."""
     model, backend = resident(tiny.graphs)
     device, (given,) = backend.device, started(model, [100], prompt)
     crossed = []
@@ -165,7 +166,7 @@ def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt
         given = replace(given, hidden=out.next_hidden)
         crossed.append(device.uploaded + device.downloaded - before)
     assert crossed[1] == crossed[2] < crossed[0]
-    # The blocks are as large as the largest batch and prefill chunk.
+    # Copied blocks have room for the largest batch and prefill chunk.
     positions = max(model.max_batch * CANVAS, model.workspace.sizes.encode_tokens)
     assert crossed[1] < 64 * positions
 

@@ -1,4 +1,4 @@
-"""A server's first start on a GPU, on a fake one: what is compiled and kept, contexts, memory, and the trial of shared passes."""
+"""A server's first start on a fake GPU: compiled kernels, contexts, memory, and the trial of shared passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["_few_tokens", "few_slots", "folder"]
 
 
 def aged(file: Path, seconds: float) -> None:
-    """Write a file that did not change for longer than this."""
+    """Write a file whose modification time is more than this many seconds ago."""
     file.write_bytes(b"half")
     os.utime(file, (time.time() - seconds - 60,) * 2)
 
@@ -39,7 +39,7 @@ def aged(file: Path, seconds: float) -> None:
 def test_a_start_that_is_killed_goes_on_from_its_last_shape(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The partial file of the killed process is removed. The start after that compiles nothing."""
+    """The next start removes the partial file of the killed process. The start after that compiles nothing."""
     file = tmp_path / "cache" / "compiled"
     planned = sizes_of(load_bundle(folder, check=False).manifest, find_target("rtx-5090"))
     whole = Server(folder)
@@ -77,7 +77,7 @@ def opened(file: Path) -> tuple[CompiledKernels, IRuntimeCache]:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A file with one kernel, alone in its folder."""
+    """A file with one kernel, the only file of its folder."""
     file = tmp_path / "cache" / "compiled"
     kernels, cache = opened(file)
     cache.known.add("old")
@@ -90,7 +90,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 def test_kernels_that_nobody_uses_are_removed_and_no_other_server_s(stored: Path) -> None:
-    """Two servers share a volume: one writes its kernels, or serves other engines, while the other starts."""
+    """Servers share a volume. While one starts, another may write its kernels or use kernels of other engines."""
     os.utime(stored, (0, 0))
     live = stored.with_name(f"{stored.name}{PARTIAL}live")
     others = stored.with_name("of-other-engines")
@@ -105,8 +105,8 @@ def test_kernels_that_nobody_uses_are_removed_and_no_other_server_s(stored: Path
 def test_kernels_that_cannot_be_kept_are_a_warning(
     how: str, stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a full volume no partial file stays, and files kept before do. After an error of the disk, nothing can be
-    removed either."""
+    """On a full volume, no partial file is left, and earlier files stay. If the volume has become read-only, the
+    partial file cannot be removed."""
     kernels, cache = opened(stored)
     cache.known.add("new")
     if how == "nothing":
@@ -124,7 +124,7 @@ def test_kernels_that_cannot_be_kept_are_a_warning(
 def test_a_read_only_volume_gives_the_kernels_that_it_has(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start that was killed left a partial file, which cannot be removed."""
+    """The volume also has a partial file of a killed start, which cannot be removed."""
     aged(stored.with_name(f"{stored.name}{PARTIAL}x"), LEFT)
     monkeypatch.setattr(Path, "unlink", refuse)
     assert opened(stored)[1].known == {"old"}
@@ -133,7 +133,7 @@ def test_a_read_only_volume_gives_the_kernels_that_it_has(
 def test_kernels_that_may_not_be_read_are_a_warning(
     stored: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder is another account's, so its files cannot even be looked up."""
+    """The folder belongs to another account, so even `stat` fails for its files."""
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", refuse)
         patch.setattr(Path, "read_bytes", refuse)
@@ -159,10 +159,10 @@ def test_the_plan_counts_every_context(few_slots: None, folder: Path) -> None:
 def test_contexts_that_cannot_be_had_cost_nothing_but_time(
     folder: Path, tiny: Pair, prompt: Prompt, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pass without a context of its own runs in the one that others use."""
+    """A pass without its own context runs in a shared context."""
     server = Server(folder)
     own = (len(server.model.segments) - 1) * BATCH + 1
-    server.device.left = 0  # it already has the shared ones
+    server.device.left = 0  # the shared contexts exist already
     server.model.warm_up()
     wanted = requests(tiny, prompt, [40, 50, 60], max_new_tokens=CANVAS)
     same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
@@ -177,15 +177,16 @@ def test_prefixes_leave_memory_for_captures(folder: Path) -> None:
     assert server.device.left >= HEADROOM
 
 
-OWN = "in a pass of its own over 1024 cached tokens"
+OWN = "in the request's own pass over 1024 cached tokens"
+OTHERS = "with other requests"
 
 
-@pytest.mark.parametrize("broken", [None, "alone", "in company", OWN], ids=lambda each: str(each))
+@pytest.mark.parametrize("broken", [None, "alone", OTHERS, OWN], ids=lambda each: str(each))
 def test_requests_share_passes_where_that_changes_no_bit(
     broken: str | None, folder: Path, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device's products differ in the last bit: at one place, next to other requests, or in passes of a different
-    size."""
+    """The broken device computes other last bits in one case: at one place, next to other requests, or in passes of
+    another size."""
     monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 1024)
     server = Server(folder)
     model, run, lengths = server.model, DeviceModel._output, set()
@@ -195,10 +196,11 @@ def test_requests_share_passes_where_that_changes_no_bit(
         lengths.add(item.row.length)
         differs = {
             "alone": this.batch > 1 and len(this.rows) == 1 and item.row.kv_slot == 2,
-            "in company": len(this.rows) > 1 and item.row.kv_slot == 1,
+            OTHERS: len(this.rows) > 1 and item.row.kv_slot == 1,
             OWN: this.batch == 1 and this.width == 1024,
         }
-        # Whatever the host's own products do, the device's are exact unless they are broken.
+        # The host's products may differ in last bits, so results are replaced: they are exact unless the case is
+        # broken.
         noise = np.uint8(broken is not None and differs[broken])
         exact = np.full(found.entropy.shape, noise, np.float32)
         return replace(found, entropy=exact, hidden=exact, canvas=exact, argmax=exact)
@@ -207,7 +209,8 @@ def test_requests_share_passes_where_that_changes_no_bit(
     monkeypatch.setattr(DeviceModel, "_fetch", lambda *_: np.zeros(1))
     evidence = prove(model)
     monkeypatch.undo()
-    # Alone, in company and in two passes of its own; after a prompt that fills the second, in one.
+    # Requests run alone, with others, and in own passes of two widths. With a prompt that fills the second width, they
+    # run in one own pass.
     assert evidence.compared == 4 * 4 * BATCH + 4 + 3
     assert {1024, model.max_context - CANVAS} <= lengths
     proved = () if broken else (1024, 2048)

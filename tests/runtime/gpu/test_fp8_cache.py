@@ -1,4 +1,4 @@
-"""An FP8 cache of keys and values: device buffers give the same tokens as the CPU's form."""
+"""An FP8 cache of keys and values: with device buffers, tokens are the same as on a CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ TEXTS = ("Add 17 and 25", "Spell the word garden", "Sort 5 3 9 1", "Count from 3
 
 @pytest.fixture(scope="module")
 def graphs(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's fp32 graphs with an E4M3 cache: the fake engine runs on a CPU, which multiplies no bf16."""
+    """The demo's graphs with an E4M3 cache. They are fp32, since the fake engine runs on a CPU, which cannot multiply
+    bf16."""
     folder = tmp_path_factory.mktemp("fp8-cache")
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": TEXTS[0]}))
@@ -73,8 +74,8 @@ def test_a_number_takes_a_byte(device: DeviceModel) -> None:
 
 
 def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: Pair) -> None:
-    """Uses a trained model. In a model that is unsure of its tokens, the last bit of a sum may decide how a key is
-    rounded, and so a token."""
+    """The model is trained. In a model that is unsure of its tokens, the last bit of a sum may decide how a key is
+    rounded, and thereby change a token."""
     wanted = [
         Request(
             demo.tokenizer.encode_chat([{"role": "user", "content": text}]),
@@ -89,7 +90,7 @@ def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: 
 
 
 def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
-    """The manifest must show what serving takes."""
+    """The manifest contains the format, which determines the memory for serving."""
     assert on_cpu.bundle is not None
     assert on_cpu.bundle.manifest.options["recipe"]["kv_cache"] == "fp8"
     for target, wanted in (("cpu", 4), ("rtx-5090", 1)):
@@ -104,7 +105,7 @@ def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
 
 
 def test_where_such_graphs_are_refused(graphs: Path) -> None:
-    """Graphs of this kind are not engines, and a GPU's engines are built from bf16 graphs."""
+    """Graphs with an FP8 cache cannot run themselves, and engines for a GPU cannot be built from fp32 graphs."""
     with pytest.raises(CanvasError, match="quantized to fp8 and only run as engines"):
         open_model(graphs, check=False)
     with pytest.raises(CanvasError, match="quantized from fp32, but engines for rtx-5090"):

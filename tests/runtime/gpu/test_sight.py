@@ -1,4 +1,4 @@
-"""Images on a device: the same tokens as on the CPU, through a fake engine's buffers."""
+"""Images on a device, with a fake engine: soft tokens are the same as on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_soft_tokens_are_those_of_the_cpu(tiny: Pair) -> None:
 
 
 def test_no_image_meets_a_new_shape(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that is killed loses one size at most."""
+    """Kernels are also stored after each size, so a killed start loses at most one size."""
     backend = FakeBackend()
     model = open_model(tiny.graphs, check=False, backend=backend)
     calls, kept = backend.engines["vision"].calls, list[int]()

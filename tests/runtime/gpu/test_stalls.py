@@ -1,4 +1,4 @@
-"""What makes a request wait on a GPU: new shapes, contexts and captures, counted over random workloads."""
+"""Events that make requests wait on a GPU, counted in random workloads: new shapes, contexts and captures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["_few_tokens", "few_slots", "folder"]
 
 
 def workload(server: Server, pair: Pair, prompt: Prompt, seed: int) -> Iterator[tuple[Any, Result]]:
-    """Requests of random lengths that come at random steps, some of them cancelled."""
+    """Run requests of random lengths that arrive at random steps, and cancel some. Yield each with its result."""
     random = np.random.default_rng(seed)
     lengths = [int(random.choice([3, 60, 100, 130, 300, 700, 1300])) for _ in range(6)]
     wanted = []
@@ -60,11 +60,11 @@ def test_no_request_meets_a_new_shape(
     server = Server(folder, rtx, apart)
     server.model.warm_up()
     shapes = len({shape.sizes for shape in server.model.shapes})
-    # No encoding pass is as short as this canvas, so its fullest shape is an extra one per width.
+    # No encoding pass is as short as this small canvas, so the canvas's fullest shape is an extra shape per width.
     assert shapes <= MAX_SHAPES + len(server.model.shapes.widths)
     warm = server.compiled()
     assert warm
-    if rtx:  # contexts of TensorRT share nothing
+    if rtx:  # with TensorRT, contexts share no kernels
         assert max(warm.values()) <= shapes
     server.device.stalls.clear()
     done = list(workload(server, tiny, prompt, seed=1))
@@ -74,7 +74,7 @@ def test_no_request_meets_a_new_shape(
         same([result], Generator(tiny.model).run([request]))
     if rtx:
         assert not server.compiled()
-    # What remains is a capture whenever a request's width differs from that of the last request in its place.
+    # A capture is still needed when a request's width differs from that of the last request in its place.
     changes = len(done) * len(server.model.shapes.widths)
     assert server.device.count("capture") <= changes * len(server.model.segments)
     assert not server.device.count("context")
@@ -84,7 +84,7 @@ def test_no_request_meets_a_new_shape(
 def test_every_slot_is_warm(
     rtx: bool, apart: bool, few_slots: None, folder: Path, tiny: Pair, prompt: Prompt
 ) -> None:
-    """Requests within the shortest width wait for nothing, in any slot, even if they overflow."""
+    """Requests within the shortest width never wait, in any slot, even if they overflow."""
     server = Server(folder, rtx, apart)
     server.model.warm_up()
     server.device.stalls.clear()
@@ -98,7 +98,7 @@ def test_every_slot_is_warm(
 def test_engines_that_feed_all_tokens_to_every_expert(
     tiny: Pair, prompt: Prompt, tmp_path: Path
 ) -> None:
-    """NVFP4 experts take all tokens. Their queue starts at an address that TensorRT accepts, however few experts there
+    """NVFP4 experts take all tokens. The address of their queue is aligned for TensorRT, however few experts there
     are."""
     graphs = load_bundle(tiny.graphs, check=False)
     folder = write_engines(graphs, tmp_path, quantized={"layers.0.experts.gate_up": "nvfp4"})
@@ -114,7 +114,8 @@ def test_engines_that_feed_all_tokens_to_every_expert(
 def test_tokens_that_stay_in_one_pass_meet_no_new_shape(
     few_slots: None, folder: Path, tiny: Pair
 ) -> None:
-    """Equal tokens go to the same experts, so they overflow. Those of an image, or of a scored block, are not split."""
+    """Equal tokens go to the same experts, so the experts overflow. Tokens of an image or of a scored block must stay
+    in one pass."""
     server = Server(folder)
     server.model.warm_up()
     server.device.stalls.clear()
@@ -143,7 +144,7 @@ def test_slots_that_take_turns_capture_nothing_anew(
         tiny, prompt, [40, 50, 60], max_new_tokens=CANVAS, early_stop=False, max_denoising_steps=5
     )
     Generator(server.model, BATCH).run(wanted)
-    # Once per body segment and slot, since slots have caches of their own; the head once.
+    # One capture per body segment and slot, since each slot has its own cache, and one for the head.
     bodies = len(server.model.segments) - 1
     assert server.device.count("capture") == BATCH * bodies + 1
     server.device.stalls.clear()
@@ -154,7 +155,7 @@ def test_slots_that_take_turns_capture_nothing_anew(
 def test_after_an_error_of_the_device_nothing_is_answered(
     folder: Path, tiny: Pair, prompt: Prompt
 ) -> None:
-    """No wrong token: the first pass and every later one fail."""
+    """The first pass and every later pass fail, so no wrong token is returned."""
     server = Server(folder)
     server.device.fails_after = 40
     wanted = requests(tiny, prompt, [40])

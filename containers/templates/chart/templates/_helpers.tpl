@@ -1,4 +1,4 @@
-{{/* A StatefulSet's pods have a label of its name and 11 more characters, 63 in all. */}}
+{{/* A label of a StatefulSet's pods has the StatefulSet's name plus 11 characters, and labels have at most 63. */}}
 {{- define "canvasrt.name" -}}
 {{- .Release.Name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
@@ -73,7 +73,7 @@ nodeAffinity:
       {{- end }}
 {{- end -}}
 
-{{/* The labels of a pod: KServe sets its own. */}}
+{{/* The labels by which pods are selected; KServe sets other labels. */}}
 {{- define "canvasrt.podLabels" -}}
 {{- if .Values.kserve.enabled -}}
 serving.kserve.io/inferenceservice: {{ include "canvasrt.name" . | quote }}
@@ -82,7 +82,7 @@ serving.kserve.io/inferenceservice: {{ include "canvasrt.name" . | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* What a probe calls. A kubelet accepts any certificate, and has none of its own for mutual TLS. */}}
+{{/* What a probe calls. A kubelet accepts any server certificate, but has no client certificate for mutual TLS. */}}
 {{- define "canvasrt.probe" -}}
 {{- $root := .root -}}
 {{- $secret := $root.Values.tls.existingSecret -}}
@@ -95,10 +95,10 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- end -}}
 {{- end -}}
 
-{{/* Probes would not follow a port or TLS that `env` or `args` set. */}}
+{{/* Probes would not use a port or TLS that is set in `env` or `args`. */}}
 {{- define "canvasrt.checkProbes" -}}
 {{- $port := "the server's port inside the pod is 8000, which service and probes use" -}}
-{{- $hint := "set tls.existingSecret to a secret with the certificate instead: probes follow it" -}}
+{{- $hint := "set tls.existingSecret to a secret with the certificate instead, so that probes use TLS, too" -}}
 {{- range .Values.env -}}
 {{- if hasPrefix "NIM_SSL_" .name }}{{ fail (printf "env sets %s; %s" .name $hint) }}{{ end -}}
 {{- if has .name (list "NIM_SERVER_PORT" "NIM_HTTP_API_PORT") }}{{ fail (printf "env sets %s: %s" .name $port) }}{{ end -}}
@@ -108,13 +108,13 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- if hasPrefix "--port" . }}{{ fail (printf "args sets %s: %s" . $port) }}{{ end -}}
 {{- end -}}
 {{- if and .Values.tls.existingSecret .Values.kserve.enabled -}}
-{{- fail "tls.existingSecret is set with kserve.enabled: let KServe's gateway end TLS" -}}
+{{- fail "tls.existingSecret is set with kserve.enabled: leave it out, and terminate TLS at KServe's gateway" -}}
 {{- end -}}
 {{- end -}}
 
 {{/* Triton's own ports have no TLS. */}}
 {{- define "canvasrt.checkTriton" -}}
 {{- if and .Values.triton.open .Values.tls.existingSecret (not .Values.triton.behindProxy) -}}
-{{- fail "triton.open would be a way around tls: leave it off, or set triton.behindProxy if a proxy checks who reaches ports 8001 and 8080" -}}
+{{- fail "triton.open would let callers bypass tls: set it to false, or set triton.behindProxy if a proxy authenticates the callers of ports 8001 and 8080" -}}
 {{- end -}}
 {{- end -}}

@@ -1,4 +1,5 @@
-{{/* The names under which a server without keys answers: those of its service, and of a forwarded port. KServe has its own. */}}
+{{/* The Host names that a server without keys accepts: the names of its service, localhost for port forwarding, and
+allowedHosts. KServe uses other names; with KServe, the list is therefore empty unless allowedHosts is set. */}}
 {{- define "canvasrt.hosts" -}}
 {{- $name := include "canvasrt.name" . -}}
 {{- $own := list "localhost" "127.0.0.1" "$(POD_IP)" $name -}}
@@ -63,7 +64,7 @@ containers:
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     {{- $several := and (include "canvasrt.onGpu" .) (gt (int .Values.gpus) 1) }}
     {{- if or .Values.args .Values.triton.open $several }}
-    # These arguments replace the image's own, so they include those, too. If an option occurs twice, the last one wins.
+    # These arguments replace the image's, which are therefore repeated. If an option occurs twice, the last one wins.
     args:
       - serve
       - --host=0.0.0.0
@@ -148,8 +149,8 @@ containers:
       preStop:
         # Stop only after every service has dropped this replica.
         exec: {command: [sleep, "5"]}
-    # The server itself replaces a front end that is silent for 10 seconds, and exits if a pass hangs. This probe is
-    # for a supervisor that no longer does so.
+    # The server itself replaces a front end that is silent for 10 seconds, and exits if a pass hangs. This probe
+    # detects a supervisor that no longer does so.
     livenessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/live") | nindent 6 }}
       periodSeconds: 10

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# torch takes gigabytes, so the tests' own copy is used.
+# torch takes gigabytes, so it is not installed again: it comes from the tests' environment.
 sys.path.append(os.environ["SITE_PACKAGES"])
 
 from guidellm.__main__ import cli

@@ -28,7 +28,7 @@ def text(route: str, **more: Any) -> str:
 
 
 for route in routes:
-    # Ollama's generate has no chats: on this route, LiteLLM writes its own headings into the prompt.
+    # Ollama's `generate` takes no chats, so on this route LiteLLM adds headings to the prompt, and the answer differs.
     exact = route != "ollama"
     assert text(route) == "46" or not exact
     chunks = list(answer(route, stream=True))
