@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 # Exists only inside Triton's Python backend.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # not imported at run time, because the answer model's proces
     from canvasrt.runtime.request import Event
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+LARGE = 2**20  # characters and numbers of a reply
 # The answer model adds this parameter to its calls of the decoupled model. Calls between models lose error codes, so
 # errors are returned as events.
 CALL_PARAMETER = "triton_canvasrt_call"
@@ -73,16 +74,20 @@ class ResponseSink:
         return self._ended or self._sender.is_cancelled() or told
 
     def _send(self, replies: Sequence[Reply], last: bool) -> None:
-        """Send replies; if they are the `last`, also send the end. That end is sent alone, because trying to send a
-        reply with it closes the sender, even if shared memory is full."""
+        """Send replies; if they are the `last`, also the flag FINAL. A large reply is sent before the flag, not with it:
+        sending the flag closes the sender even if shared memory is full, and then an error cannot be sent either."""
+        apart = not replies or sum(map(_size, replies[-1].values())) > LARGE
+        flags = 0
         try:
-            for reply in replies:
-                self._sender.send(_response(reply), flags=0)
+            responses = [_response(reply) for reply in replies]
+            for number, response in enumerate(responses, 1):
+                flags = FINAL if last and not apart and number == len(responses) else 0
+                self._sender.send(response, flags=flags)
         except BaseException as error:
-            if last or self._end():
+            if flags == 0 and (last or self._end()):
                 self._tell(error)
             raise
-        if last:
+        if last and apart:
             self._sender.send(flags=FINAL)
 
     def _end(self) -> bool:
@@ -94,6 +99,10 @@ class ResponseSink:
             self._ended = True
         self.on_end()
         return True
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, Sized) else 1
 
 
 def _response(reply: Reply) -> Any:

@@ -257,7 +257,10 @@ ELSEWHERE = {
     ("canvasrt/roofline/predict.py", "--capacity has no effect"): "tests/build/test_pieces.py",
     ("canvasrt/roofline/rates.py", "unknown GPU"): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/rates.py", "was measured on"): "tests/canvasrt/roofline/test_predict.py",
-    ("canvasrt/roofline/predict.py", "take no pass of"): "tests/canvasrt/roofline/test_predict.py",
+    (
+        "canvasrt/roofline/predict.py",
+        "accept no pass of",
+    ): "tests/canvasrt/roofline/test_predict.py",
     ("canvasrt/roofline/predict.py", "do not suit"): "tests/canvasrt/roofline/test_predict.py",
     ("runtime/bundle_facts.py", "but the engines support at most"): (
         "tests/containers/serve/test_checks.py"

@@ -224,7 +224,9 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> Any:
     triton = MagicMock(Tensor=lambda name, value: (name, value[0]), InferenceResponse=list)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton)
     monkeypatch.delitem(sys.modules, "canvasrt.containers.triton.sink", raising=False)
-    return importlib.import_module("canvasrt.containers.triton.sink")
+    module = importlib.import_module("canvasrt.containers.triton.sink")
+    monkeypatch.setattr(module, "LARGE", 8)
+    return module
 
 
 class Fails:
@@ -240,6 +242,15 @@ class Fails:
 
 
 LONG: Any = {"event": "block", "text": "long"}
+
+
+def test_the_last_reply_carries_the_flag_unless_it_is_large(sinks: Any) -> None:
+    for text, sent in (("x", 2), ("long", 3)):
+        sender = Sender(full=False)
+        sink = sinks.ResponseSink(sender, error_events=True)
+        sink.replies = Fails([{"event": "delta"}, {"event": "final", "text": text}], ended=True)
+        sink.event(object())
+        assert (sender.closed, len(sender.sent)) == (True, sent)
 
 
 @pytest.mark.parametrize("ended", [False, True])
