@@ -22,7 +22,8 @@ from canvasrt.build.options import BuildOptions, Precision, parse_precision
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import SLOTTED
-from canvasrt.pass_shapes import capacities, round_up, usual_capacity
+from canvasrt.expert_slots import capacities, usual_capacity
+from canvasrt.pass_shapes import round_up
 from canvasrt.pipeline import build_bundle
 from canvasrt.roofline.predict import Predictor
 from canvasrt.roofline.rates import GpuRates, find_gpu

@@ -3,24 +3,21 @@ are compiled before the first request."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from canvasrt import expert_slots
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import PREFILL_CHUNK
 
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
-# The number of slots per expert is a multiple of this.
-SLOT_UNIT = 16
 # If rows are sorted by expert, an expert's rows fill blocks of this many rows. Tensor cores cannot multiply fewer rows,
 # and larger blocks would have more empty rows.
 BLOCK_ROWS = 16
 # Dimensions that a graph has only if its experts have slots.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
-# Numbers of tokens per encoding pass. In passes of up to `ROOMY` tokens, every expert has a slot for every token.
-LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
+LENGTHS = (64, 128, 256, PREFILL_CHUNK)  # tokens of an encoding pass
 # Cache widths, in tokens, are a multiple of this, so that each request's part of the cache has an aligned address.
 UNIT = 64
 # The maximum number of cache widths of a full layer, and the smallest width in tokens.
@@ -125,7 +122,7 @@ class PassPlan:
         """
         length = round_up(tokens, self.lengths)
         if width > self.widths[0]:
-            length = max(length, round_up(min(ROOMY, self.lengths[-1]), self.lengths))
+            length = max(length, round_up(min(expert_slots.ROOMY, self.lengths[-1]), self.lengths))
         return PassShape(ENCODE, 1, length, self.encode_rows[self.lengths.index(length)], width)
 
     def without_overflow(self) -> PassShape:
@@ -204,15 +201,16 @@ def plan_passes(
     canvas = model.canvas_length
     longest = max(canvas, min(prefill_chunk, max_context))
     sizes = lengths(longest)
-    most = max(usual_capacity(model, longest), roomy_capacity(model, longest))
+    roomy = round_up(expert_slots.roomy_capacity(model, longest), sizes)
+    most = max(expert_slots.usual_capacity(model, longest), roomy)
     return PassPlan(
         canvas=canvas,
         batch=max_batch,
         lengths=sizes,
-        encode_rows=tuple(encode_capacity(model, length) for length in sizes),
+        encode_rows=tuple(expert_slots.encode_capacity(model, length) for length in sizes),
         roomy=max(length for length in sizes if length <= most),
-        canvas_rows=capacities(model),
-        batch_rows=usual_capacity(model, max_batch * canvas),
+        canvas_rows=expert_slots.capacities(model),
+        batch_rows=expert_slots.usual_capacity(model, max_batch * canvas),
         widths=widths(in_units(max_context)),
         window=in_units(min(model.sliding_window - 1, max_context)),
     )
@@ -221,40 +219,6 @@ def plan_passes(
 def in_units(tokens: int) -> int:
     """Round a number of tokens up to a valid cache width."""
     return max(UNIT, -(-tokens // UNIT) * UNIT)
-
-
-def usual_capacity(model: ModelConfig, tokens: int) -> int:
-    """Return the slots per expert for near-uniform routing: 8 standard deviations above the mean."""
-    mean = tokens * model.top_k_experts / model.num_experts
-    wanted = math.ceil((mean + 8 * math.sqrt(mean)) / SLOT_UNIT) * SLOT_UNIT
-    return min(tokens, wanted)
-
-
-def encode_capacity(model: ModelConfig, length: int) -> int:
-    """Return the slots per expert of an encoding pass: one per token in passes of up to `ROOMY` tokens."""
-    return length if length <= ROOMY else usual_capacity(model, length)
-
-
-def capacities(model: ModelConfig) -> tuple[int, ...]:
-    """Return the possible numbers of slots per expert of a pass over one request's canvas, ascending.
-
-    The first suffices if routing is near-uniform, and the second if half of the tokens, such as padding, have the same
-    experts. The last suffices even if all tokens have the same experts.
-    """
-    tokens = model.canvas_length
-    middle = tokens // 2 + usual_capacity(model, tokens // 2)
-    return tuple(sorted({usual_capacity(model, tokens), middle, tokens} - {0}))
-
-
-def roomy_capacity(model: ModelConfig, longest: int) -> int:
-    """Return how many slots per expert an encoding pass of up to `longest` tokens needs, so that no expert can overflow.
-
-    Text passes that would need more than `ROOMY` slots are split in two, except passes of a whole canvas. An image's
-    tokens are not split.
-    """
-    if model.vision is not None:
-        return longest
-    return round_up(min(longest, max(ROOMY, model.canvas_length)), lengths(longest))
 
 
 def canvas_sizes(length: int) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.defaults import GEOMETRY
+from canvasrt.expert_slots import Capacity, rounded_capacity
 from canvasrt.pass_shapes import canvas_sizes
-from canvasrt.runtime.body_inputs import Capacity, Geometry, expert_slots, rounded
+from canvasrt.runtime.body_inputs import Geometry, expert_slots
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds, token_feeds
 from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
@@ -242,7 +243,7 @@ class HostModel(Model):
             # Only the first overflowing layer's load is reliable, because later layers had wrong inputs.
             with self._counting:
                 self.counters.overflows += 1
-            capacity = rounded(int(over[0]) * 1.1, tokens)
+            capacity = rounded_capacity(int(over[0]) * 1.1, tokens)
         for each in learned:
             each.record(int(out["load"].max()), tokens)
         return out

@@ -24,6 +24,7 @@ FLOORS = (
     "progress",
     "errors types defaults chat_tokens children hashes formats option watch",
     "extras targets staging console checkpoints",
+    "expert_slots",
     "bundle machine recipes pages pass_shapes",
     "engine_profiles nvml",
     "cache graphs roofline",

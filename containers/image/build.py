@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canvasrt.bundle import Bundle, Manifest, load_bundle
-from canvasrt.containers.image import environment
+from canvasrt.containers.image import virtualenv
 from canvasrt.containers.image.attest import Materials, attest, read_signer
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, ImageLayer, LayerEntry, entries_of
@@ -171,10 +171,10 @@ def _layers(
         ):
             report(f"writing the layer of {what}")
             folder = Path(scratch_folder) / str(number)
-            environment.unpack(found, folder, options.python)
-            entries = list(entries_of(folder, environment.VENV, skip=environment.is_left_out))
+            virtualenv.unpack(found, folder, options.python)
+            entries = list(entries_of(folder, virtualenv.VENV, skip=virtualenv.is_left_out))
             if number == 0:
-                entries += environment.venv_entries(interpreter, options.python)
+                entries += virtualenv.venv_entries(interpreter, options.python)
                 cache = CACHE.lstrip("/")  # with its parent folder, which the base image lacks
                 entries += [LayerEntry(os.path.dirname(cache)), LayerEntry(cache, owner=USER)]
                 entries += _tensorrt(found, options.python)
@@ -205,6 +205,6 @@ def _tensorrt(found: Sequence[Path], python: str) -> list[LayerEntry]:
     version = next(
         (each[1] for each in names if canonical_name(each[0]) == bindings.DISTRIBUTION), None
     )
-    site = f"{environment.VENV}/lib/python{python}/site-packages"
+    site = f"{virtualenv.VENV}/lib/python{python}/site-packages"
     files = bindings.module_files(version).items() if version else ()
     return [LayerEntry(f"{site}/{name}", content=content) for name, content in files]

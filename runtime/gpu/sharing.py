@@ -9,7 +9,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from canvasrt.pass_shapes import ROOMY
+from canvasrt.expert_slots import ROOMY
 from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.launches import OwnPasses

@@ -8,7 +8,8 @@ import pytest
 
 from canvasrt.build.profile_ranges import profiles, to_json
 from canvasrt.engine_profiles import Profiles
-from canvasrt.pass_shapes import plan_passes, usual_capacity
+from canvasrt.expert_slots import usual_capacity
+from canvasrt.pass_shapes import plan_passes
 from canvasrt.roofline.predict import CallSizes
 from tests.helpers.configs import RELEASED
 

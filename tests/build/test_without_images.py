@@ -14,7 +14,7 @@ from canvasrt.build.options import BuildOptions
 from canvasrt.build.plan import Plan, PrefillPlan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
-from canvasrt.pass_shapes import ROOMY
+from canvasrt.expert_slots import ROOMY
 from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.generator import Generator

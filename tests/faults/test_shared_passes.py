@@ -141,7 +141,7 @@ def test_tokens_depend_on_the_request_alone(
 ) -> None:
     if slots == "few":  # canvases then overflow, alone or with others
         monkeypatch.setattr(
-            "canvasrt.pass_shapes.usual_capacity", lambda _, tokens: max(4, tokens // 6)
+            "canvasrt.expert_slots.usual_capacity", lambda _, tokens: max(4, tokens // 6)
         )
     model = open_model(demo.graphs, check=False, backend=ShapedBackend())
     alone: dict[int, Any] = {}

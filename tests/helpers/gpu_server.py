@@ -42,7 +42,7 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make capacities so small that the tiny model's canvases overflow."""
     monkeypatch.setattr(
-        "canvasrt.pass_shapes.usual_capacity", lambda model, tokens: max(4, tokens // 4)
+        "canvasrt.expert_slots.usual_capacity", lambda model, tokens: max(4, tokens // 4)
     )
 
 

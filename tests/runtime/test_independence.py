@@ -199,7 +199,7 @@ def test_overflowing_experts_are_run_again(
     tiny: Pair, requests: list[Request], alone: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = open_model(tiny.graphs, threads=1)
-    monkeypatch.setattr("canvasrt.runtime.body_inputs.Capacity.choose", lambda self, tokens: 1)
+    monkeypatch.setattr("canvasrt.expert_slots.Capacity.choose", lambda self, tokens: 1)
     results = Generator(graphs).run(requests[:6])
     check(results, alone[:6])
     assert graphs.counters.overflows >= sum(sum(result.steps) for result in results)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from canvasrt.runtime.body_inputs import Capacity, Geometry, rounded
+from canvasrt.expert_slots import Capacity, rounded_capacity
+from canvasrt.runtime.body_inputs import Geometry
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds
 from tests.helpers.configs import CONFIG, LAYERS
 
@@ -83,5 +84,5 @@ def test_capacity_stays_between_one_and_the_tokens(tokens: int) -> None:
     assert capacity.choose(tokens) == tokens
     capacity.record(0, tokens)
     assert 1 <= capacity.choose(tokens) <= tokens
-    assert rounded(5.0, 256) == 8
-    assert rounded(8.0, 256) == 8
+    assert rounded_capacity(5.0, 256) == 8
+    assert rounded_capacity(8.0, 256) == 8

@@ -118,7 +118,7 @@ def test_a_prompt_whose_chunks_overload_an_expert_is_scored_in_parts(
     tiny: Pair, prompt: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model has no pass for 512 tokens in which experts cannot overflow, so chunks are divided."""
-    monkeypatch.setattr("canvasrt.pass_shapes.usual_capacity", lambda model, tokens: 2)
+    monkeypatch.setattr("canvasrt.expert_slots.usual_capacity", lambda model, tokens: 2)
     backend = FakeBackend(body_profiles(capacity=(1, 64, 256)))
     device = open_model(tiny.graphs, check=False, backend=backend)
     assert device.shapes.roomy == 256

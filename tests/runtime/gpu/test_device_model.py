@@ -77,7 +77,7 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     rows_apart: bool, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With so few slots, a canvas overflows both alone and with others.
-    monkeypatch.setattr("canvasrt.pass_shapes.usual_capacity", lambda model, tokens: 2)
+    monkeypatch.setattr("canvasrt.expert_slots.usual_capacity", lambda model, tokens: 2)
     model, backend = resident(tiny.graphs, rows_apart=rows_apart)
     wanted = requests(tiny, prompt, [40, 290], max_new_tokens=2 * CANVAS)
     same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
