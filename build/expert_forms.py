@@ -1,6 +1,6 @@
 """The two forms in which a GPU runs the experts: in slots inside the engines; or over rows sorted by expert, in our own
-kernels between engines. A build selects a form by name, and all code that differs between forms is here.
-`canvasrt/pass_shapes.py` chooses the numbers of slots."""
+kernels between engines. A build selects a form by name; what the forms mean for builds is here.
+`canvasrt/expert_slots.py` chooses the numbers of slots."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Vision(nn.Module):
         for layer in self.layers:
             x = layer(x, turn, mask)
         x = torch.where(empty[..., None], 0.0, x)
-        pooled, valid = average_pool(x, places, empty, self.pool)
+        pooled, valid = average_pool(x, places, self.pool)
         pooled = pooled * self.root
         if self.standardize:
             pooled = (pooled - self.std_bias) * self.std_scale
@@ -163,7 +163,7 @@ def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     )
 
 
-def average_pool(x: Tensor, places: Tensor, empty: Tensor, pool: int) -> tuple[Tensor, Tensor]:
+def average_pool(x: Tensor, places: Tensor, pool: int) -> tuple[Tensor, Tensor]:
     """Average squares of `pool` × `pool` patches.
 
     Returns the averages `[N, P / pool², size]`, and bool `[N, P / pool²]`, true for squares that are not empty. As in

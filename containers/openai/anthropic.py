@@ -166,19 +166,19 @@ def _tools(body: MessagesRequest) -> list[Json] | None:
 def _messages(body: MessagesRequest) -> list[Json]:
     """Return the conversation as a chat's messages. Every tool result becomes a separate message."""
     system = _blocks(body.system or [], "system")
-    read: list[Json] = [{"role": "system", "content": _texts(system, "system")}] if system else []
+    read: list[Json] = [{"role": "system", "content": _texts(system)}] if system else []
     for number, message in enumerate(body.messages):
         where, role = f"messages.{number}", message.get("role")
         blocks = _blocks(message.get("content"), f"{where}.content")
         if role == "assistant":
             read.append(_turn(blocks, f"{where}.content"))
         elif role == "user":
-            read += _results(blocks, f"{where}.content")
+            read += _results(blocks)
             content = [_part(each, path) for path, each in blocks if not _is(each, "tool_result")]
             if content or not blocks:  # an empty message is kept, so that the chat refuses it
                 read.append({"role": role, "content": content})
         elif role == "system":
-            read.append({"role": role, "content": _texts(blocks, where)})
+            read.append({"role": role, "content": _texts(blocks)})
         else:
             raise _wrong(f"{where}.role", f"{role!r} is not user, assistant or system")
     if read[-1]["role"] == "assistant":
@@ -215,25 +215,25 @@ def _turn(blocks: list[tuple[str, Json]], where: str) -> Json:
     if not all(isinstance(each, str) for each in thoughts):
         raise _wrong(where, "a thought must be a string")
     told = [one for one in blocks if not _is(one[1], "thinking", "redacted_thinking", "tool_use")]
-    turn: Json = {"role": "assistant", "content": _texts(told, where)}
+    turn: Json = {"role": "assistant", "content": _texts(told)}
     if calls:
         turn["tool_calls"] = calls
     return turn | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {})
 
 
-def _results(blocks: list[tuple[str, Json]], where: str) -> list[Json]:
+def _results(blocks: list[tuple[str, Json]]) -> list[Json]:
     return [
         {
             "role": "tool",
             "tool_call_id": each.get("tool_use_id"),
-            "content": _texts(_blocks(each.get("content") or "", f"{path}.content"), where),
+            "content": _texts(_blocks(each.get("content") or "", f"{path}.content")),
         }
         for path, each in blocks
         if _is(each, "tool_result")
     ]
 
 
-def _texts(blocks: list[tuple[str, Json]], where: str) -> str:
+def _texts(blocks: list[tuple[str, Json]]) -> str:
     for path, each in blocks:
         if not _is(each, "text"):
             raise _wrong(path, f"a block of type {each.get('type')!r} is not supported there")
