@@ -25,7 +25,7 @@ def test_a_bundle_s_share_is_printed(
     assert data["machine"]["versions"]["onnxruntime"]
     (row,) = data["figures"]["passes"]
     assert 0 < row["lowest"] <= row["of the matrix rate"] <= row["highest"]
-    assert f"| {demo.bundle} | " in capsys.readouterr().out
+    assert f"| {demo.bundle.name} | " in capsys.readouterr().out
 
 
 def test_work_is_what_the_network_multiplies(demo: Pair) -> None:
