@@ -3,7 +3,7 @@
 noise → pass → sampler → settle → end of block
 
 Subclasses define a block's beginning (`_allowed_tokens`, `_first_canvas`), the step after a pass (`_sample`), and the
-end of a block (`_end_block`).
+end of a block (`_end_block`). To score a block, `TextState` adds a pass after it (`next_step`, `take`, `encoded`).
 """
 
 from __future__ import annotations
