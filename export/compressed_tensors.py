@@ -130,8 +130,9 @@ def _block(weight: Weight, part: str) -> int:
     if shape[1] < FORMATS["int4"].least_blocks and short:
         return short
     if group not in INT4_GROUPS:
+        sizes = ", ".join(map(str, INT4_GROUPS[:-1])) + f" or {INT4_GROUPS[-1]}"
         raise CanvasError(
-            f"{name} in {held.path} has groups of {group} inputs, which canvasrt does not support",
+            f"{name} in {held.path} has groups of {group} inputs, not of {sizes}",
             INT4_HINT,
         )
     return group

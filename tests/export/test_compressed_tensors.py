@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +20,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.description import describe
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.compressed_tensors import Int4Codes, read_int4
+from canvasrt.export.compressed_tensors import Int4Codes, _block, read_int4
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.recipes.recipe import Choice, Recipe
@@ -182,3 +185,12 @@ def test_parts_of_one_product_in_several_formats_are_refused(copy: Path) -> None
     edit(copy, widen)
     with pytest.raises(CanvasError, match=f"is int4 and {name}.weight is not"):
         read(copy, "layers.0.attention.qkv.weight")
+
+
+def test_an_unsupported_group_length_is_named_with_the_supported_ones() -> None:
+    held = MagicMock(path="checkpoint")
+    held.__contains__.return_value = True
+    held.shape.return_value = (4, 12)  # twelve scales per row
+    weight: Any = SimpleNamespace(shape=(4, 12 * 24), checkpoint=held)
+    with pytest.raises(CanvasError, match="groups of 24 inputs, not of 16, 32, 64, 128 or 256"):
+        _block(weight, "part")
